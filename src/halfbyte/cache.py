@@ -1,0 +1,355 @@
+"""KVCache: the keys and values of one layer, quantised as they arrive. The only stateful object of the library.
+
+Memory is laid out [B, H, T, ...] (see `halfbyte.planes.Plane`) and allocated once. `halfbyte.paging` has the paged sibling.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import torch
+
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import Format, Shape, key_format, value_format
+from halfbyte.ops.append import append_
+from halfbyte.planes import Plane
+from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.quantize import decode
+from halfbyte.tensors import expected_parts
+
+#: What a cache stores unless told otherwise: keys need more bits than values.
+KEYS, VALUES = "int8", "int4_g32"
+
+
+class CacheOptions(TypedDict, total=False):
+    """Options of a cache.
+
+    keys, values       format names (`halfbyte.KV_FORMATS`), chosen apart
+    value_dim          size of a value head, if it differs from head_dim
+    rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
+    dtype              the 16-bit type of what is not quantised yet, the tail of per-channel keys (bfloat16)
+    device             where the memory is ("cpu")
+    k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
+    """
+
+    keys: str | Format
+    values: str | Format
+    value_dim: int | None
+    rotate_keys: bool
+    dtype: torch.dtype
+    device: torch.device | str
+    k_scale: float | None
+    v_scale: float | None
+
+
+class KVCache:
+    """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
+
+    Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
+    up to whole blocks of tokens.
+    """
+
+    page_table: torch.Tensor | None = None
+
+    def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
+        check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+        block = key_format(options.get("keys", KEYS)).token_block or 1
+        self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, options)
+
+    def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, options: CacheOptions) -> None:
+        """Planes for `rows` (sequences or pages, heads, tokens in each) and everything that belongs to a sequence."""
+        k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
+        value_dim, dtype = options.get("value_dim") or head_dim, options.get("dtype", torch.bfloat16)
+        device, self.rotate_keys = options.get("device", "cpu"), options.get("rotate_keys", False)
+        check_sizes(value_dim=value_dim)
+        check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
+        if self.rotate_keys:
+            block_size(head_dim)
+        tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
+        self._fixed = options.get("k_scale"), options.get("v_scale")
+        self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, self._fixed[0])
+        self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, self._fixed[1])
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+
+    @classmethod
+    def from_buffers(
+        cls,
+        keys: Plane,
+        values: Plane,
+        lengths: torch.Tensor,
+        *,
+        page_table: torch.Tensor | None = None,
+        rotate_keys: bool = False,
+    ) -> KVCache:
+        """Wrap memory that an engine owns, without copying: see `Plane` for shapes. Strides are taken as they are.
+
+        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. Page and length management stay the engine's.
+        """
+        check_buffers(keys, values, lengths, page_table)
+        cache = cls.__new__(cls)
+        cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
+        cache.rotate_keys = rotate_keys
+        cache._fixed = (None, None)
+        return cache
+
+    # ------------------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens one sequence can hold."""
+        return self.keys.codes.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.dim
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for codes, scales, offsets and tails."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token of one sequence takes, scales and offsets included, tails not."""
+        block = self.keys.format.token_block or 1
+        one = (1, self.kv_heads, block)
+        scaled = [f for f in (self.keys.format, self.values.format) if f.granularity == "tensor"]
+        total = self.keys.format.nbytes((*one, self.head_dim)) + self.values.format.nbytes((*one, self.value_dim))
+        return (total - 2 * len(scaled)) / block
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer, for marking addresses as static or moving memory."""
+        parts = [*self.keys.tensors(), self.keys.saturated, *self.values.tensors(), self.values.saturated]
+        return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
+
+    def __repr__(self) -> str:
+        shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
+        return f"{type(self).__name__}({shape}, keys={self.keys.format}, values={self.values.format}, {self.nbytes:,} bytes)"
+
+    # --------------------------------------------------------------------------------------------------- what it does
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
+
+        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. Raises `CapacityError` when a sequence
+        would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
+        """
+        append_(
+            *(k, v, self.keys, self.values, self.lengths),
+            counts=counts,
+            page_table=self.page_table,
+            rotate_keys=self.rotate_keys,
+        )
+
+    def reset(self) -> None:
+        """Forget every token. A per-tensor scale that was measured is measured again."""
+        self.lengths.zero_()
+        for plane, scale in zip((self.keys, self.values), self._fixed, strict=True):
+            if plane.scales is not None and plane.format.granularity == "tensor":
+                plane.scales.fill_(scale or 0.0)
+            if plane.saturated is not None:
+                plane.saturated.zero_()
+
+    def crop(self, length: int | torch.Tensor) -> None:
+        """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
+
+        Cropping into a finished block of per-channel keys brings that block back, dequantised, as the 16-bit tail.
+        """
+        wanted = torch.as_tensor(length, dtype=torch.int32, device=self.device).expand(self.batch)
+        check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
+        kept = torch.minimum(self.lengths, wanted)
+        _reopen_block(self.keys, self.lengths, kept, self.page_table)
+        self.lengths.copy_(kept)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Sequence b becomes what sequence index[b] was (beam search), in place. index: integer [B]."""
+        index = self._index(index)
+        check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}; see select")
+        self._check_owned("reorder")
+        for t in self._per_sequence():
+            t.copy_(t[index])
+
+    def select(self, index: torch.Tensor) -> KVCache:
+        """A new cache whose sequence i is a copy of this one's index[i]."""
+        index = self._index(index)
+        self._check_owned("select")
+        made = copy.copy(self)
+        made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
+        made.lengths = self.lengths[index]
+        return made
+
+    def repeat_interleave(self, repeats: int) -> KVCache:
+        """A new cache with every sequence `repeats` times in a row."""
+        return self.select(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
+
+    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys [B, H, T, D] and values [B, H, T, Dv] as float32, 0 behind each length. To look at, not to compute with."""
+        from halfbyte.reference.attention import read
+        from halfbyte.reference.hadamard import rotate
+
+        k, v = (read(plane, self.lengths, self.page_table) for plane in (self.keys, self.values))
+        return rotate(k) if self.rotate_keys else k, v
+
+    # --------------------------------------------------------------------------------------------------------- details
+
+    def _index(self, index: torch.Tensor) -> torch.Tensor:
+        check(
+            index.ndim == 1 and not index.is_floating_point(), f"index is {index.dtype} {list(index.shape)}; expected integers [n]"
+        )
+        index = index.to(self.device).long()
+        check(
+            index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch),
+            f"index names a sequence outside 0..{self.batch - 1}",
+        )
+        return index
+
+    def _check_owned(self, what: str) -> None:
+        if self.page_table is not None:
+            raise InvalidArgument(f"{what}: the pages of this cache belong to an engine; change its page table instead")
+
+    def _per_sequence(self) -> list[torch.Tensor]:
+        """Every tensor whose first axis is the batch."""
+        parts = [t for plane in (self.keys, self.values) for t in plane.tensors() if t is not None and t.ndim > 1]
+        return [*parts, self.lengths]
+
+
+def new_plane(
+    fmt: Format,
+    shape: Shape,
+    tail: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    scale: float | None = None,
+) -> Plane:
+    """An empty plane for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
+    fmt.check_shape(shape, "the cache")
+    per_tensor = fmt.granularity == "tensor"
+    if scale is not None:
+        check(per_tensor, f"a fixed scale was given, but {fmt.name} has one scale per {fmt.granularity}; leave it out")
+        check(2.0**-24 <= scale <= 65504, f"a fixed scale of {scale} does not fit fp16; expected 6e-8 to 65504")
+
+    def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
+        return torch.zeros(s, dtype=dt, device=device)
+
+    scales = None if fmt.scale is None else zeros(fmt.scale_shape(shape), fmt.scale.storage)
+    if scales is not None and scale is not None:
+        scales.fill_(scale)
+    return Plane(
+        fmt,
+        zeros(fmt.codes_shape(shape), fmt.storage),
+        scales,
+        None if fmt.offset_dtype is None else zeros(fmt.scale_shape(shape), fmt.offset_dtype),
+        zeros(tail, dtype) if fmt.token_block else None,
+        zeros((1,), torch.int64) if per_tensor else None,
+    )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Every named size must be a positive integer; the batch may be 0."""
+    for name, size in sizes.items():
+        least = 0 if name == "batch" else 1
+        check(isinstance(size, int) and size >= least, f"{name}={size!r}; expected an integer of at least {least}")
+
+
+def check_buffers(keys: Plane, values: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
+    """What `KVCache.from_buffers` may be given."""
+    check(
+        lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
+    )
+    batch = lengths.shape[0]
+    if page_table is not None:
+        check(
+            page_table.dtype is torch.int32 and page_table.ndim == 2 and page_table.shape[0] == batch,
+            f"page_table is {page_table.dtype} {list(page_table.shape)}; expected int32 [{batch}, pages]",
+        )
+    key_format(keys.format), value_format(values.format)
+    for name, plane in (("keys", keys), ("values", values)):
+        _check_plane(name, plane, batch)
+        rows = plane.codes.shape[0]
+        check(page_table is not None or rows == batch, f"{name}.codes holds {rows} sequences and lengths {batch}")
+    check(keys.codes.shape[:3] == values.codes.shape[:3], "keys and values differ in batch (or pages), heads or tokens")
+
+
+def _check_plane(name: str, plane: Plane, batch: int) -> None:
+    """Every tensor that the format stores, in its shape and dtype, and no other."""
+    fmt = plane.format
+    check(
+        plane.codes.ndim == 4,
+        f"{name}.codes has shape {list(plane.codes.shape)}; expected [B or pages, H, tokens, D / codes per byte]",
+    )
+    shape = (*plane.codes.shape[:3], plane.dim)
+    fmt.check_shape(shape, name)
+    expected = dict(expected_parts(fmt, shape))
+    if fmt.token_block:
+        tail_type = plane.tail.dtype if plane.tail is not None and plane.tail.dtype is torch.float16 else torch.bfloat16
+        expected["tail"] = ((batch, plane.heads, fmt.token_block, plane.dim), tail_type)
+    for part in ("codes", "scales", "offsets", "tail"):
+        t = getattr(plane, part)
+        found = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
+        if part not in expected:
+            check(t is None, f"{name}.{part} was given, but {fmt} stores none")
+            continue
+        want, dtype = expected[part]
+        check(
+            t is not None and tuple(t.shape) == want and t.dtype is dtype and t.device == plane.codes.device,
+            f"{name}.{part} is {found}; {fmt} needs {dtype} {list(want)} on {plane.codes.device}",
+        )
+
+
+def _map(plane: Plane, pick: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
+    """A plane with `pick` applied to each tensor that has a batch axis; per-tensor scales and counters are copied."""
+
+    def each(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else pick(t) if t.ndim > 1 else t.clone()
+
+    return Plane(plane.format, pick(plane.codes), *(each(t) for t in (*plane.tensors()[1:], plane.saturated)))
+
+
+def _reopen_block(plane: Plane, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
+    """Where `kept` ends inside a finished block, copy that block's values into the tail."""
+    size = plane.format.token_block
+    if size is None or plane.tail is None or plane.scales is None:
+        return
+    block = kept.long() // size  # [B]
+    rows = (kept % size != 0) & (block < before.long() // size)
+    sequence = rows.nonzero().flatten()
+    if not sequence.numel():
+        return
+    fragment = _blocks(plane, sequence, block[sequence], page_table)
+    plane.tail[sequence] = fragment.to(plane.tail.dtype)
+
+
+def _blocks(plane: Plane, sequence: torch.Tensor, block: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
+    """The values of one finished block each of `sequence`: float32 [n, H, block, D]."""
+    assert plane.scales is not None
+    size = plane.format.token_block or 1
+    per_page = plane.scales.shape[2]
+    if page_table is not None:
+        sequence, block = page_table[sequence, block // per_page].long(), block % per_page
+    token = block.unsqueeze(1) * size + torch.arange(size, device=block.device)
+    codes = plane.codes.transpose(1, 2)[sequence.unsqueeze(1), token].transpose(1, 2)  # [n, H, block, ...]
+
+    def pick(t: torch.Tensor) -> torch.Tensor:  # [n, H, 1, D]
+        return t.transpose(1, 2)[sequence, block].unsqueeze(2)
+
+    offsets = None if plane.offsets is None else pick(plane.offsets)
+    shape = (*codes.shape[:3], plane.dim)
+    return decode(codes, pick(plane.scales).float(), offsets, plane.format, shape)

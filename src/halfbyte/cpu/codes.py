@@ -1,0 +1,53 @@
+"""Stored codes to numbers, before any scale, in few passes over memory. Shared by the ops of this level."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from halfbyte.formats import E4M3, Code
+
+
+def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
+    """Write the values of `codes` [..., D / codes per byte] to `out`, contiguous fp32 or float64 [..., D]."""
+    if code.values is not None:
+        out.copy_(_look_up_pairs(codes, code).view(out.shape))
+        return
+    if code is E4M3:
+        _e4m3_into(out, codes)
+        return
+    out.copy_(_nibbles(codes) if code.bits == 4 else codes)
+    if code.bias:
+        out.sub_(code.bias)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., D/2] -> uint8 [..., D]: a byte 0xHL becomes the word 0x0H0L, whose bytes are the two codes in order."""
+    words = packed.to(torch.int16, memory_format=torch.contiguous_format)
+    return words.bitwise_or_(words << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _e4m3_into(out: torch.Tensor, codes: torch.Tensor) -> None:
+    """E4M3 through fp16: the same bits one place lower mean 2^-8 times as much (the exponents' biases are 7 and 15).
+
+    Several times faster than torch's own conversion. The two NaN codes, which no quantiser writes, become +-480, so that
+    stale codes in the padding of a cache are harmless.
+    """
+    words = codes.view(torch.int8).to(torch.int16)  # ssss ssss seee emmm: the sign fills the upper byte
+    words.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # s0ee eemm m000 0000
+    out.copy_(words.view(torch.float16)).mul_(256)
+
+
+def _look_up_pairs(packed: torch.Tensor, code: Code) -> torch.Tensor:
+    """float32 [elements], one access for the two codes of a byte."""
+    pairs = _pair_table(code, packed.device).index_select(0, packed.flatten().int())
+    return pairs.view(torch.float32)
+
+
+@functools.cache
+def _pair_table(code: Code, device: torch.device) -> torch.Tensor:
+    """The two float32 values of every byte, low nibble first, as one int64: [256]."""
+    levels = code.levels()
+    pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=-1)  # [256, 2]
+    return pairs.view(torch.int64).flatten().to(device)

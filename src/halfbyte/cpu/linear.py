@@ -1,0 +1,46 @@
+"""A product with a quantised weight, some rows at a time, in plain torch: the `cpu` level of `linear`.
+
+A stored weight is w = scale * (unit - zero), with units on a small grid. A block of rows is decoded into one buffer that stays
+in cache until it is multiplied, in fp32 (float64 for a float64 x). What does not vary along a row stays outside the product:
+
+    x . w_n = scale_n (x . unit_n) - sum_g scale_ng zero_ng (sum of x over group g)
+
+Scales of groups multiply the decoded block. Nothing is rounded to x's dtype before the bias is in.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.cpu.codes import unpack_into
+from halfbyte.reference.quantize import block_scales
+from halfbyte.tensors import QuantTensor
+
+#: Numbers in one decoded block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
+BLOCK = 1 << 19
+
+
+def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
+    features, width = weight.shape
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    rows = x.reshape(-1, width).to(wide)  # [M, K]
+    scales = None if weight.scales is None else block_scales(weight, wide)  # [N, G]
+    y = rows.new_empty(rows.shape[0], features)
+    step = max(1, min(BLOCK // max(width, 1), features))
+    buffer = rows.new_empty(step, width)
+    for lo in range(0, features, step):
+        hi = min(lo + step, features)
+        unit = buffer[: hi - lo]
+        unpack_into(unit, weight.codes[lo:hi], weight.format.code)
+        if scales is not None and scales.shape[-1] > 1:
+            torch.unflatten(unit, -1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
+        torch.mm(rows, unit.mT, out=y[:, lo:hi])
+    if scales is not None and scales.shape[-1] == 1:
+        y *= scales.mT
+    if scales is not None and weight.offsets is not None:
+        sums = torch.unflatten(rows, -1, (scales.shape[-1], -1)).sum(-1)  # [M, G]
+        y -= sums @ (scales * weight.offsets).mT
+    if bias is not None:
+        y += bias
+    return y.to(x.dtype).view(*x.shape[:-1], features)

@@ -1,0 +1,29 @@
+"""The library's own errors. Each message says what was wrong, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class HalfbyteError(Exception):
+    """Base of every error that halfbyte raises on purpose."""
+
+
+class InvalidArgument(HalfbyteError, ValueError):
+    """An argument has the wrong rank, dtype, device or value; the message names it."""
+
+
+class Unsupported(HalfbyteError, NotImplementedError):
+    """The request is well formed, but nothing here implements it; the message says what would work."""
+
+
+class CapacityError(HalfbyteError):
+    """A cache or a page pool is full. Nothing was changed."""
+
+
+class CheckpointError(HalfbyteError):
+    """A model folder or file is missing, damaged, or not what its configuration says."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise `InvalidArgument(message)` unless `condition` holds."""
+    if not condition:
+        raise InvalidArgument(message)

@@ -1,0 +1,314 @@
+"""What the bits mean: every number format, described once.
+
+A `Format` is data. The quantiser, the reference, the kernels' constants, cache sizes, loaders, the documentation's tables and the
+tests are derived from it; nothing else in the library names a format or tests for one by its name.
+
+Two families share the description:
+
+* KV formats quantise keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
+* weight formats quantise a matrix [N, K] (out features, in features) along K.
+
+Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4; NVIDIA's NVFP4 (blocks of 16, E4M3 block scales, one FP32 scale per tensor);
+QLoRA (arXiv 2305.14314) and bitsandbytes for NF4 and its FP4; GPTQ and AWQ for integer zero points; KIVI (arXiv 2402.02750) for
+per-channel keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from halfbyte.errors import InvalidArgument, check
+
+Shape = tuple[int, ...]
+Granularity = Literal["tensor", "token", "head", "group", "channel", "column"]
+
+#: Scales are floored here, the smallest positive fp16 number, so that a constant block never divides by zero.
+MIN_SCALE = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Code:
+    """What one stored code means, before any scale.
+
+    `affine`: the integer `stored - bias`, between `lo` and `hi`. `lookup`: `values[stored]`. `float`: the bits of `dtype`.
+    `reach` is the value that the largest magnitude of a block is mapped to: scale = amax / reach (with an offset:
+    scale = (max - min) / reach).
+    """
+
+    name: str
+    bits: int
+    kind: Literal["affine", "lookup", "float"]
+    dtype: torch.dtype
+    reach: float = 1.0
+    lo: int = 0
+    hi: int = 0
+    bias: int = 0
+    values: tuple[float, ...] | None = None
+    ties: Literal["even", "low"] = "even"
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in one byte of storage: 2 for 4-bit codes, else 1."""
+        return 2 if self.bits == 4 else 1
+
+    def levels(self) -> torch.Tensor:
+        """The value of every code that exists, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
+        check(self.bits <= 8, f"code {self.name}: a table of levels exists for 4 and 8 bits, not for {self.bits}")
+        if self.values is not None:
+            return torch.tensor(self.values, dtype=torch.float32)
+        raw = torch.arange(2**self.bits, dtype=torch.int32)
+        if self.kind == "float":
+            return raw.to(torch.uint8).view(self.dtype).float()
+        if self.dtype is torch.int8:
+            return raw.to(torch.uint8).view(torch.int8).float()
+        return (raw - self.bias).float()
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BNB_FP4 = tuple(v / 12 for v in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    """Sign-magnitude: bit 3 of the code is the sign, so code 8 is -0."""
+    return magnitudes + tuple(-v for v in magnitudes)
+
+
+FP16 = Code("fp16", 16, "float", torch.float16)
+BF16 = Code("bf16", 16, "float", torch.bfloat16)
+FP32 = Code("fp32", 32, "float", torch.float32)
+FP64 = Code("fp64", 64, "float", torch.float64)
+INT8 = Code("int8", 8, "affine", torch.int8, reach=127, lo=-127, hi=127)
+E4M3 = Code("e4m3", 8, "float", torch.float8_e4m3fn, reach=448)
+INT4 = Code("int4", 4, "affine", torch.uint8, reach=15, lo=0, hi=15)
+INT4_SYM = Code("int4_sym", 4, "affine", torch.uint8, reach=7.5, lo=-8, hi=7, bias=8)
+E2M1 = Code("e2m1", 4, "lookup", torch.uint8, reach=6, values=_signed(_E2M1))
+NF4 = Code("nf4", 4, "lookup", torch.uint8, reach=1, values=_NF4, ties="low")
+BNB_FP4 = Code("fp4_bnb", 4, "lookup", torch.uint8, reach=1, values=_signed(_BNB_FP4), ties="low")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How scales are laid out and stored.
+
+    `granularity` says what shares one scale: `tensor` all of it; `token` one token, all its heads; `head` one head of one token;
+    `group` neighbouring elements along the last axis; `channel` one dim over `group` tokens; `column` one whole row of a weight
+    (one output feature). `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantisation).
+    """
+
+    dtype: Literal["f32", "f16", "e8m0", "e4m3"]
+    granularity: Granularity
+    group: int | None = None
+    nested: int | None = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype scales are stored in; E8M0, E4M3 and nested scales are raw bytes."""
+        if self.nested is not None:
+            return torch.uint8
+        return {"f32": torch.float32, "f16": torch.float16, "e8m0": torch.uint8, "e4m3": torch.uint8}[self.dtype]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format: codes, their scales, and offsets.
+
+    `offset`: `none`; `int`, a zero point z per scale, x = s*(q - z); `float`, an offset m per scale, x = s*q + m.
+    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4).
+    """
+
+    name: str
+    code: Code
+    scale: Scale | None = None
+    offset: Literal["none", "int", "float"] = "none"
+    tensor_scale: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_quantized(self) -> bool:
+        """False for the 16-bit formats, which have codes and nothing else."""
+        return self.scale is not None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype codes are stored in. FP8 codes are raw bytes."""
+        return torch.uint8 if self.code is E4M3 else self.code.dtype
+
+    @property
+    def offset_dtype(self) -> torch.dtype | None:
+        """The dtype offsets are stored in, None without offsets."""
+        return {"none": None, "int": torch.uint8, "float": torch.float16}[self.offset]
+
+    @property
+    def granularity(self) -> Granularity | None:
+        """What shares one scale; None when nothing is scaled."""
+        return None if self.scale is None else self.scale.granularity
+
+    @property
+    def token_block(self) -> int | None:
+        """Tokens that share a scale and are quantised together (per-channel formats); None for all others."""
+        return self.scale.group if self.scale is not None and self.scale.granularity == "channel" else None
+
+    def group_size(self, last: int) -> int:
+        """Neighbours along a last axis of length `last` that share a scale; all of them unless the format has groups."""
+        grouped = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
+        return self.scale.group if grouped else last  # type: ignore[union-attr, return-value]
+
+    def check_shape(self, shape: Shape, name: str = "x") -> None:
+        """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
+        check(len(shape) >= 1, f"{name} is a scalar; {self.name} needs at least one axis")
+        last = shape[-1]
+        if last % self.code.per_byte:
+            raise InvalidArgument(
+                f"{name} has a last axis of {last}; {self.name} stores two codes in a byte and needs an even one; "
+                f"use an 8-bit format"
+            )
+        if self.scale is None or self.scale.group is None:
+            return
+        axis, what = (-2, "tokens") if self.token_block else (-1, "last axis")
+        size = shape[axis] if len(shape) >= -axis else 0
+        if size % self.scale.group:
+            fits = [g for g in (16, 32, 64, 128) if size % g == 0]
+            raise InvalidArgument(
+                f"{name} has a {what} of {size}, which groups of {self.scale.group} ({self.name}) do not divide; "
+                + (f"groups of {', '.join(map(str, fits))} would fit" if fits else "use a format with one scale per head or column")
+            )
+
+    def codes_shape(self, shape: Shape) -> Shape:
+        """Shape of the stored codes of a tensor of shape `shape`."""
+        return (*shape[:-1], shape[-1] // self.code.per_byte)
+
+    def scale_shape(self, shape: Shape) -> Shape:
+        """Shape of the scales (before nesting) of a tensor of shape `shape`; offsets have the same."""
+        check(self.scale is not None, f"{self.name} has no scales")
+        assert self.scale is not None
+        group = self.scale.group
+        match self.scale.granularity:
+            case "tensor":
+                return (1,)
+            case "token":
+                return (*shape[:-3], shape[-2])
+            case "head":
+                return shape[:-1]
+            case "group":
+                return (*shape[:-1], shape[-1] // group) if group else (*shape[:-1], 1)
+            case "channel":
+                return (*shape[:-2], shape[-2] // (group or 1), shape[-1])
+            case "column":
+                return (*shape[:-1], 1)
+
+    def nbytes(self, shape: Shape) -> int:
+        """Bytes of codes, scales and offsets that a tensor of this shape takes."""
+        total = math.prod(self.codes_shape(shape)) * self.storage.itemsize
+        if self.scale is None:
+            return total
+        scales = math.prod(self.scale_shape(shape))
+        total += scales * self.scale.storage.itemsize
+        total += scales * (self.offset_dtype.itemsize if self.offset_dtype else 0)
+        if self.scale.nested is not None:
+            total += 4 * math.ceil(scales / self.scale.nested) + 4
+        return total + (4 if self.tensor_scale else 0)
+
+    def bits_per_element(self, shape: Shape) -> float:
+        """Bits an element takes, scales and offsets included."""
+        return 8 * self.nbytes(shape) / math.prod(shape)
+
+
+def _kv(name: str, code: Code, granularity: Granularity, group: int | None = None) -> Format:
+    offset: Literal["none", "float"] = "float" if code is INT4 else "none"
+    return Format(name, code, Scale("f16", granularity, group), offset)
+
+
+def _weight(name: str, code: Code, group: int | None) -> Format:
+    granularity: Granularity = "group" if group else "column"
+    return Format(name, code, Scale("f16", granularity, group), "int" if code is INT4 else "none")
+
+
+def _registry(formats: Iterable[Format]) -> dict[str, Format]:
+    return {f.name: f for f in formats}
+
+
+#: Formats of keys and values.
+KV_FORMATS: dict[str, Format] = _registry(
+    [
+        Format("fp16", FP16),
+        Format("bf16", BF16),
+        _kv("int8", INT8, "head"),
+        _kv("int8_tensor", INT8, "tensor"),
+        _kv("int8_token", INT8, "token"),
+        _kv("int8_g32", INT8, "group", 32),
+        _kv("int8_g64", INT8, "group", 64),
+        _kv("int8_channel", INT8, "channel", 32),
+        _kv("fp8", E4M3, "head"),
+        _kv("fp8_tensor", E4M3, "tensor"),
+        _kv("int4", INT4, "head"),
+        _kv("int4_g32", INT4, "group", 32),
+        _kv("int4_g64", INT4, "group", 64),
+        _kv("int4_channel", INT4, "channel", 32),
+    ]
+)
+
+#: Formats of weights, quantised along the in features.
+WEIGHT_FORMATS: dict[str, Format] = _registry(
+    [
+        *(_weight(f"int4_{g}", INT4, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
+        *(_weight(f"int4_sym_{g}", INT4_SYM, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
+        _weight("int8_col", INT8, None),
+        _weight("int8_g128", INT8, 128),
+        Format("nf4", NF4, Scale("f32", "group", 64)),
+        Format("nf4_dq", NF4, Scale("f32", "group", 64, nested=256)),
+        Format("fp4_bnb", BNB_FP4, Scale("f32", "group", 64)),
+        Format("mxfp4", E2M1, Scale("e8m0", "group", 32)),
+        Format("nvfp4", E2M1, Scale("e4m3", "group", 16), tensor_scale=True),
+    ]
+)
+
+
+#: Formats that only pass through attention, such as the exact keys of a prompt that has just been computed.
+_PLAIN: dict[str, Format] = _registry([KV_FORMATS["fp16"], KV_FORMATS["bf16"], Format("fp32", FP32), Format("fp64", FP64)])
+
+
+def plain_format(name: str | torch.dtype) -> Format:
+    """The unquantised format of this name or dtype."""
+    for fmt in _PLAIN.values():
+        if name in (fmt.name, fmt.code.dtype):
+            return fmt
+    raise InvalidArgument(f"{name} is not a floating dtype that attention reads; choose float16, bfloat16, float32 or float64")
+
+
+def _lookup(registry: dict[str, Format], name: str | Format, argument: str) -> Format:
+    if isinstance(name, Format):
+        return name
+    if not isinstance(name, str) or name not in registry:
+        raise InvalidArgument(f"{argument}={name!r} is not a format; choose one of: {', '.join(registry)}")
+    return registry[name]
+
+
+def key_format(name: str | Format, argument: str = "keys") -> Format:
+    """The format of this name for keys."""
+    return _lookup(KV_FORMATS, name, argument)
+
+
+def value_format(name: str | Format, argument: str = "values") -> Format:
+    """The format of this name for values; per-channel formats are for keys only."""
+    found = _lookup(KV_FORMATS, name, argument)
+    if found.token_block:
+        fits = ", ".join(n for n, f in KV_FORMATS.items() if not f.token_block)
+        raise InvalidArgument(f"{argument}={found.name!r} is for keys only; choose one of: {fits}")
+    return found
+
+
+def weight_format(name: str | Format, argument: str = "weights") -> Format:
+    """The format of this name for weights."""
+    return _lookup(WEIGHT_FORMATS, name, argument)

@@ -1,0 +1,257 @@
+"""`decode_attention` and `prefill_attention`: attention of the newest queries over a cache, read as it is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from halfbyte.cpu import decode_attention as cpu
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import KV_FORMATS, Format, plain_format
+from halfbyte.ops._library import define, level
+from halfbyte.planes import AttentionOptions, Cache, Plane
+from halfbyte.reference import attention as reference
+from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.merge import merge_states as _merge
+
+#: Queries attended in one pass; longer ones are walked in pieces, so that scores never take more than so many rows a head.
+QUERY_BLOCK = 128
+
+_SCHEMA = (
+    "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
+    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor query_start, Tensor? page_table, "
+    "Tensor? starts, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
+    "bool rotate_keys, str key_format, str value_format, str level) -> (Tensor, Tensor)"
+)
+
+
+def _run(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    k_offsets: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    v_codes: torch.Tensor,
+    v_scales: torch.Tensor | None,
+    v_offsets: torch.Tensor | None,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    page_table: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    sm_scale: float,
+    softcap: float | None,
+    window: int | None,
+    rotate_keys: bool,
+    keys: str,
+    values: str,
+    level: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key_plane = Plane(_format(keys), k_codes, k_scales, k_offsets, k_tail)
+    value_plane = Plane(_format(values), v_codes, v_scales, v_offsets)
+    _check_lengths(lengths, key_plane, page_table)
+    options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, sinks, rotate_keys)
+    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
+    pieces = [
+        attend(piece, key_plane, value_plane, lengths, page_table, query_start + i * QUERY_BLOCK, options)
+        for i, piece in enumerate(q.split(QUERY_BLOCK, dim=2))
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
+
+
+def _fake(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    v_codes, values = args[4], args[18]
+    assert isinstance(v_codes, torch.Tensor) and isinstance(values, str)
+    dim = v_codes.shape[-1] * _format(values).code.per_byte
+    return q.new_empty(*q.shape[:3], dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _format(name: str) -> Format:
+    return KV_FORMATS.get(name) or plain_format(name)
+
+
+def _check_lengths(lengths: torch.Tensor, keys: Plane, page_table: torch.Tensor | None) -> None:
+    """Lengths outside 0..capacity would read what is not there. Checked where looking at them costs nothing."""
+    if lengths.device.type != "cpu" or not lengths.numel():
+        return
+    limit = keys.codes.shape[2] * (1 if page_table is None else page_table.shape[1])
+    low, high = int(lengths.min()), int(lengths.max())
+    check(low >= 0 and high <= limit, f"lengths run from {low} to {high}; this cache holds 0 to {limit} tokens a sequence")
+
+
+_op = define(_SCHEMA, _run, _fake)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: Cache,
+    *,
+    sm_scale: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    query_start: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last L tokens of each sequence over a cache that already holds them.
+
+    q [B, Hq, L, D], fp16, bf16, fp32 or float64, any strides; Hq a multiple of the cache's KV heads. Returns out [B, Hq, L, Dv] in
+    q's dtype; with `return_lse` also lse, float32 [B, Hq, L], the natural logarithm of the softmax's denominator without sinks.
+    A query that sees no key gives out = 0 and lse = -inf.
+
+    sm_scale      multiplies q . k; None: 1/sqrt(D)
+    softcap       score -> softcap * tanh(score / softcap)
+    alibi_slopes  float [Hq]; adds slope * (key position - query position)
+    window        keys j with i - window < j <= i are kept; None: all j <= i
+    sinks         float [Hq]; a logit in the denominator without a value (GPT-OSS)
+    starts        int [B]; keys before it are left padding and are never seen
+    query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
+    impl          "auto", "cpu" or "reference" (float64, dense: the specification)
+
+    Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
+    """
+    options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, query_start)
+    if query_start is None:
+        query_start = cache.lengths - q.shape[2]
+    out, lse = _attend(q, cache, cache.lengths, query_start, options, level("decode_attention", impl, q.device))
+    return (out, lse) if return_lse else out
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: Cache,
+    *,
+    sm_scale: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a new chunk over itself, exactly, and over the packed past, merged by log-sum-exp.
+
+    q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
+    stored as each sequence's last L tokens. Options and result as in `decode_attention`; `starts` counts from the cache's start.
+    """
+    options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, None)
+    for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
+        expected = [q.shape[0], plane.heads, q.shape[2], plane.dim]
+        check(list(x.shape) == expected, f"{name} has shape {list(x.shape)}; this chunk and cache need {expected}")
+        check(x.device == q.device, f"{name} is on {x.device} and q on {q.device}; move one of them")
+    chosen = level("decode_attention", impl, q.device)
+    past = cache.lengths - q.shape[2]
+    before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)
+
+    chunk = _Chunk(k, v, torch.full_like(cache.lengths, q.shape[2]))
+    shifted = None if starts is None else (starts - past).clamp_min(0).to(torch.int32)
+    own_options = replace(options, sinks=None, starts=shifted, rotate_keys=False)
+    own = _attend(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, chosen)
+    out, lse = _merge([before[0], own[0]], [before[1], own[1]], options.sinks)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """New keys and values seen as a cache of their own, unquantised."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    page_table: torch.Tensor | None = None
+    rotate_keys: bool = False
+
+    @property
+    def keys(self) -> Plane:
+        return Plane(plain_format(self.k.dtype), self.k)
+
+    @property
+    def values(self) -> Plane:
+        return Plane(plain_format(self.v.dtype), self.v)
+
+
+def _attend(
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, chosen: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flatten everything for the op."""
+    o, keys, values = options, cache.keys, cache.values
+    out: tuple[torch.Tensor, torch.Tensor] = _op(
+        *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
+        *(o.starts, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
+        *(keys.format.name, values.format.name, chosen),
+    )
+    return out
+
+
+def _checked(
+    q: torch.Tensor,
+    cache: Cache,
+    sm_scale: float | None,
+    alibi_slopes: torch.Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+) -> AttentionOptions:
+    """The options of a call, after every argument has been looked at."""
+    keys, batch = cache.keys, cache.lengths.shape[0]
+    check(q.ndim == 4, f"q has shape {list(q.shape)}; expected [B, Hq, L, D]")
+    check(q.is_floating_point() and q.element_size() > 1, f"q is {q.dtype}; expected float16, bfloat16, float32 or float64")
+    check(q.shape[0] == batch, f"q has a batch of {q.shape[0]} and the cache one of {batch}; they must be equal")
+    check(q.shape[3] == keys.dim, f"q has a head_dim of {q.shape[3]} and the cached keys {keys.dim}; they must be equal")
+    check(
+        q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
+        f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
+    )
+    check(q.device == keys.codes.device, f"q is on {q.device} and the cache on {keys.codes.device}; move one of them")
+    for name, t, size, integer in (
+        ("alibi_slopes", alibi_slopes, q.shape[1], False),
+        ("sinks", sinks, q.shape[1], False),
+        ("starts", starts, batch, True),
+        ("query_start", query_start, batch, True),
+    ):
+        if t is None:
+            continue
+        kind = "integer" if integer else "floating"
+        check(
+            tuple(t.shape) == (size,) and t.is_floating_point() != integer and t.device == q.device,
+            f"{name} is {t.dtype} {list(t.shape)} on {t.device}; expected a {kind} tensor [{size}] on {q.device}",
+        )
+    check(window is None or window >= 1, f"window={window}; expected at least 1 (the query's own key), or None for no window")
+    check(softcap is None or softcap > 0, f"softcap={softcap}; expected a positive number, or None for no softcap")
+    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
+    if not math.isfinite(scale):
+        raise InvalidArgument(f"sm_scale={sm_scale}; expected a finite number")
+    if cache.rotate_keys:
+        block_size(keys.dim)
+    return AttentionOptions(scale, softcap, alibi_slopes, window, starts, sinks, cache.rotate_keys)
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint sets of keys: outs [B, Hq, L, Dv] and lses float [B, Hq, L], one of each a part.
+
+    The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) count
+    for nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
+    """
+    check(len(outs) == len(lses) and len(outs) > 0, f"outs has {len(outs)} parts and lses {len(lses)}; give one of each a part")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check(
+            out.ndim == 4 and out.shape == outs[0].shape and lse.shape == out.shape[:3],
+            f"part {i} has out {list(out.shape)} and lse {list(lse.shape)}; expected [B, Hq, L, Dv] and [B, Hq, L], all parts alike",
+        )
+    return _merge(outs, lses, sinks)

@@ -1,0 +1,164 @@
+"""Quantise-and-append: the specification of how new keys and values enter a cache.
+
+Token i of sequence b (i < counts[b]) goes to position lengths[b] + i. Nothing is written until everything has been checked, so a
+refused append leaves the cache as it was.
+
+Per-channel formats quantise blocks of whole tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
+quantised from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from halfbyte.errors import CapacityError, InvalidArgument, check
+from halfbyte.planes import Plane
+from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.quantize import check_finite, check_range, encode, measure
+
+Index = tuple[torch.Tensor, torch.Tensor]
+Write = Callable[[], object]
+
+
+def _scatter(target: torch.Tensor, index: Index, data: torch.Tensor) -> None:
+    """`target[index] = data` with the heads behind the indexed axes: target [.., H, rows, ..] seen as [.., rows, H, ..]."""
+    view = target if target.ndim == 2 else target.transpose(1, 2)
+    view[index] = data.to(view.dtype)
+
+
+def append_(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor | None,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    rotate_keys: bool,
+) -> None:
+    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L; lengths int32 [B] is advanced in place."""
+    new = torch.full_like(lengths, k.shape[2]) if counts is None else counts.to(lengths.dtype)
+    if new.numel() and not 0 <= int(new.min()) <= int(new.max()) <= k.shape[2]:
+        raise InvalidArgument(
+            f"counts runs from {int(new.min())} to {int(new.max())}; expected 0 to {k.shape[2]}, the tokens given"
+        )
+    check_capacity(lengths, new, capacity(keys, page_table))
+    fresh = torch.arange(k.shape[2], device=k.device) < new.unsqueeze(1)  # [B, L]
+    writes: list[Write] = []
+    for plane, x, name in ((keys, k, "k"), (values, v, "v")):
+        x = x.masked_fill(~fresh[:, None, :, None], 0)  # tokens beyond counts may hold anything
+        check_finite(x, name)
+        if name == "k" and rotate_keys:
+            x = rotate(x.float())
+        prepare = _whole_blocks if plane.format.token_block else _tokens
+        writes += prepare(plane, x, fresh, lengths, page_table, name)
+    for write in writes:
+        write()
+    lengths += new
+
+
+def capacity(plane: Plane, page_table: torch.Tensor | None) -> int:
+    """Tokens one sequence can hold."""
+    rows = plane.codes.shape[2]
+    return rows if page_table is None else rows * page_table.shape[1]
+
+
+def check_capacity(lengths: torch.Tensor, new: torch.Tensor, limit: int) -> None:
+    """Raise `CapacityError` when some sequence would outgrow the cache. Reads the device."""
+    total = lengths + new
+    if total.numel() and int(total.max()) > limit:
+        worst = int(total.argmax())
+        raise CapacityError(
+            f"sequence {worst} holds {int(lengths[worst])} tokens and {int(new[worst])} more do not fit in a capacity of {limit}; "
+            f"nothing was appended; make the cache larger or crop it first"
+        )
+
+
+def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor | None, t: torch.Tensor, rows: int) -> Index:
+    """Where a token lives in `t`: (sequence, row) of a contiguous plane, (page, row) of a paged one with `rows` rows a page."""
+    if page_table is None:
+        return sequence, token
+    page = page_table[sequence, token // rows].long()
+    check(
+        page.numel() == 0 or (int(page.min()) >= 0 and int(page.max()) < t.shape[0]),
+        f"page_table names a page outside 0..{t.shape[0] - 1} where tokens are to be written; allocate the pages first",
+    )
+    return page, token % rows
+
+
+def _tokens(
+    plane: Plane, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+) -> list[Write]:
+    """Formats that quantise every token for itself."""
+    sequence, i = fresh.nonzero(as_tuple=True)
+    index = slots(sequence, lengths.long()[sequence] + i, page_table, plane.codes, plane.codes.shape[2])
+
+    def picked(t: torch.Tensor) -> torch.Tensor:  # [B, H, L, ...] -> [n, H, ...], [B, L] -> [n]
+        return (t if t.ndim == 2 else t.transpose(1, 2))[sequence, i]
+
+    if plane.scales is None:
+        stored = x.to(plane.codes.dtype)
+        check_finite(stored, f"{name} rounded to {plane.format.name}")
+        return [partial(_scatter, plane.codes, index, picked(stored))]
+    x = x.float()
+    if plane.format.granularity == "tensor":
+        return _fixed_scale(plane, x, index, picked)
+    scales, offsets = measure(x, plane.format)
+    check_range(scales, offsets, plane.format)
+    writes: list[Write] = [partial(_scatter, plane.codes, index, picked(encode(x, scales, offsets, plane.format)))]
+    writes.append(partial(_scatter, plane.scales, index, picked(scales)))
+    if plane.offsets is not None and offsets is not None:
+        writes.append(partial(_scatter, plane.offsets, index, picked(offsets)))
+    return writes
+
+
+def _fixed_scale(plane: Plane, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor]) -> list[Write]:
+    """A per-tensor scale of 0 means: not known yet. The first append sets it; what later exceeds it saturates and is counted."""
+    assert plane.scales is not None
+    measured, _ = measure(x, plane.format)
+    scale = torch.where(plane.scales == 0, measured, plane.scales)
+    check_range(scale, None, plane.format)
+    beyond = ((x / scale.float()).round().abs() > plane.format.code.reach).sum()
+    writes: list[Write] = [
+        partial(plane.scales.copy_, scale),
+        partial(_scatter, plane.codes, index, picked(encode(x, scale, None, plane.format))),
+    ]
+    return writes if plane.saturated is None else [*writes, partial(plane.saturated.add_, beyond)]
+
+
+def _whole_blocks(
+    plane: Plane, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+) -> list[Write]:
+    """Per-channel formats. `run` is each sequence from its first unfinished block on: the tail, then the new tokens."""
+    assert plane.tail is not None and plane.scales is not None
+    size, (batch, _, count, _) = plane.format.token_block or 1, x.shape
+    if count == 0:
+        return []
+    x = x.to(plane.tail.dtype)
+    check_finite(x, f"{name} rounded to {plane.tail.dtype}")
+    old, total = (lengths % size).long(), (lengths % size + fresh.sum(1)).long()  # tokens in the tail; in the run
+    position = torch.arange(-(-(size - 1 + count) // size) * size, device=x.device)  # [run]
+    from_new = (position - old.unsqueeze(1)).clamp(0, count - 1)  # [B, run]
+    rows = torch.arange(batch, device=x.device).unsqueeze(1)
+    in_tail = (position < old.unsqueeze(1))[..., None, None]
+    run = torch.where(in_tail, plane.tail.transpose(1, 2)[:, position % size], x.transpose(1, 2)[rows, from_new])  # [B, run, H, D]
+
+    blocks = run.unflatten(1, (-1, size))  # [B, n, size, H, D]
+    sequence, j = ((torch.arange(blocks.shape[1], device=x.device) + 1) * size <= total.unsqueeze(1)).nonzero(as_tuple=True)
+    done = blocks[sequence, j].transpose(1, 2).float()  # [m, H, size, D]
+    scales, offsets = measure(done, plane.format)
+    check_range(scales, offsets, plane.format)
+    first = (lengths.long() // size)[sequence] + j  # index of each finished block in its sequence
+    token = first.unsqueeze(1) * size + torch.arange(size, device=x.device)  # [m, size]
+    at = slots(sequence.unsqueeze(1).expand_as(token), token, page_table, plane.codes, plane.codes.shape[2])
+    block_at = slots(sequence, first, page_table, plane.scales, plane.scales.shape[2])
+    writes: list[Write] = [partial(_scatter, plane.codes, at, encode(done, scales, offsets, plane.format).transpose(1, 2))]
+    writes.append(partial(_scatter, plane.scales, block_at, scales[:, :, 0]))
+    if plane.offsets is not None and offsets is not None:
+        writes.append(partial(_scatter, plane.offsets, block_at, offsets[:, :, 0]))
+    left = (total // size * size).unsqueeze(1) + torch.arange(size, device=x.device)  # [B, size]: what stays unfinished
+    tail = run[rows, left.clamp_max(position.numel() - 1)]
+    return [*writes, partial(_scatter, plane.tail, (rows, torch.arange(size, device=x.device).expand_as(left)), tail)]

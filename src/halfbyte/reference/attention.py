@@ -1,0 +1,100 @@
+"""Attention over a cache, dense and in one piece: the specification of `decode_attention`.
+
+For query i at position p_i and key j, in float64:
+
+    s_ij = softcap(sm_scale * q_i . k_j) + slope_h * (j - p_i)       for starts <= j < length and p_i - window < j <= p_i
+    out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink_h))    lse_i = log sum_j exp(s_ij)
+
+A query that sees no key gets out = 0 and lse = -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.quantize import decode
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    query_start: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
+    k = read(keys, lengths, page_table).double()  # [B, H, T, D]
+    v = read(values, lengths, page_table).double()  # [B, H, T, Dv]
+    wide = rotate(q.double()) if options.rotate_keys else q.double()
+    out, lse = attend(wide, k, v, lengths, query_start, options)
+    return out.to(q.dtype), lse.float()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula above over plain tensors q [B, Hq, L, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], in their own dtype."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    queries = query_start.view(-1, 1, 1, 1) + torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
+    tokens = torch.arange(k.shape[2], device=q.device).view(1, 1, 1, -1)
+
+    s = q @ k.mT * options.sm_scale  # [B, Hq, L, T]
+    if options.softcap is not None:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    if options.alibi_slopes is not None:
+        s = s + options.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * (tokens - queries)
+    s = s.masked_fill(~visible(queries, tokens, lengths, options), -torch.inf)
+
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)  # [B, Hq, L]
+    total = lse
+    if options.sinks is not None:
+        total = torch.logaddexp(lse, options.sinks.to(s.dtype).view(1, -1, 1).expand_as(lse))
+    p = torch.exp(s - total.masked_fill(total == -torch.inf, 0).unsqueeze(-1))
+    return p @ v, lse
+
+
+def visible(queries: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Which keys each query sees: queries [B, 1, L, 1] and tokens [1, 1, 1, T] are positions; bool [B, 1, L, T]."""
+    seen = (tokens <= queries) & (tokens < lengths.view(-1, 1, 1, 1))
+    if options.window is not None:
+        seen = seen & (tokens > queries - options.window)
+    if options.starts is not None:
+        seen = seen & (tokens >= options.starts.view(-1, 1, 1, 1))
+    return seen
+
+
+def read(plane: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
+    """Every token of a plane as float32 [B, H, T, D]; whatever lies at or beyond a sequence's length reads as 0."""
+    codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in plane.tensors()[:3])
+    assert codes is not None
+    batch, heads, capacity, _ = codes.shape
+    shape = (batch, heads, capacity, plane.dim)
+    if scales is None:
+        values = codes.float()
+    else:
+        values = decode(codes, scales.float(), offsets, plane.format, shape)
+    token = torch.arange(capacity, device=codes.device)
+    if plane.tail is not None:
+        block = plane.format.token_block or 1
+        finished = (lengths // block * block).view(-1, 1, 1, 1)
+        in_tail = plane.tail.float()[:, :, token % block]
+        values = torch.where(token.view(1, 1, -1, 1) < finished, values, in_tail)
+    return torch.where(token.view(1, 1, -1, 1) < lengths.view(-1, 1, 1, 1), values, 0.0)
+
+
+def _unpage(t: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
+    """[P, H, rows, ...] -> [B, H, pages * rows, ...] ([P, rows] -> [B, pages * rows] for scales of whole tokens)."""
+    if page_table is None or t.ndim == 1:
+        return t
+    pages = t[page_table.clamp(0, t.shape[0] - 1).long()]  # [B, pages, (H,) rows, ...]
+    return pages.flatten(1, 2) if t.ndim == 2 else pages.movedim(1, 2).flatten(2, 3)

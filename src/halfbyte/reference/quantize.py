@@ -1,0 +1,290 @@
+"""Quantise and dequantise: the specification of every format.
+
+    symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
+    integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
+    float offset    s = (max - min) / 15         q = round((x - m) / s)      x ~ s * q + m,    m = min
+
+Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and IEEE
+division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
+quantisation follow their specifications, cited at each function.
+
+What must not be quantised: NaN and infinity. `quantize` raises on them, and on blocks whose scale or offset leaves fp16.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, Shape, weight_format
+from halfbyte.packing import pack_nibbles, unpack_nibbles
+from halfbyte.tensors import QuantTensor
+
+F16_MAX = 65504.0
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def quantize(x: torch.Tensor, fmt: str | Format, *, scale: torch.Tensor | None = None) -> QuantTensor:
+    """Quantise a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
+
+    `scale` (float32 [1]) fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate.
+    Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format does not divide, and for a scale beyond fp16.
+    """
+    fmt = any_format(fmt)
+    check(x.dtype in _FLOATS, f"x is {x.dtype}; quantise a floating tensor (float16, bfloat16, float32 or float64)")
+    fmt.check_shape(tuple(x.shape))
+    if fmt.granularity in ("token", "channel") and x.ndim != 4:
+        raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantises keys or values [B, H, T, D]")
+    check_finite(x, "x")
+    if fmt.scale is None:
+        return QuantTensor(fmt, tuple(x.shape), x.to(fmt.code.dtype))
+    x = x.float()
+    if fmt.scale.dtype == "e8m0":
+        return _quantize_mx(x, fmt)
+    if fmt.tensor_scale:
+        return _quantize_nvfp4(x, fmt)
+    scales, offsets = measure(x, fmt) if scale is None else (scale.half().reshape(1), None)
+    check_range(scales, offsets, fmt)
+    codes = encode(x, scales, offsets, fmt)
+    if fmt.scale.nested is not None:
+        return _nest(fmt, x, scales)
+    return QuantTensor(fmt, tuple(x.shape), codes, scales, offsets)
+
+
+def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    if q.format.scale is None:
+        return q.codes.to(dtype)
+    return decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
+
+
+def any_format(fmt: str | Format) -> Format:
+    """A `Format` as it is; a name is looked up among the weight formats (KV formats share some of the names)."""
+    if isinstance(fmt, str) and fmt in KV_FORMATS and fmt not in WEIGHT_FORMATS:
+        raise InvalidArgument(f"fmt={fmt!r} is a format of keys and values; pass halfbyte.key_format({fmt!r})")
+    return weight_format(fmt, "fmt")
+
+
+def check_finite(x: torch.Tensor, name: str) -> None:
+    """Raise when `x` holds NaN or infinity: no format here can store them, and a silent code would be a wrong number."""
+    if x.numel() and not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).sum())
+        raise InvalidArgument(
+            f"{name} holds {bad} NaN or infinite values of {x.numel()}; quantised formats store finite numbers only"
+        )
+
+
+def check_range(scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> None:
+    """Raise when a scale or a float offset left the range of its storage type."""
+    parts = [scales] + ([offsets] if offsets is not None and offsets.is_floating_point() else [])
+    if not all(bool(torch.isfinite(p).all()) for p in parts):
+        raise InvalidArgument(f"x is too large for {fmt.name}: a scale or offset exceeds {F16_MAX:.0f}; scale x down first")
+
+
+# ---------------------------------------------------------------------------------------------------------------- blocks
+
+
+def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A view of `x` with the axes that share a scale split off, and the indices of those axes."""
+    assert fmt.scale is not None
+    match fmt.scale.granularity:
+        case "tensor":
+            return x.reshape(1, -1), (1,)
+        case "token":
+            return x, (-3, -1)
+        case "head" | "column":
+            return x, (-1,)
+        case "group":
+            return x.unflatten(-1, (-1, fmt.group_size(x.shape[-1]))), (-1,)
+        case "channel":
+            return x.unflatten(-2, (-1, fmt.token_block or 1)), (-2,)
+
+
+def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tensor:
+    """Scales (or offsets) spread so that they broadcast against a tensor of shape `shape`."""
+    assert fmt.scale is not None
+    match fmt.scale.granularity:
+        case "tensor":
+            return scales.reshape((1,) * len(shape))
+        case "token":
+            return scales.unsqueeze(-2).unsqueeze(-1)
+        case "head":
+            return scales.unsqueeze(-1)
+        case "column":
+            return scales
+        case "group":
+            return scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)
+        case "channel":
+            return scales.repeat_interleave(fmt.token_block or 1, dim=-2)
+
+
+# -------------------------------------------------------------------------------------------------- scales, then the codes
+
+
+def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them)."""
+    blocks, axes = in_blocks(x, fmt)
+    stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
+    if x.numel() == 0:
+        scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
+        return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
+    keep = fmt.granularity == "column"
+    if fmt.offset == "none":
+        return (blocks.abs().amax(axes, keepdim=keep) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored), None
+    low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
+    if fmt.offset == "int":
+        low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
+    scales = ((high - low) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored)
+    if fmt.offset == "float":
+        return scales, low.to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(fmt.code.lo, fmt.code.hi)
+    return scales, zeros.to(torch.uint8)
+
+
+def encode(x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> torch.Tensor:
+    """Stored codes of float32 `x` under stored scales and offsets."""
+    shape = tuple(x.shape)
+    scale = over_elements(scales.float(), fmt, shape)
+    if fmt.offset == "float" and offsets is not None:
+        offset = over_elements(offsets.float(), fmt, shape)
+        # A constant block has the floor as its scale; its one value is the offset, whatever fp16 rounding did to it.
+        constant = over_elements(scales.float() <= MIN_SCALE, fmt, shape)
+        unit = ((x - offset) / scale).masked_fill(constant, 0)
+        return encode_unit(unit, fmt.code)
+    if fmt.offset == "int" and offsets is not None:
+        q = (x / scale).round() + over_elements(offsets.float(), fmt, shape)
+        return encode_unit(q, fmt.code)
+    return encode_unit(x / scale, fmt.code)
+
+
+def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
+    """Stored codes of values already divided by their scale: nearest, saturating; 4-bit codes packed two a byte."""
+    if code.kind == "affine":
+        q = unit.round().clamp(code.lo, code.hi) + code.bias
+        return q.to(torch.int8) if code.dtype is torch.int8 else pack_nibbles(q.to(torch.uint8))
+    if code is E4M3:
+        return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
+    return pack_nibbles(_nearest(unit, code))
+
+
+def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
+    """Index of the nearest value of a lookup code; -0 is written as code 0."""
+    sorted_values, order, bounds = _sorted_table(code, unit.device)
+    signed = code.values is not None and code.values[8] == 0  # sign-magnitude: search magnitudes, add the sign bit
+    x = unit.abs() if signed else unit
+    index = torch.bucketize(x, bounds)  # a tie goes to the lower value
+    if code.ties == "even":
+        tie = (x == torch.cat([bounds, bounds.new_full((1,), torch.inf)])[index]) & (index % 2 == 1)
+        index = index + tie.long()
+    q = order[index]
+    return torch.where(signed & (unit < 0), q + 8, q).to(torch.uint8)
+
+
+@functools.cache
+def _sorted_table(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values in ascending order, their codes, the midpoints between neighbours); magnitudes only for sign-magnitude codes."""
+    assert code.values is not None
+    values = torch.tensor(code.values[:8] if code.values[8] == 0 else code.values, dtype=torch.float32, device=device)
+    ascending, order = values.sort()
+    return ascending, order, (ascending[1:] + ascending[:-1]) / 2
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
+    """Values of stored codes under scales that are already plain numbers; computed in the dtype of `scales`."""
+    scale = over_elements(scales, fmt, shape)
+    unit = decode_unit(codes, fmt.code).to(scales.dtype)
+    if fmt.offset == "none" or offsets is None:
+        return unit * scale
+    offset = over_elements(offsets.to(scales.dtype), fmt, shape)
+    return (unit - offset) * scale if fmt.offset == "int" else unit * scale + offset
+
+
+def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
+    """Values of stored codes before scaling, float32, 4-bit codes unpacked."""
+    if code.bits == 4:
+        codes = unpack_nibbles(codes)
+    if code.values is not None:
+        return code.levels().to(codes.device)[codes.int()]
+    if code.kind == "float":
+        return codes.view(code.dtype).float()
+    return codes.float() - code.bias
+
+
+# -------------------------------------------------------------------------------- block scales that are not plain numbers
+
+
+def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The scales of a QuantTensor as plain numbers in `dtype`, whatever they are stored as; its second level included."""
+    assert q.scales is not None and q.format.scale is not None
+    if q.nested is not None:
+        flat = dynamic_map(q.device)[q.scales.int()].flatten().to(dtype)
+        absmax, mean = q.nested[:-1].to(dtype), q.nested[-1].to(dtype)
+        spread = absmax.repeat_interleave(q.format.scale.nested or 1)[: flat.numel()]
+        return (flat * spread + mean).reshape(q.scales.shape)
+    if q.format.scale.dtype == "e8m0":
+        return e8m0_to_float(q.scales).to(dtype)
+    if q.format.scale.dtype == "e4m3":
+        scales = q.scales.view(torch.float8_e4m3fn).to(dtype)
+        return scales if q.tensor_scale is None else scales * q.tensor_scale.to(dtype)
+    return q.scales.to(dtype)
+
+
+def e8m0_to_float(stored: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes as float32: 2^(b - 127); 0 is 2^-127, a subnormal; 255 is NaN (OCP MX v1.0)."""
+    value = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+    return value.masked_fill(stored == 255, torch.nan)
+
+
+def _quantize_mx(x: torch.Tensor, fmt: Format) -> QuantTensor:
+    """MX: the shared scale is 2^(exponent of the block's largest magnitude - the element's own largest exponent, 2)."""
+    blocks, axes = in_blocks(x, fmt)
+    exponent = blocks.abs().amax(axes).view(torch.int32) >> 23  # the biased exponent field, never a logarithm
+    stored = (exponent - 2).clamp(0, 254).to(torch.uint8)
+    scale = over_elements(e8m0_to_float(stored), fmt, tuple(x.shape))
+    return QuantTensor(fmt, tuple(x.shape), encode_unit(x / scale, fmt.code), stored)
+
+
+def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
+    """NVFP4: g = amax / (6 * 448) for the tensor, then per block of 16 an E4M3 scale amax / (6 * g)."""
+    blocks, axes = in_blocks(x, fmt)
+    amax = blocks.abs().amax(axes)
+    top = amax.max() if amax.numel() else amax.new_zeros(())
+    g = torch.where(top > 0, top / (fmt.code.reach * E4M3.reach), torch.ones_like(top))
+    wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
+    wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
+    stored = wanted.to(torch.float8_e4m3fn)
+    scale = over_elements(stored.float() * g, fmt, tuple(x.shape))
+    codes = encode_unit(x / scale, fmt.code)
+    return QuantTensor(fmt, tuple(x.shape), codes, stored.view(torch.uint8), tensor_scale=g.reshape(1))
+
+
+def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
+    """Double quantisation (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`."""
+    assert fmt.scale is not None and fmt.scale.nested is not None
+    mean = scales.mean()
+    rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % fmt.scale.nested))
+    blocks = rest.reshape(-1, fmt.scale.nested)
+    absmax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    table = dynamic_map(x.device)
+    index = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2)
+    stored = index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8)
+    # The codes are made with the scales as they are; that the stored scales differ a little is the format's own error.
+    codes = encode(x, scales, None, fmt)
+    return QuantTensor(fmt, tuple(x.shape), codes, stored, nested=torch.cat([absmax, mean.reshape(1)]))
+
+
+@functools.cache
+def dynamic_map(device: torch.device) -> torch.Tensor:
+    """bitsandbytes' signed dynamic map, float32 [256], ascending.
+
+    Seven decades, 10^-6 to 1; decade i holds the 2^i midpoints of an even partition of [0.1, 1], both signs; then 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1)
+        middle = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (i - 6)
+        values += [*middle.tolist(), *(-middle).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)

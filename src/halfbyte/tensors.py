@@ -1,0 +1,89 @@
+"""QuantTensor: codes, scales and offsets with the format that says what they mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from halfbyte.errors import check
+from halfbyte.formats import Format, Shape
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A quantised tensor of logical shape `shape`.
+
+    codes         [..., last / codes per byte] in `format.storage`
+    scales        `format.scale_shape(shape)` in `format.scale.storage`; None for 16-bit formats
+    offsets       same shape: uint8 zero points or fp16 offsets; None when the format has none
+    tensor_scale  float32 [1]: the second-level scale of NVFP4
+    nested        float32 [ceil(scales / 256) + 1]: with double quantisation, the absmax of each block of scales, then their mean
+    """
+
+    format: Format
+    shape: Shape
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+    nested: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, (shape, dtype) in expected_parts(self.format, self.shape).items():
+            part = getattr(self, name)
+            check(part is not None, f"{name} is missing; {self.format.name} of shape {list(self.shape)} needs it")
+            check(
+                tuple(part.shape) == shape and part.dtype is dtype,
+                f"{name} is {part.dtype} {list(part.shape)}; {self.format.name} of shape {list(self.shape)} "
+                f"stores {dtype} {list(shape)}",
+            )
+            check(
+                part.device == self.codes.device, f"{name} is on {part.device} and codes on {self.codes.device}; move them together"
+            )
+        for name in set(PARTS) - set(expected_parts(self.format, self.shape)):
+            check(getattr(self, name) is None, f"{name} was given, but {self.format.name} stores none")
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything stored."""
+        return sum(part.nbytes for part in self.parts().values())
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The stored tensors by name; `QuantTensor(format, shape, **parts)` is the inverse."""
+        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """The same tensor on another device."""
+        return replace(self, **{name: part.to(device) for name, part in self.parts().items()})
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, [*shape] in `dtype`; see `halfbyte.dequantize`."""
+        from halfbyte.reference.quantize import dequantize
+
+        return dequantize(self, dtype)
+
+
+#: Names of the tensors that a QuantTensor may hold, in storage order.
+PARTS: tuple[str, ...] = tuple(f.name for f in fields(QuantTensor) if f.name not in ("format", "shape"))
+
+
+def expected_parts(fmt: Format, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Name -> (shape, dtype) of each tensor that `fmt` stores for a tensor of shape `shape`."""
+    parts: dict[str, tuple[Shape, torch.dtype]] = {"codes": (fmt.codes_shape(shape), fmt.storage)}
+    if fmt.scale is None:
+        return parts
+    scales = fmt.scale_shape(shape)
+    parts["scales"] = (scales, fmt.scale.storage)
+    if fmt.offset_dtype is not None:
+        parts["offsets"] = (scales, fmt.offset_dtype)
+    if fmt.tensor_scale:
+        parts["tensor_scale"] = ((1,), torch.float32)
+    if fmt.scale.nested is not None:
+        parts["nested"] = ((math.ceil(math.prod(scales) / fmt.scale.nested) + 1,), torch.float32)
+    return parts
