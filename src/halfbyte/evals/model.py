@@ -1,0 +1,104 @@
+"""A model made ready to be evaluated, and greedy continuations by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from halfbyte.errors import check
+from halfbyte.evals.quality import Setting
+from halfbyte.evals.text import Tokenizer, load_tokenizer
+from halfbyte.paths import resolve_model
+
+
+def load(name: str) -> tuple[Any, Tokenizer]:
+    """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention: bf16 weights, arithmetic in fp32 on a CPU."""
+    from transformers.utils import logging
+
+    from halfbyte import hf
+
+    logging.disable_progress_bar()  # the caller shows its own progress
+    path = resolve_model(name)
+    model = hf.load(path, dtype=torch.bfloat16)
+    model = model.cuda() if torch.cuda.is_available() else model.float()
+    return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(
+        path, model.config.get_text_config(decoder=True).vocab_size
+    )
+
+
+@torch.no_grad()
+def write(
+    model: Any, tokenizer: Tokenizer, prompt: str, setting: Setting, tokens: int, *, temperature: float = 0.0, seed: int = 0
+) -> Iterator[str]:
+    """Continue `prompt` by `tokens` tokens, piece by piece, with a cache of the setting's formats and the weights as they are.
+
+    temperature 0 takes the likeliest token. A piece is held back until its bytes are whole characters.
+    """
+    from halfbyte.hf.cache import PackedCache
+
+    ids = tokenizer.encode(prompt)
+    check(bool(ids), "prompt is empty; give at least one token of text to continue")
+    cache = PackedCache(model, len(ids) + tokens, **setting.cache_options())
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    step, made, shown = torch.tensor([ids], device=model.device), list[int](), 0
+    for i in range(tokens):
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        step = _choose(logits, temperature, generator)
+        made.append(int(step))
+        text = tokenizer.decode(made)
+        if not text.endswith("\ufffd") or i + 1 == tokens:
+            yield text[shown:]
+            shown = len(text)
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
+    """One token, int64 [1, 1], from logits [1, V]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+
+
+@torch.no_grad()
+def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int]:
+    """(equal, compared): greedy tokens of halfbyte's attention over a 16-bit cache and of transformers' own over the same 16 bits.
+
+    ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over a cache whose keys and values are rounded alike.
+    """
+    from halfbyte.hf.cache import PackedCache
+
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    ours = model.generate(
+        ids, attention_mask=mask, past_key_values=PackedCache(model, ids.shape[1] + tokens, keys="bf16", values="bf16"), **options
+    )
+    with _own_attention(model):
+        theirs = model.generate(ids, attention_mask=mask, past_key_values=_rounded_cache(model), **options)
+    fresh = slice(ids.shape[1], None)
+    return int((ours[:, fresh] == theirs[:, fresh]).sum()), ours[:, fresh].numel()
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    """transformers' attention for a while: sdpa, or eager where a model has features that sdpa lacks."""
+    from halfbyte.hf.attention import NAME
+
+    capped = getattr(model.config, "attn_logit_softcapping", None) or "gpt_oss" in model.config.model_type
+    model.set_attn_implementation("eager" if capped else "sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def _rounded_cache(model: Any) -> Any:
+    """transformers' own cache, keeping what it is given rounded to bf16 but in the model's dtype."""
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):  # type: ignore[misc]
+        def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), *args, **kwargs)
+
+    return Rounded(config=model.config)

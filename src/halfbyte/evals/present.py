@@ -1,0 +1,112 @@
+"""Results of an evaluation as a terminal table and as a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from halfbyte.evals.quality import Quality
+from halfbyte.report import Report
+
+HEADERS = ("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "top-1 %", "KV B/token", "weights MB", "seconds")
+
+
+def row(result: Quality) -> tuple[str, ...]:
+    """One result in the order of `HEADERS`."""
+    return (
+        result.setting.kv,
+        result.setting.weights or "bf16",
+        f"{result.perplexity:.4f}",
+        f"{result.change:+.3f}",
+        f"{result.kl_mean:.2e}",
+        f"{result.kl_p99:.2e}",
+        f"{100 * result.top1:.2f}",
+        f"{result.kv_bytes_per_token:,.0f}",
+        f"{result.weight_bytes / 1e6:.2f}",
+        f"{result.seconds:.1f}",
+    )
+
+
+def table(results: Sequence[Quality], title: str) -> Table:
+    """The terminal table; a line between the 16-bit run, the caches and the weights."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for i, header in enumerate(HEADERS):
+        made.add_column(header, justify="left" if i < 2 else "right", no_wrap=i >= 2)
+    for result, following in zip(results, [*results[1:], None], strict=True):
+        ends = following is None or _kind(following) != _kind(result)
+        made.add_row(*row(result), end_section=ends)
+    return made
+
+
+def _kind(result: Quality) -> str:
+    """Which part of the table a result belongs to."""
+    setting = result.setting
+    if setting.weights is None:
+        return "16-bit" if setting.kv == "bf16" else "KV cache"
+    return "weights" if setting.kv == "bf16" else "both"
+
+
+def add_results(report: Report, results: Sequence[Quality]) -> None:
+    """The table and the charts: quality against bytes for caches and for weights, error by layer."""
+    from halfbyte.bench.charts import Point, lines, scatter
+
+    base, others = results[0], results[1:]
+    report.table(HEADERS, [row(r) for r in results], "Every run beside the 16-bit one")
+    caches = [r for r in others if _kind(r) == "KV cache"]
+    if caches:
+        points = [
+            Point(r.setting.kv, r.kv_bytes_per_token / base.kv_bytes_per_token, r.kl_mean, r.setting.keys.split("_")[0])
+            for r in caches
+        ]
+        chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label="mean KL divergence (nats)", log_y=True)
+        report.figure(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")
+        chosen = {r.setting.kv: r.layer_error for r in caches if r.layer_error}
+        if chosen:
+            errors = lines(_fewest(chosen), x_label="layer", y_label="relative error of hidden states", log_y=True)
+            report.figure(errors, "Error by layer: hidden states against those of the 16-bit run")
+    weights = [r for r in others if _kind(r) == "weights"]
+    if weights:
+        points = [
+            Point(r.setting.weights or "", r.weight_bytes / base.weight_bytes, r.kl_mean, _family(r.setting.weights or ""))
+            for r in weights
+        ]
+        chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label="mean KL divergence (nats)", log_y=True)
+        report.figure(chart, "What smaller weights cost: KL divergence from the 16-bit run against bytes")
+
+
+def write_report(results: Sequence[Quality], title: str, path: Path) -> None:
+    """A report of an evaluation alone."""
+    command = "halfbyte " + shlex.join(sys.argv[1:])
+    report = Report(title, f"{results[0].tokens:,} predicted tokens; every run reads older keys and values from its own cache")
+    add_results(report, results)
+    report.code(command, "The command that made this page").write(path)
+
+
+def record(result: Quality) -> dict[str, Any]:
+    """One result as plain data."""
+    return {"kv": result.setting.kv} | dataclasses.asdict(result.setting) | dataclasses.asdict(result)
+
+
+def append_records(results: Sequence[Quality], path: Path) -> None:
+    """Append one JSON object a result to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record(result)) + "\n" for result in results)
+
+
+def _family(name: str) -> str:
+    return "floating point" if "fp4" in name else name.split("_")[0]
+
+
+def _fewest(series: dict[str, list[float]]) -> dict[str, list[float]]:
+    """At most six lines, spread over the range of final errors, so that the chart can be read."""
+    ranked = sorted(series, key=lambda name: series[name][-1])
+    if len(ranked) > 6:
+        ranked = [ranked[i * (len(ranked) - 1) // 5] for i in range(6)]
+    return {name: series[name] for name in ranked}

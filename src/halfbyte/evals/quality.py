@@ -1,0 +1,245 @@
+"""Perplexity and divergence of quantised runs, each beside the 16-bit run of the same model.
+
+Text is fed in chunks, so that all older keys and values are read from the packed cache. With p the next-token distribution of the
+16-bit run and q the other's: perplexity is exp(mean -log q(next)), KL divergence sum p log(p / q) in nats for every token, top-1
+agreement the share of tokens where both expect the same next one. Every run, the 16-bit one too, goes through the same code with a
+cache of its own format.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.nn import QuantLinear
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits)."""
+
+    keys: str = "bf16"
+    values: str = "bf16"
+    weights: str | None = None
+    rotate_keys: bool = False
+    skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        key_format(self.keys), value_format(self.values)
+        if self.weights is not None:
+            weight_format(self.weights)
+
+    def cache_options(self) -> dict[str, Any]:
+        """The options of `halfbyte.hf.PackedCache`."""
+        return {name: getattr(self, name) for name in ("keys", "values", "rotate_keys", "skip_layers")}
+
+    @property
+    def kv(self) -> str:
+        """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
+        both = self.keys if self.keys == self.values else f"{self.keys} / {self.values}"
+        skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
+        return both + (" rotated" if self.rotate_keys else "") + skipped
+
+
+@dataclass
+class Quality:
+    """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity."""
+
+    setting: Setting
+    tokens: int = 0
+    perplexity: float = math.nan
+    change: float = math.nan
+    kl_mean: float = math.nan
+    kl_p99: float = math.nan
+    top1: float = math.nan
+    kv_bytes_per_token: float = math.nan
+    weight_bytes: int = 0
+    seconds: float = 0.0
+    layer_error: list[float] = field(default_factory=list)
+
+
+Step = Callable[[], None]
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    settings: Sequence[Setting],
+    windows: torch.Tensor,
+    *,
+    chunk: int = 16,
+    batch: int = 8,
+    on_step: Step = lambda: None,
+) -> list[Quality]:
+    """Run `windows`, int64 [n, T], through the model under each setting; the first one must be the 16-bit run.
+
+    `model` has the halfbyte attention (`halfbyte.hf.quantize(model)`) and 16-bit weights. `on_step` is called after every chunk, of
+    which there are `steps(...)`. The layer error is the relative L2 error of the hidden states behind each layer, first window.
+    """
+    check(chunk >= 1, f"chunk={chunk}; expected at least one token")
+    check(
+        bool(settings) and settings[0] == Setting(),
+        "settings must begin with the 16-bit run, Setting(), which the others are set beside",
+    )
+    models = {weights: with_weights(model, weights) for weights in dict.fromkeys(s.weights for s in settings)}
+    tallies = [_Tally(s) for s in settings]
+    for part in windows.split(batch):
+        base: list[_Outputs] = []
+        for tally in tallies:
+            tally.run(models[tally.setting.weights], part, chunk, base, on_step)
+    results = [tally.result() for tally in tallies]
+    for result in results:
+        result.change = 100 * (result.perplexity / results[0].perplexity - 1)
+        result.weight_bytes = weight_bytes(models[result.setting.weights])
+        result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
+    return results
+
+
+def steps(settings: Sequence[Setting], windows: torch.Tensor, chunk: int = 16, batch: int = 8) -> int:
+    """How many times `evaluate` calls `on_step`."""
+    return len(settings) * math.ceil(windows.shape[0] / batch) * math.ceil(windows.shape[1] / chunk)
+
+
+def run_evaluation(
+    model: Any, settings: Sequence[Setting], windows: torch.Tensor, chunk: int, console: Console, batch: int = 8
+) -> list[Quality]:
+    """`evaluate` behind a progress bar."""
+    with progress(console) as bar:
+        task = bar.add_task("evaluating", total=steps(settings, windows, chunk, batch))
+        return evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
+
+
+def progress(console: Console) -> Progress:
+    """A progress bar with an estimate of what is left."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+@dataclass
+class _Outputs:
+    """What a model said of one chunk: log-probabilities [B, L, V]; hidden states [L, hidden] of the first window by layer."""
+
+    log_probs: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+class _Tally:
+    """Sums over everything one setting predicted."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
+        self._kl: list[torch.Tensor] = []
+        self._error: list[list[float]] = []  # [layer][squared error, squared norm]
+
+    def run(self, model: Any, part: torch.Tensor, chunk: int, base: list[_Outputs], on_step: Step) -> None:
+        """Feed one batch of windows. The first setting fills `base`; the others are compared with it, chunk by chunk."""
+        first = not base
+        started = time.perf_counter()
+        for i, outputs in enumerate(_outputs(model, self.setting, part, chunk)):
+            self._seconds += time.perf_counter() - started
+            if first:
+                base.append(outputs)
+            self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1])
+            on_step()
+            started = time.perf_counter()
+
+    def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> None:
+        """`following` [B, n] are the true next tokens; the last position of a window has none."""
+        n = following.shape[1]
+        ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
+        self._nll -= float(ours.gather(-1, following.unsqueeze(-1)).sum(dtype=torch.float64))
+        self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        self._tokens += following.numel()
+        self._kl.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
+        for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
+            if layer == len(self._error):
+                self._error.append([0.0, 0.0])
+            self._error[layer][0] += float((a - b).square().sum())
+            self._error[layer][1] += float(b.square().sum())
+
+    def result(self) -> Quality:
+        kl = torch.cat(self._kl).double().clamp_min(0)
+        rank = max(math.ceil(0.99 * kl.numel()), 1)
+        return Quality(
+            self.setting,
+            self._tokens,
+            perplexity=math.exp(self._nll / self._tokens),
+            kl_mean=float(kl.mean()),
+            kl_p99=float(kl.kthvalue(rank).values),
+            top1=self._agreed / self._tokens,
+            seconds=self._seconds,
+            layer_error=[math.sqrt(e / max(n, 1e-30)) for e, n in self._error],
+        )
+
+
+def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
+    """Feed windows [B, T] in chunks through a fresh cache of the setting's formats."""
+    from halfbyte.hf.cache import PackedCache
+
+    cache = PackedCache(model, part.shape[1], **setting.cache_options())
+    for piece in part.split(chunk, dim=1):
+        out = model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
+        yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
+
+
+def with_weights(model: Any, weights: str | None) -> Any:
+    """The model itself for 16 bits, else a copy with quantised weights."""
+    if weights is None:
+        return model
+    from halfbyte import hf
+
+    return hf.quantize(copy.deepcopy(model), weights=weights)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's weights: quantised ones as they are stored, all others at 16 bits, whatever type they compute in."""
+    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLinear) for p in m.weight.parts().values()}
+    return sum(stored.get(id(p), 2 * p.numel()) for p in model.parameters())
+
+
+def kv_bytes_per_token(model: Any, setting: Setting) -> float:
+    """Bytes that one token of one sequence takes in the cache, over all layers."""
+    from halfbyte.hf.cache import PackedCache
+
+    return float(PackedCache(model, 64, **setting.cache_options()).bytes_per_token)
+
+
+def every_kv_setting() -> list[Setting]:
+    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, a rotation."""
+    from halfbyte.formats import KV_FORMATS
+
+    def values_for(fmt: Format) -> str:
+        return fmt.code.name if fmt.token_block else fmt.name
+
+    alike = [Setting(name, values_for(fmt)) for name, fmt in KV_FORMATS.items() if fmt.is_quantized]
+    return [*alike, Setting("int8", "int4_g32"), Setting("int4", "int4", rotate_keys=True)]
+
+
+def every_weight_setting() -> list[Setting]:
+    """Each weight format, with a 16-bit cache."""
+    from halfbyte.formats import WEIGHT_FORMATS
+
+    return [Setting(weights=name) for name in WEIGHT_FORMATS]
+
+
+def parse_layers(text: str, layers: int) -> tuple[int, ...]:
+    """ "0,1,-1" -> (0, 1, layers - 1). Raises on what is not a layer."""
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InvalidArgument(f"skip_layers={text!r}; expected layer numbers separated by commas, such as 0,1,-1") from None
+    bad = [i for i in found if not -layers <= i < layers]
+    check(not bad, f"skip_layers={text!r} names layer {bad and bad[0]}; this model has layers 0 to {layers - 1}")
+    return tuple(sorted({i % layers for i in found}))

@@ -1,0 +1,88 @@
+"""Text to evaluate on, as token windows, and the byte fallback for models that come without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from halfbyte.errors import CheckpointError, InvalidArgument, check
+
+
+class Tokenizer(Protocol):
+    """The two things that are needed of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """One token a byte, for models without a tokenizer of their own."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class _FromTransformers:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
+
+
+def load_tokenizer(model: str, vocab_size: int) -> Tokenizer:
+    """The model's own tokenizer; bytes when the folder holds none and the vocabulary has room for them."""
+    if not _has_tokenizer(model):
+        check(vocab_size >= 256, f"model={model!r} has no tokenizer, and its vocabulary of {vocab_size} is too small for bytes")
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return _FromTransformers(AutoTokenizer.from_pretrained(model))
+    except Exception as error:  # whatever a damaged tokenizer file provokes inside transformers
+        raise CheckpointError(f"model={model!r}: its tokenizer does not load: {error}") from error
+
+
+def _has_tokenizer(model: str) -> bool:
+    folder = Path(model)
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+    return not folder.is_dir() or any((folder / name).exists() for name in names)
+
+
+def heldout_text() -> str:
+    """The held-out text that comes with the library: modules of CPython's standard library that the shipped model never saw."""
+    return (Path(__file__).parent.parent / "data" / "heldout.txt").read_text(encoding="utf-8")
+
+
+def read_text(path: Path | None) -> str:
+    """The text of a UTF-8 file, or the shipped held-out text."""
+    if path is None:
+        return heldout_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"text={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+
+
+def windows(ids: list[int], length: int, count: int | None = None) -> torch.Tensor:
+    """Cut tokens into windows of `length`, int64 [n, length], spread evenly over the text; all of them unless `count` says less.
+
+    The last tokens that fill no window are left out.
+    """
+    check(length >= 2, f"length={length}; a window needs at least 2 tokens to predict anything")
+    check(count is None or count >= 1, f"count={count}; expected at least one window")
+    whole = len(ids) // length
+    check(whole >= 1, f"the text has {len(ids)} tokens, fewer than one window of {length}; use a longer text or a shorter window")
+    cut = torch.tensor(ids[: whole * length]).view(whole, length)
+    if count is None or count >= whole:
+        return cut
+    return cut[torch.arange(count) * whole // count]
