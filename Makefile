@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench size wheel clean
+.PHONY: help demo test lint format docs bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -42,6 +42,9 @@ docs: $(VENV)/.ready-test  ## write the generated tables into README.md and docs
 bench: $(VENV)/.ready-all  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode
 	$(BIN)/halfbyte bench linear
+
+pins:          ## write constraints.txt again from what is installed
+	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//'; } > .pins && mv .pins constraints.txt
 
 size:          ## the size of every source file, largest first
 	@find src -name '*.py' | xargs wc -l | sort -rn

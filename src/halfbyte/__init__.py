@@ -5,33 +5,63 @@
     out = halfbyte.decode_attention(q, cache)
     y = halfbyte.linear(x, halfbyte.quantize(weight, "nf4"))
 
-`halfbyte.hf` (extra `hf`) brings both to transformers models. Importing this package needs no GPU and no Triton.
+`halfbyte.hf` (extra `hf`) brings both to transformers models. Importing this package needs no GPU, no Triton and, until a name is used,
+no torch.
 """
 
-from halfbyte.cache import KVCache
-from halfbyte.errors import HalfbyteError
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format, key_format, value_format
-from halfbyte.ops.decode_attention import decode_attention, merge_states, prefill_attention
-from halfbyte.ops.linear import linear, qkv_projection
-from halfbyte.paging import PagedKVCache
-from halfbyte.reference.quantize import dequantize, quantize
-from halfbyte.tensors import QuantTensor
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfbyte.cache import KVCache as KVCache
+    from halfbyte.errors import HalfbyteError as HalfbyteError
+    from halfbyte.formats import KV_FORMATS as KV_FORMATS
+    from halfbyte.formats import WEIGHT_FORMATS as WEIGHT_FORMATS
+    from halfbyte.formats import Format as Format
+    from halfbyte.formats import key_format as key_format
+    from halfbyte.ops.decode_attention import decode_attention as decode_attention
+    from halfbyte.ops.decode_attention import merge_states as merge_states
+    from halfbyte.ops.decode_attention import prefill_attention as prefill_attention
+    from halfbyte.ops.linear import linear as linear
+    from halfbyte.ops.linear import qkv_projection as qkv_projection
+    from halfbyte.paging import PagedKVCache as PagedKVCache
+    from halfbyte.reference.quantize import dequantize as dequantize
+    from halfbyte.reference.quantize import quantize as quantize
+    from halfbyte.tensors import QuantTensor as QuantTensor
 
 __version__ = "0.1.0"
-__all__ = [
-    "KVCache",
-    "PagedKVCache",
-    "decode_attention",
-    "prefill_attention",
-    "merge_states",
-    "quantize",
-    "dequantize",
-    "QuantTensor",
-    "linear",
-    "qkv_projection",
-    "Format",
-    "KV_FORMATS",
-    "WEIGHT_FORMATS",
-    "key_format",
-    "HalfbyteError",
-]
+
+_HOME = {
+    "KVCache": "cache",
+    "PagedKVCache": "paging",
+    "decode_attention": "ops.decode_attention",
+    "prefill_attention": "ops.decode_attention",
+    "merge_states": "ops.decode_attention",
+    "quantize": "reference.quantize",
+    "dequantize": "reference.quantize",
+    "QuantTensor": "tensors",
+    "linear": "ops.linear",
+    "qkv_projection": "ops.linear",
+    "Format": "formats",
+    "KV_FORMATS": "formats",
+    "WEIGHT_FORMATS": "formats",
+    "key_format": "formats",
+    "HalfbyteError": "errors",
+}
+__all__ = [*_HOME]  # noqa: PLE0604  (the names above, and nothing else)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or the `hf` module, when it is first used: `halfbyte --help` need not wait for torch."""
+    if name == "hf":
+        return importlib.import_module("halfbyte.hf")
+    if name not in _HOME:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"halfbyte.{_HOME[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, "hf"])

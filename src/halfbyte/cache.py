@@ -206,7 +206,7 @@ class KVCache:
         from halfbyte.reference.hadamard import rotate
 
         k, v = (read(plane, self.lengths, self.page_table) for plane in (self.keys, self.values))
-        return rotate(k) if self.rotate_keys else k, v
+        return (rotate(k) if self.rotate_keys else k).float(), v.float()
 
     # --------------------------------------------------------------------------------------------------------- details
 

@@ -1,20 +1,17 @@
 """Attention over a cache, a block of tokens at a time, in plain torch: the `cpu` level of `decode_attention`.
 
-The cache is walked in blocks of n tokens with an online softmax: per query row a running maximum m, the sum l of exp(s - m), and
-the weighted values a; a new block rescales l and a by exp(m_old - m_new). Only one block is ever decoded, into one buffer that
-stays in cache between being written and being multiplied.
+The cache is walked in blocks of n tokens with an online softmax: per query row a running maximum (`peak`), the sum of
+exp(s - peak) (`total`) and the values weighted by it (`out`); a block that raises the maximum by r scales both by exp(-r). Only
+one block is ever decoded, into one buffer that stays in cache between being written and being multiplied.
 
-A stored number is x = scale * unit + offset, and what does not vary along a head stays outside the products:
-
-    q . k_j        = scale_j (q . unit_j) + sum_g offset_jg (sum of q over the dims of group g)
-    sum_j p_j v_j  = sum_j (p_j scale_j) unit_j + sum_j p_j offset_jg                            for the dims of group g
-
-Scales of groups of dims, and of channels, multiply the decoded block instead. The G query heads of a KV head and the L queries
-share its block as R = G * L rows of one matrix product.
+A scale of whole tokens stays outside the products: it multiplies the score, or the weight, of its token. All other scales,
+and the offsets, are applied to the decoded block. The G query heads of a KV head and the L queries share its block as
+R = G * L rows of one matrix product.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +19,11 @@ import torch
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.formats import Format
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.reference.attention import visible
+from halfbyte.reference.attention import oldest_visible, stored_tokens, visible
 from halfbyte.reference.hadamard import rotate
 
-#: Numbers in one decoded block: few enough for the caches of a CPU, enough to hide the cost of calling some thirty operators.
-BLOCK = 1 << 19
+#: Numbers in one decoded block: few enough for a CPU's last cache, enough to hide the cost of calling thirty operators.
+BLOCK = 1 << 21
 
 
 def decode_attention(
@@ -42,6 +39,7 @@ def decode_attention(
     queries = q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
+    oldest = oldest_visible(query_start, options)
     span = _span(keys, page_table, lengths, query_start, queries, options)
     step = _step(span, rows, keys, values)
     buffer = rows.new_empty(rows.shape[0] * rows.shape[1] * step * max(keys.dim, values.dim))
@@ -54,10 +52,12 @@ def decode_attention(
         tokens = torch.arange(lo, hi, device=q.device).view(1, 1, 1, -1)
         masked = not span.all_visible(lo, hi)
 
-        key = _load(keys, page_table, lo, hi, buffer)
-        if keys.tail is not None and hi > span.flushed:
-            key = _with_tail(key, keys.tail, lengths, lo)
-        scores = _scores(rows, key)  # [B, H, R, n]
+        block, scale = _load(keys, page_table, lo, hi, buffer)
+        if keys.tail is not None and hi > span.shortest:
+            block = _with_tail(block, keys.tail, lengths, lo)
+        scores = rows @ block.mT  # [B, H, R, n]
+        if scale is not None:
+            scores.mul_(scale.mT)
         per_query = scores.view(q.shape[0], -1, queries, hi - lo)  # the same memory, [B, Hq, L, n]
         _adjust(per_query, positions, tokens, options)
         if masked:
@@ -69,14 +69,21 @@ def decode_attention(
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
-        stored = tokens.mT < lengths.view(-1, 1, 1, 1) if masked else None
-        out = out.mul_(keep).add_(_weighted(p, _load(values, page_table, lo, hi, buffer, stored)))
+        stored = stored_tokens(tokens.mT, lengths, oldest) if masked else None
+        block, scale = _load(values, page_table, lo, hi, buffer, stored)
+        if scale is not None:
+            p.mul_(scale.mT)
+        out = out.mul_(keep).add_(p @ block)
     return _finish(q, out, peak, total, options)
 
 
 def _query_rows(q: torch.Tensor, heads: int, options: AttentionOptions) -> torch.Tensor:
-    """The queries of one KV head side by side, scaled: fp32 (float64 for float64) [B, H, G * L, D]."""
-    wide = q if q.dtype is torch.float64 else q.float()
+    """The queries of one KV head side by side, scaled, in the dtype to compute in: [B, H, G * L, D].
+
+    That is fp32 for 16 bits. For fp32 it is float64: another order of fp32 sums than eager PyTorch's is as good on average, but
+    off by more than twice its error in one small call of fifteen.
+    """
+    wide = q.float() if q.dtype.itemsize == 2 else q.double()
     if options.rotate_keys:
         wide = rotate(wide)
     return (wide * options.sm_scale).reshape(q.shape[0], heads, q.shape[1] // heads * q.shape[2], q.shape[3])
@@ -100,17 +107,17 @@ def _finish(
         floor = peak.clamp_min(torch.finfo(peak.dtype).min)
         total = total + (options.sinks.to(peak.dtype).view(1, -1, 1) - floor).exp()
     total = total.masked_fill(total == 0, 1)  # no key seen: out is 0
-    return (out.view(*q.shape[:3], -1) / total.unsqueeze(-1)).to(q.dtype), lse.float()
+    return (out.view(*q.shape[:3], out.shape[-1]) / total.unsqueeze(-1)).to(q.dtype), lse.float()
 
 
-# ------------------------------------------------------------------------------------------------------- which tokens to read
+# ------------------------------------------------------------------------------------------------ which tokens to read
 
 
 @dataclass(frozen=True)
 class _Span:
     """No query sees a key outside [first, last); every query sees every key of [clear_first, clear_last).
 
-    `flushed`: tokens before it are in the codes of every sequence, never in a tail. `unit`: blocks start at its multiples.
+    `unit`: blocks start at its multiples. `shortest`: the smallest length; a block that ends by then has no part in a tail.
     """
 
     first: int
@@ -118,7 +125,7 @@ class _Span:
     unit: int
     clear_first: int = 0
     clear_last: int = 0
-    flushed: int = 0
+    shortest: int = 0
 
     def all_visible(self, lo: int, hi: int) -> bool:
         return self.clear_first <= lo and hi <= self.clear_last
@@ -132,7 +139,7 @@ def _span(
     queries: int,
     options: AttentionOptions,
 ) -> _Span:
-    """Read off the lengths on a CPU; elsewhere, where reading them would stop a GPU, everything is visited and masked."""
+    """Read off the lengths on a CPU. Elsewhere, as reading them would stop a GPU, everything is visited and masked."""
     block = keys.format.token_block or 1
     page = keys.codes.shape[2]
     unit = block if page_table is None else page
@@ -152,7 +159,7 @@ def _span(
         unit=unit,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
-        flushed=min(stored) // block * block,
+        shortest=min(stored),
     )
 
 
@@ -163,16 +170,7 @@ def _step(span: _Span, rows: torch.Tensor, keys: Plane, values: Plane) -> int:
     return max(1, -(-wanted // span.unit)) * span.unit
 
 
-# ------------------------------------------------------------------------------------------------------------ blocks of a plane
-
-
-@dataclass(frozen=True)
-class _Block:
-    """n tokens of a plane: scale * unit + offset, the offset spread over its group of dims."""
-
-    unit: torch.Tensor  # [B, H, n, D]
-    scale: torch.Tensor | None = None  # [B or 1, H or 1, n or 1, 1]
-    offset: torch.Tensor | None = None  # [B or 1, H or 1, n or 1, groups]
+# --------------------------------------------------------------------------------------------------- blocks of a plane
 
 
 def _load(
@@ -182,53 +180,53 @@ def _load(
     hi: int,
     buffer: torch.Tensor,
     stored: torch.Tensor | None = None,
-) -> _Block:
-    """Tokens [lo, hi) of a plane, decoded into `buffer`.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens [lo, hi) of a plane: numbers [B, H, n, D] in `buffer`, and the scale of whole tokens [B|1, H|1, n|1, 1].
 
-    `stored` [B, 1, n, 1] says which tokens exist. Given, all others read as 0: a weight of 0 would not hide a NaN.
+    A scale that varies along a head is in the numbers already. `stored` [B, 1, n, 1] says which tokens can be seen. Given, all
+    others read as 0, whatever is there: a weight of 0 would not hide a NaN.
     """
     fmt = plane.format
     codes = _rows(plane.codes, page_table, lo, hi)
-    batch, heads, n, _ = codes.shape
-    unit = buffer[: batch * heads * n * plane.dim].view(batch, heads, n, plane.dim)
-    unpack_into(unit, codes, fmt.code)
+    shape = (*codes.shape[:3], plane.dim)
+    block = buffer[: math.prod(shape)].view(shape)
+    unpack_into(block, codes, fmt.code)
+    if stored is not None and fmt.code.kind == "float":
+        block.masked_fill_(~stored, 0)
     if plane.scales is None:
-        return _Block(unit if stored is None else unit.masked_fill_(~stored, 0))
+        return block, None
     every = fmt.token_block or 1
-    scale, offset = (
-        None if t is None else _over_groups(_rows(t, page_table, lo // every, hi // every).to(unit.dtype), fmt)
-        for t in (plane.scales, plane.offsets)
-    )
-    assert scale is not None
-    if fmt.token_block:  # [B, H, n / every, D]
-        blocks = torch.unflatten(unit, 2, (-1, every)).mul_(scale.unsqueeze(3))
-        if offset is not None:
-            blocks.add_(offset.unsqueeze(3))
-        return _Block(unit)
-    if stored is not None:
-        scale = torch.where(stored, scale, 0)
-        offset = None if offset is None else torch.where(stored, offset, 0)
-    if scale.shape[-1] == 1:
-        return _Block(unit, scale, offset)
-    torch.unflatten(unit, -1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1))
-    return _Block(unit, None, offset)
+    scale = _spread(_rows(plane.scales, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
+    if scale.shape[-1] == 1 and plane.offsets is None:
+        return block, scale
+    if fmt.token_block:
+        parts, axis = torch.unflatten(block, 2, (-1, every)), 3  # [B, H, n / every, every, D]
+    else:
+        parts, axis = torch.unflatten(block, 3, (scale.shape[-1], -1)), 4  # [B, H, n, groups, D / groups]
+    parts.mul_(scale.unsqueeze(axis))
+    if plane.offsets is not None:
+        # Added here and not once per head after the product: there s * code and m would cancel in long sums.
+        offset = _spread(_rows(plane.offsets, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
+        parts.add_(offset.unsqueeze(axis))
+    return block, None
 
 
-def _over_groups(t: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Scales or offsets, whatever shares one, as [B or 1, H or 1, n or 1, groups] (per channel: [B, H, blocks, D])."""
+def _spread(t: torch.Tensor, fmt: Format, stored: torch.Tensor | None) -> torch.Tensor:
+    """Scales or offsets as [B|1, H|1, n|1, groups] (per channel: [B, H, n / every, D]), 0 for tokens that no query can see."""
     match fmt.granularity:
         case "tensor":
             return t.view(1, 1, 1, 1)
-        case "token":
-            return t[:, None, :, None]
-        case "head":
-            return t.unsqueeze(-1)
-        case _:
+        case "channel":
             return t
+        case "token":
+            t = t[:, None, :, None]
+        case "head":
+            t = t.unsqueeze(-1)
+    return t if stored is None else t.masked_fill(~stored, 0)
 
 
 def _rows(t: torch.Tensor, page_table: torch.Tensor | None, lo: int, hi: int) -> torch.Tensor:
-    """Rows [lo, hi) of the token axis as [B, (H,) hi - lo, ...]; a page number out of range reads some page, never memory beyond."""
+    """Rows [lo, hi) of the token axis: [B, (H,) hi - lo, ...]. A page number out of range reads some page, nothing beyond."""
     if t.ndim == 1:  # per tensor
         return t
     axis = 1 if t.ndim == 2 else 2
@@ -240,32 +238,9 @@ def _rows(t: torch.Tensor, page_table: torch.Tensor | None, lo: int, hi: int) ->
     return pages.movedim(1, axis).flatten(axis, axis + 1).narrow(axis, 0, hi - lo)
 
 
-def _with_tail(block: _Block, tail: torch.Tensor, lengths: torch.Tensor, lo: int) -> _Block:
-    """The block with every sequence's unfinished tokens taken from its 16-bit tail [B, H, every, D]."""
+def _with_tail(block: torch.Tensor, tail: torch.Tensor, lengths: torch.Tensor, lo: int) -> torch.Tensor:
+    """A block of keys with every sequence's unfinished tokens taken from its 16-bit tail [B, H, every, D]."""
     every = tail.shape[2]
-    blocks = torch.unflatten(block.unit, 2, (-1, every))  # [B, H, n / every, every, D]
-    first = torch.arange(lo, lo + block.unit.shape[2], every, device=tail.device).view(1, 1, -1, 1, 1)
-    flushed = first + every <= lengths.view(-1, 1, 1, 1, 1)
-    return _Block(torch.where(flushed, blocks, tail.unsqueeze(2).to(blocks.dtype)).flatten(2, 3))
-
-
-# --------------------------------------------------------------------------------------------------------------- the two products
-
-
-def _scores(rows: torch.Tensor, key: _Block) -> torch.Tensor:
-    """rows [B, H, R, D] times the keys of a block: [B, H, R, n], contiguous."""
-    scores = rows @ key.unit.mT
-    if key.scale is not None:
-        scores.mul_(key.scale.mT)
-    if key.offset is not None:
-        sums = torch.unflatten(rows, -1, (key.offset.shape[-1], -1)).sum(-1)  # [B, H, R, groups]
-        scores.add_(sums @ key.offset.mT)
-    return scores
-
-
-def _weighted(p: torch.Tensor, value: _Block) -> torch.Tensor:
-    """The sum of a block's values weighted by p [B, H, R, n]: [B, H, R, D]."""
-    out = (p if value.scale is None else p * value.scale.mT) @ value.unit
-    if value.offset is not None:
-        torch.unflatten(out, -1, (value.offset.shape[-1], -1)).add_((p @ value.offset).unsqueeze(-1))
-    return out
+    parts = torch.unflatten(block, 2, (-1, every))  # [B, H, n / every, every, D]
+    ends = torch.arange(lo, lo + block.shape[2], every, device=tail.device).view(1, 1, -1, 1, 1) + every
+    return torch.where(ends <= lengths.view(-1, 1, 1, 1, 1), parts, tail.unsqueeze(2).to(block.dtype)).flatten(2, 3)

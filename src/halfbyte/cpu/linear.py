@@ -26,7 +26,7 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     rows = x.reshape(-1, width).to(wide)  # [M, K]
     scales = None if weight.scales is None else block_scales(weight, wide)  # [N, G]
-    y = rows.new_empty(rows.shape[0], features)
+    y = rows.new_empty(features, rows.shape[0])  # [N, M]: a block's rows are in one piece, and the product is faster so
     step = max(1, min(BLOCK // max(width, 1), features))
     buffer = rows.new_empty(step, width)
     for lo in range(0, features, step):
@@ -35,12 +35,12 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
         unpack_into(unit, weight.codes[lo:hi], weight.format.code)
         if scales is not None and scales.shape[-1] > 1:
             torch.unflatten(unit, -1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
-        torch.mm(rows, unit.mT, out=y[:, lo:hi])
+        torch.mm(unit, rows.mT, out=y[lo:hi])
     if scales is not None and scales.shape[-1] == 1:
-        y *= scales.mT
+        y *= scales
     if scales is not None and weight.offsets is not None:
         sums = torch.unflatten(rows, -1, (scales.shape[-1], -1)).sum(-1)  # [M, G]
-        y -= sums @ (scales * weight.offsets).mT
+        y -= (scales * weight.offsets) @ sums.mT
     if bias is not None:
-        y += bias
-    return y.to(x.dtype).view(*x.shape[:-1], features)
+        y += bias.unsqueeze(-1)
+    return y.mT.to(x.dtype, memory_format=torch.contiguous_format).view(*x.shape[:-1], features)

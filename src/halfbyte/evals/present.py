@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from halfbyte.evals.quality import Quality
+from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
 HEADERS = ("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "top-1 %", "KV B/token", "weights MB", "seconds")
@@ -71,14 +72,14 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
         if chosen:
             errors = lines(_fewest(chosen), x_label="layer", y_label="relative error of hidden states", log_y=True)
             report.figure(errors, "Error by layer: hidden states against those of the 16-bit run")
-    weights = [r for r in others if _kind(r) == "weights"]
+    weights = [r for r in others if _kind(r) == "weights" and weight_format(r.setting.weights or "").code.bits == 4]
     if weights:
         points = [
             Point(r.setting.weights or "", r.weight_bytes / base.weight_bytes, r.kl_mean, _family(r.setting.weights or ""))
             for r in weights
         ]
         chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label="mean KL divergence (nats)", log_y=True)
-        report.figure(chart, "What smaller weights cost: KL divergence from the 16-bit run against bytes")
+        report.figure(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, everything of the model counted")
 
 
 def write_report(results: Sequence[Quality], title: str, path: Path) -> None:

@@ -27,8 +27,9 @@ def decode_attention(
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
-    k = read(keys, lengths, page_table).double()  # [B, H, T, D]
-    v = read(values, lengths, page_table).double()  # [B, H, T, Dv]
+    oldest = oldest_visible(query_start, options)
+    k = read(keys, lengths, page_table, oldest)  # [B, H, T, D]
+    v = read(values, lengths, page_table, oldest)  # [B, H, T, Dv]
     wide = rotate(q.double()) if options.rotate_keys else q.double()
     out, lse = attend(wide, k, v, lengths, query_start, options)
     return out.to(q.dtype), lse.float()
@@ -73,28 +74,44 @@ def visible(queries: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, 
     return seen
 
 
-def read(plane: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
-    """Every token of a plane as float32 [B, H, T, D]; whatever lies at or beyond a sequence's length reads as 0."""
+def oldest_visible(query_start: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Position of the oldest key that any query of a call sees, [B]: what lies before it may hold anything."""
+    oldest = torch.zeros_like(query_start) if options.starts is None else options.starts
+    return oldest if options.window is None else torch.maximum(oldest, query_start - options.window + 1)
+
+
+def stored_tokens(tokens: torch.Tensor, lengths: torch.Tensor, oldest: torch.Tensor) -> torch.Tensor:
+    """Whether tokens [1, 1, n, 1] lie between a sequence's oldest visible one and its length: bool [B, 1, n, 1]."""
+    return (tokens >= oldest.view(-1, 1, 1, 1)) & (tokens < lengths.view(-1, 1, 1, 1))
+
+
+def read(plane: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None, oldest: torch.Tensor | None = None) -> torch.Tensor:
+    """The tokens of a plane as float64 [B, H, T, D]; what lies before `oldest`, at or beyond a sequence's length reads as 0."""
     codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in plane.tensors()[:3])
     assert codes is not None
     batch, heads, capacity, _ = codes.shape
-    shape = (batch, heads, capacity, plane.dim)
     if scales is None:
-        values = codes.float()
+        values = codes.double()
     else:
-        values = decode(codes, scales.float(), offsets, plane.format, shape)
+        values = decode(codes, scales.double(), offsets, plane.format, (batch, heads, capacity, plane.dim))
     token = torch.arange(capacity, device=codes.device)
+    column = token.view(1, 1, -1, 1)
     if plane.tail is not None:
         block = plane.format.token_block or 1
         finished = (lengths // block * block).view(-1, 1, 1, 1)
-        in_tail = plane.tail.float()[:, :, token % block]
-        values = torch.where(token.view(1, 1, -1, 1) < finished, values, in_tail)
-    return torch.where(token.view(1, 1, -1, 1) < lengths.view(-1, 1, 1, 1), values, 0.0)
+        values = torch.where(column < finished, values, plane.tail.double()[:, :, token % block])
+    oldest = torch.zeros_like(lengths) if oldest is None else oldest
+    return torch.where(stored_tokens(column, lengths, oldest), values, 0.0)
 
 
 def _unpage(t: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
-    """[P, H, rows, ...] -> [B, H, pages * rows, ...] ([P, rows] -> [B, pages * rows] for scales of whole tokens)."""
+    """[P, H, rows, ...] -> [B, H, pages * rows, ...] ([P, rows] -> [B, pages * rows] for scales of whole tokens).
+
+    A page number out of range reads some page; whether its rows count is for the lengths to say.
+    """
     if page_table is None or t.ndim == 1:
         return t
+    if t.shape[0] == 0:  # a pool without pages holds nothing to read
+        t = t.new_zeros(1, *t.shape[1:])
     pages = t[page_table.clamp(0, t.shape[0] - 1).long()]  # [B, pages, (H,) rows, ...]
     return pages.flatten(1, 2) if t.ndim == 2 else pages.movedim(1, 2).flatten(2, 3)

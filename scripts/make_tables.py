@@ -1,0 +1,118 @@
+"""Write the generated tables of README.md: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
+
+    python scripts/make_tables.py            rewrite the tables
+    python scripts/make_tables.py --check    exit 1 if a table is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
+from halfbyte.hf.families import REFUSED, TESTED
+
+ROOT = Path(__file__).parent.parent
+KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
+SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "column": "row of the weight"}
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers), *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)
+
+
+def formats() -> str:
+    """Every format: where it applies, what its codes are, what shares a scale, bits an element."""
+    rows = [_format_row(f, "keys" if f.token_block else "keys, values", KV_SHAPE) for f in KV_FORMATS.values()]
+    rows += [_format_row(f, "weights", WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
+    return markdown(("format", "for", "codes", "one scale for each", "bits an element"), rows)
+
+
+def _format_row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
+    return f"`{f.name}`", use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
+
+
+def _scale_text(f: Format) -> str:
+    if f.scale is None:
+        return "-"
+    group, kind = f.scale.group, f.scale.granularity
+    where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or SHARED[kind]
+    extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
+    stored = f.scale.dtype.upper() if f.scale.dtype.startswith("e") else f.scale.dtype.replace("f", "fp")
+    return ", ".join([where, stored, *extras])
+
+
+def models() -> str:
+    """Families that were executed, and those that are refused, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(name)
+    rows = [("run in the tests", ", ".join(TESTED))]
+    rows += [(f"refused: {reason}", ", ".join(sorted(names))) for reason, names in reasons.items()]
+    return markdown(("", "model types"), rows)
+
+
+def quality() -> str:
+    """Selected rows of the demo's own record."""
+    shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
+    records = _records("demo.jsonl")
+    caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
+    weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
+    rows = [
+        (r["kv"], r["weights"] or "bf16", f"{r['change']:+.2f} %", f"{r['kl_mean']:.1e}", f"{100 * r['top1']:.1f} %", _sizes(r, records[0]))
+        for r in [*caches, *weights]
+    ]
+    return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
+
+
+def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
+    key = "weight_bytes" if record["weights"] else "kv_bytes_per_token"
+    return f"{base[key] / record[key]:.2f}x"
+
+
+def speed() -> str:
+    """The CPU benchmark's records, losses included."""
+    rows = [
+        (r["op"].replace("_", " "), r["case"], r["formats"], r["implementation"], f"{1e3 * r['seconds']:.2f} ms", r["against"])
+        for r in _speed_records()
+    ]
+    return markdown(("op", "case", "format", "implementation", "time", "against 16-bit torch"), rows)
+
+
+def _speed_records() -> list[dict[str, Any]]:
+    return []
+
+
+def _records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()]
+
+
+TABLES: dict[str, Callable[[], str]] = {"formats": formats, "models": models, "quality": quality, "speed": speed}
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    before = after = path.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not block.search(after):
+            print(f"{path.name} has no table <!-- {name} -->", file=sys.stderr)
+            return 1
+        text = make()
+        after = block.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", after)  # type: ignore[misc]
+    if "--check" in sys.argv[1:]:
+        if after != before:
+            print(f"{path.name} is out of date; run `make docs`", file=sys.stderr)
+        return int(after != before)
+    path.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

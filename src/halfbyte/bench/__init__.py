@@ -1,0 +1,1 @@
+"""Measuring: timing, the roof of the memory, accuracy checks before any figure, records, and one file per benchmark."""

@@ -1,0 +1,263 @@
+"""Charts as inline SVG that follow the page's colours, so that they turn dark with it.
+
+matplotlib (extra `bench`) lays them out in stand-in colours; `_finish` replaces those by the variables of the report's style sheet
+(--ink, --quiet, --line, --s1 ... --s6), text stays text, and ids are made unique so that several charts can share a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from halfbyte.errors import Unsupported, check
+
+# Stand-ins: colours that nothing else in the SVG has.
+_INK, _QUIET, _LINE = "#010101", "#020202", "#030303"
+_SERIES = tuple(f"#0{n}0a0b" for n in range(1, 7))
+_VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _LINE: "--line"} | {c: f"--s{n}" for n, c in enumerate(_SERIES, 1)}
+_MARKERS = "osD^vP"
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One labelled point of a scatter chart; points of the same `series` share a colour and a marker."""
+
+    label: str
+    x: float
+    y: float
+    series: str = ""
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels, y upwards."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def overlap(self, other: Box) -> float:
+        """Area that two rectangles share."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return max(0.0, width) * max(0.0, height)
+
+
+def scatter(
+    points: Sequence[Point], *, x_label: str, y_label: str, title: str = "", log_x: bool = False, log_y: bool = False
+) -> str:
+    """Quality against bytes: labelled points whose labels do not lie on each other. Returns an <svg> element."""
+    check(len(points) > 0, "points is empty; a chart needs at least one")
+    for point in points:
+        check(not log_x or point.x > 0, f"point {point.label!r} has x={point.x}; a logarithmic axis needs x > 0")
+        check(not log_y or point.y > 0, f"point {point.label!r} has y={point.y}; a logarithmic axis needs y > 0")
+    with _figure(title or f"{y_label} against {x_label}", 4.2) as (fig, ax, done):
+        names = list(dict.fromkeys(p.series for p in points))
+        for number, name in enumerate(names):
+            mine = [p for p in points if p.series == name]
+            ax.plot(
+                [p.x for p in mine],
+                [p.y for p in mine],
+                _MARKERS[number % 6],
+                color=_SERIES[number % 6],
+                ms=7,
+                label=name or None,
+            )
+        _scales(ax, log_x, log_y)
+        _frame(ax, x_label, y_label, title, legend=len(names) > 1)
+        ax.margins(0.12)
+        fig.canvas.draw()
+        _label_points(fig, ax, points)
+    return done.svg
+
+
+def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: Mapping[str, str] | None = None) -> str:
+    """Horizontal bars from the top down, each with its value (`shown` replaces the text). Returns an <svg> element."""
+    check(len(values) > 0, "values is empty; a chart needs at least one")
+    with _figure(title or x_label, 0.9 + 0.34 * len(values)) as (_, ax, done):
+        names = list(values)
+        drawn = ax.barh(range(len(names)), list(values.values()), color=_SERIES[0], height=0.62)
+        ax.bar_label(drawn, [(shown or {}).get(n, f"{values[n]:.4g}") for n in names], padding=4, color=_INK, fontsize=10)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        _frame(ax, x_label, "", title, legend=False)
+        ax.grid(axis="y", visible=False)
+        ax.margins(x=0.16)
+        ax.tick_params(axis="y", labelcolor=_INK, labelsize=10.5)
+    return done.svg
+
+
+def lines(
+    series: Mapping[str, Sequence[float]],
+    *,
+    x: Sequence[float] | None = None,
+    x_label: str,
+    y_label: str,
+    title: str = "",
+    log_x: bool = False,
+    log_y: bool = False,
+) -> str:
+    """One line for each series, error by layer for example; `x` defaults to 0, 1, 2 ... Returns an <svg> element."""
+    check(len(series) > 0, "series is empty; a chart needs at least one")
+    for name, values in series.items():
+        expected = len(next(iter(series.values()))) if x is None else len(x)
+        check(len(values) == expected, f"series {name!r} has {len(values)} values, expected {expected}")
+    with _figure(title or f"{y_label} by {x_label}", 3.9) as (_, ax, done):
+        for number, (name, values) in enumerate(series.items()):
+            style = {"color": _SERIES[number % 6], "ls": _DASHES[number // 6 % 6], "marker": _MARKERS[number % 6]}
+            ax.plot(range(len(values)) if x is None else x, values, lw=1.8, ms=4.5, label=name, **style)
+        _scales(ax, log_x, log_y)
+        if x is None:
+            from matplotlib.ticker import MaxNLocator
+
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _frame(ax, x_label, y_label, title, legend=len(series) > 1)
+    return done.svg
+
+
+def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], bounds: Box) -> list[Box]:
+    """A rectangle for each label, near its anchor, inside `bounds`, off the other labels and the points.
+
+    Greedy: for each label in turn the candidate (eight directions, growing distance) that covers least of what is there already.
+    """
+    points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    placed: list[Box] = []
+    for (x, y), (width, height) in zip(anchors, sizes, strict=True):
+
+        def cost(box: Box) -> float:
+            outside = (box.x1 - box.x0) * (box.y1 - box.y0) - box.overlap(bounds)
+            return 4 * outside + sum(box.overlap(other) for other in [*placed, *points])
+
+        placed.append(min(_candidates(x, y, width, height), key=cost))
+    return placed
+
+
+def _candidates(x: float, y: float, width: float, height: float) -> Iterator[Box]:
+    for gap in (10, 15, 22, 32, 44, 60, 80):
+        corners = [
+            (x + gap, y - height / 2),
+            (x - gap - width, y - height / 2),
+            (x - width / 2, y + gap),
+            (x - width / 2, y - gap - height),
+            (x + gap, y + gap / 2),
+            (x + gap, y - gap / 2 - height),
+            (x - gap - width, y + gap / 2),
+            (x - gap - width, y - gap / 2 - height),
+        ]
+        yield from (Box(a, b, a + width, b + height) for a, b in corners)
+
+
+def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
+    """Write each point's label where `place_labels` says, with a thin line to it when it had to go far."""
+    anchors = [tuple(ax.transData.transform((p.x, p.y))) for p in points]
+    probes = [ax.text(0, 0, p.label, fontsize=10) for p in points]
+    # Browsers set the text in the system's font, up to a tenth wider than matplotlib's.
+    extents = [probe.get_window_extent() for probe in probes]
+    sizes = [(e.width * 1.1, e.height + 3) for e in extents]
+    for probe in probes:
+        probe.remove()
+    window = ax.get_window_extent()
+    pixel = 72 / fig.dpi
+    for point, anchor, box in zip(points, anchors, place_labels(anchors, sizes, Box(*window.extents)), strict=True):
+        left, middle = box.x0 >= anchor[0], (box.y0 + box.y1) / 2
+        at = (box.x0 if left else box.x1, middle)
+        far = max(box.x0 - anchor[0], anchor[0] - box.x1, box.y0 - anchor[1], anchor[1] - box.y1) > 18
+        ax.annotate(
+            point.label,
+            (point.x, point.y),
+            xytext=((at[0] - anchor[0]) * pixel, (at[1] - anchor[1]) * pixel),
+            textcoords="offset points",
+            ha="left" if left else "right",
+            va="center_baseline",
+            fontsize=10,
+            color=_INK,
+            arrowprops={"arrowstyle": "-", "color": _QUIET, "lw": 0.6, "shrinkB": 4} if far else None,
+        )
+
+
+def _scales(ax: Any, log_x: bool, log_y: bool) -> None:
+    if log_x:
+        ax.set_xscale("log")
+    if log_y:
+        ax.set_yscale("log")
+
+
+def _frame(ax: Any, x_label: str, y_label: str, title: str, legend: bool) -> None:
+    ax.set_xlabel(x_label, color=_QUIET, fontsize=10.5)
+    ax.set_ylabel(y_label, color=_QUIET, fontsize=10.5)
+    if title:
+        ax.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(_LINE)
+    ax.tick_params(which="both", color=_LINE, labelcolor=_QUIET, labelsize=10)
+    ax.grid(color=_LINE, lw=0.6, alpha=0.7)
+    ax.set_axisbelow(True)
+    if legend:
+        # Below the plot, where it can hide no data.
+        shown = ax.get_legend_handles_labels()[1]
+        ax.figure.legend(
+            loc="outside lower center",
+            ncols=min(len(shown), 5),
+            frameon=False,
+            fontsize=10,
+            labelcolor=_INK,
+            handlelength=2.6,
+        )
+
+
+class _Done:
+    """Where a finished chart ends up once its `with` block is over."""
+
+    svg: str = ""
+
+
+@contextmanager
+def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]:
+    """A figure 7.6 inches wide and its axes; on leaving, `done.svg` holds the element, described for screen readers."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
+    options = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": description,
+        "font.family": "DejaVu Sans",
+        "axes.unicode_minus": True,
+    }
+    with matplotlib.rc_context(options):
+        # Figure without pyplot: no global state, no display, nothing to close.
+        fig = Figure(figsize=(7.6, height), layout="constrained")
+        done = _Done()
+        yield fig, fig.add_subplot(), done
+        buffer = io.StringIO()
+        fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        done.svg = _finish(buffer.getvalue(), description)
+
+
+def _finish(svg: str, description: str) -> str:
+    """matplotlib's file as an element for the page: colours to variables, the page's font, unique ids, no prologue or metadata."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    svg = re.sub(r"(font: (?:[\w.]+ )*[\d.]+px) [^;\"]+", r"\1 var(--font)", svg)
+    svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
+    unique = "fig" + hashlib.sha256(svg.encode()).hexdigest()[:8]
+    svg = re.sub(r'\bid="', f'id="{unique}-', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\1{unique}-", svg)
+    label = html.escape(description, quote=True)
+    return re.sub(
+        r'<svg[^>]*?viewBox="([^"]*)"[^>]*>',
+        rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="\1" role="img" '
+        rf'aria-label="{label}"><title>{label}</title>',
+        svg,
+        count=1,
+    )

@@ -1,0 +1,46 @@
+"""Records as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfbyte.bench import charts
+from halfbyte.bench.records import Record
+from halfbyte.bench.session import describe_shape, fastest_16_bit
+from halfbyte.report import Report
+
+_HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 (ms)", "p90 (ms)", "GB/s", "of roof (%)", "vs 16-bit", "error")
+
+
+def write_page(records: Sequence[Record], title: str, path: Path) -> Path:
+    """Write the records of one run: environment, one chart of times for each case, one table, and the command."""
+    where = records[0].environment
+    versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
+    report = Report(f"halfbyte bench: {title}", f"{where.device}, {where.threads} threads · {versions} · {where.date}")
+    for shape in dict.fromkeys(describe_shape(r.shape) for r in records):
+        times = {
+            f"{r.implementation}, {r.formats}": 1e3 * r.seconds for r in records if r.seconds and describe_shape(r.shape) == shape
+        }
+        if times:
+            report.figure(charts.bars(times, x_label="milliseconds, median; shorter is better", title=shape))
+    report.table(
+        _HEADERS, [_row(r, records) for r in records], "Time over that of the fastest 16-bit implementation: below 1 is faster."
+    )
+    for refusal in [r.refused for r in records if r.refused]:
+        report.text(f"Refused: {refusal}")
+    return report.code(where.command, "The command that made this page").write(path)
+
+
+def _row(r: Record, records: Sequence[Record]) -> tuple[str | float | None, ...]:
+    baseline = fastest_16_bit(records, r)
+    return (
+        describe_shape(r.shape),
+        r.formats,
+        r.implementation,
+        *(None if t is None else 1e3 * t for t in (r.seconds, r.p10, r.p90)),
+        r.gb_per_s,
+        None if r.roof_share is None else 100 * r.roof_share,
+        r.seconds / baseline if r.seconds and baseline else None,
+        r.error,
+    )

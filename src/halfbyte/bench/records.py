@@ -1,0 +1,170 @@
+"""Measurements on disk: one JSON object a line, appended and flushed to the disk one by one, never overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfbyte
+from halfbyte.device import Device
+from halfbyte.errors import HalfbyteError
+
+
+class DamagedRecords(HalfbyteError, ValueError):
+    """A file of records holds a line that is no record, not at its end."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how a figure was made; the same for every record of a run. `date` is UTC, `commit` "" outside a checkout."""
+
+    device: str
+    driver: str
+    threads: int
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One figure. A refused or skipped measurement has `refused` set and no time.
+
+    seconds, p10, p90  seconds per call: median, 10th and 90th percentile of `repeats` samples
+    nbytes             bytes a call must move at least: what is read and written once
+    gb_per_s           nbytes / seconds, in 10^9 bytes per second; roof_gb_per_s: reading as many bytes, in the same run
+    error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
+    """
+
+    op: str
+    shape: dict[str, int]
+    formats: str
+    implementation: str
+    nbytes: int
+    environment: Environment
+    seconds: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    repeats: int = 0
+    method: str = ""
+    gb_per_s: float | None = None
+    roof_gb_per_s: float | None = None
+    roof_share: float | None = None
+    error: float | None = None
+    error_allowed: float | None = None
+    error_kind: str = ""
+    refused: str = ""
+
+    def to_json(self) -> str:
+        """One line of JSON, without a line break."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, sort_keys=True)
+
+    @staticmethod
+    def from_json(line: str) -> Record:
+        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
+        data: dict[str, Any] = json.loads(line)
+        return Record(**{**data, "environment": Environment(**data["environment"])})
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a file held. `notice` is "" or says that a last line, cut by a kill, was skipped."""
+
+    records: list[Record] = field(default_factory=list)
+    notice: str = ""
+
+
+def append(path: Path | str, records: list[Record]) -> str:
+    """Append records, each flushed and fsynced before the next, so that a kill loses one line at most. Returns a notice or "".
+
+    A last line that an earlier kill cut is removed first: it cannot be read, and gluing a record to it would damage that one too.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    notice = _close_last_line(path)
+    with path.open("ab") as file:
+        for record in records:
+            file.write(record.to_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return notice
+
+
+def read(path: Path | str) -> Records:
+    """All records of a file. A cut last line is skipped and named in `notice`; damage anywhere else raises `DamagedRecords`."""
+    lines = Path(path).read_bytes().split(b"\n")
+    records: list[Record] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(Record.from_json(line.decode()))
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):  # no line break after it: the write did not finish
+                return Records(records, f"{path}: the last line ({len(line)} bytes) was cut while being written; skipped")
+            raise DamagedRecords(f"{path}, line {number}: not a record ({type(error).__name__}: {error})") from error
+    return Records(records)
+
+
+def environment(device: Device, threads: int) -> Environment:
+    """The environment block of a run that starts now."""
+    return Environment(
+        device=device.name,
+        driver=device.driver,
+        threads=threads,
+        versions=_versions(),
+        commit=_commit(),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"halfbyte": halfbyte.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _commit() -> str:
+    """The commit this code was checked out from, marked when files differ from it; "" when installed without git."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        # A package installed below someone else's checkout must not claim that project's commit.
+        if not git("ls-files", Path(__file__).name):
+            return ""
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _close_last_line(path: Path) -> str:
+    """Make the file end with a line break: complete a whole record, cut off a partial one."""
+    if not path.exists() or not (data := path.read_bytes()) or data.endswith(b"\n"):
+        return ""
+    keep = data.rfind(b"\n") + 1
+    try:
+        Record.from_json(data[keep:].decode())
+    except (ValueError, TypeError, KeyError):
+        os.truncate(path, keep)
+        return f"{path}: removed a last line of {len(data) - keep} bytes that was cut while being written"
+    with path.open("ab") as file:
+        file.write(b"\n")
+    return ""

@@ -1,0 +1,101 @@
+"""The roof: how fast this machine reads, copies and multiplies, measured in the same run as what is held against it.
+
+The read roof is the best of several read-only torch reductions over the same number of bytes. It is a lower bound on
+what the memory can do: a kernel that shows more than 100 % of it reads faster than any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from halfbyte.bench.timing import Call, Effort, measure, measure_interleaved, rotation_copies
+from halfbyte.device import Device
+from halfbyte.errors import check
+
+Reader = Callable[[torch.Tensor], torch.Tensor]
+
+#: Read-only reductions of a float32 vector. Which is fastest depends on the machine and the size, so all are tried.
+READERS: dict[str, Reader] = {
+    "torch.sum": torch.sum,
+    "torch.amax": torch.amax,
+    "torch.dot": lambda x: torch.dot(x, x),
+    "matrix-vector product in fp32": lambda x: _times_ones(x),
+    "matrix-vector product in bf16": lambda x: _times_ones(x.view(torch.bfloat16)),
+}
+_CACHED_ONES: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+#: Bytes of a matrix row in the products: 8,192 bf16 numbers, as long as the rows of a large layer.
+_ROW = 2**14
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Bytes per second (10^9) of reading `nbytes`, and which reduction read fastest."""
+
+    nbytes: int
+    gb_per_s: float
+    reader: str
+
+
+@dataclass
+class RoofMeter:
+    """Measures the read roof once for each number of bytes and remembers it."""
+
+    device: Device
+    threads: int
+    effort: Effort
+    known: dict[int, Roof] = field(default_factory=dict)
+
+    def read(self, nbytes: int) -> Roof:
+        """The read roof at `nbytes`, cold."""
+        if nbytes not in self.known:
+            self.known[nbytes] = self._measure_read(nbytes)
+        return self.known[nbytes]
+
+    def _measure_read(self, nbytes: int) -> Roof:
+        buffers = _buffers(nbytes, self.device)
+        actual = buffers[0].nbytes
+        contenders = {name: [_bind(reader, x) for x in buffers] for name, reader in READERS.items()}
+        times = measure_interleaved(contenders, device=self.device, threads=self.threads, effort=self.effort)
+        best = min(times, key=lambda name: times[name].median)
+        return Roof(nbytes, actual / times[best].median / 1e9, best)
+
+    def copy(self, nbytes: int) -> float:
+        """10^9 bytes per second of a copy of `nbytes`, its reads and writes counted."""
+        buffers = _buffers(nbytes, self.device)
+        target = torch.empty_like(buffers[0])
+        fns: list[Call] = [lambda x=x: target.copy_(x) for x in buffers]  # type: ignore[misc]
+        seconds = measure(fns, device=self.device, threads=self.threads, effort=self.effort).median
+        return 2 * target.nbytes / seconds / 1e9
+
+    def matmul(self, size: int) -> float:
+        """10^12 operations per second of a bf16 product [size, size] x [size, size]."""
+        check(size > 0, f"size={size}; it must be above 0")
+        a = torch.randn(size, size, device=self.device.torch).bfloat16()
+        b = torch.randn(size, size, device=self.device.torch).bfloat16()
+        seconds = measure([lambda: a @ b], device=self.device, threads=self.threads, effort=self.effort).median
+        return 2 * size**3 / seconds / 1e12
+
+
+def _bind(reader: Reader, x: torch.Tensor) -> Call:
+    return lambda: reader(x)
+
+
+def _buffers(nbytes: int, device: Device) -> list[torch.Tensor]:
+    """A rotation of float32 vectors of `nbytes` (a little less: whole rows for the products), enough of them to be cold."""
+    check(nbytes >= 256, f"nbytes={nbytes}; a roof needs at least 256 bytes")
+    unit = _ROW if nbytes >= 64 * _ROW else 256
+    numel = nbytes // unit * unit // 4
+    return [torch.full((numel,), 0.5, device=device.torch) for _ in range(rotation_copies(nbytes, device))]
+
+
+def _times_ones(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix of long rows, times a vector of ones that is made only once, or making it would be part of what is timed."""
+    row = _ROW if x.nbytes >= 64 * _ROW else 256
+    key = (row // x.element_size(), x.dtype, x.device)
+    if key not in _CACHED_ONES:
+        _CACHED_ONES[key] = torch.ones(key[0], dtype=x.dtype, device=x.device)
+    return torch.mv(x.view(-1, key[0]), _CACHED_ONES[key])

@@ -1,0 +1,249 @@
+"""One run of a benchmark: check, time and record contenders case by case, show progress, keep what is measured when interrupted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from halfbyte.bench import records
+from halfbyte.bench.checks import Accuracy
+from halfbyte.bench.records import Record
+from halfbyte.bench.roof import RoofMeter
+from halfbyte.bench.timing import QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
+from halfbyte.device import Device, describe
+from halfbyte.errors import HalfbyteError, InvalidArgument
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation on one case.
+
+    formats    what is read: "int8", "int8+int4_g32", "bf16"
+    fns        the rotation, the same work on different buffers; each returns its result
+    accuracy   judges a result before anything is timed
+    nbytes     bytes a call must move at least
+    """
+
+    implementation: str
+    formats: str
+    nbytes: int
+    fns: Sequence[Callable[[], torch.Tensor]]
+    accuracy: Callable[[torch.Tensor], Accuracy]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem and a way to make its contenders; made late, so that one case at a time is in memory."""
+
+    op: str
+    name: str
+    shape: dict[str, int]
+    contenders: Callable[[], list[Contender]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; `pattern` is a regular expression over "case formats implementation"."""
+
+    output: Path | None = None
+    quick: bool = False
+    pattern: str = ""
+    json: bool = False
+    device: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise InvalidArgument(f"filter={self.pattern!r} is not a regular expression: {error}") from error
+        if self.threads is not None and self.threads < 1:
+            raise InvalidArgument(f"threads={self.threads}; at least 1 is needed")
+
+
+@dataclass
+class Session:
+    """Measures cases and holds their records."""
+
+    options: Options
+    device: Device
+    records: list[Record] = field(default_factory=list)
+    interrupted: bool = False
+
+    @staticmethod
+    def start(options: Options) -> Session:
+        """A session on the device that the options name."""
+        return Session(options, describe(options.device))
+
+    def __post_init__(self) -> None:
+        self.effort: Effort = QUICK if self.options.quick else Effort()
+        self.threads = self.options.threads or torch.get_num_threads()
+        self.roof = RoofMeter(self.device, self.threads, self.effort)
+        self.environment = records.environment(self.device, self.threads)
+        self._errors = Console(stderr=True)
+        self._out = Console()
+
+    def copies(self, nbytes: int) -> int:
+        """How many copies of a working set make a rotation on this device."""
+        return rotation_copies(nbytes, self.device)
+
+    def run(self, cases: Sequence[Case]) -> list[Record]:
+        """Measure all cases; after Ctrl-C what was measured stays, is shown, and `interrupted` is set."""
+        try:
+            for case in self._progress(cases):
+                for record in self.measure(case):
+                    self._keep(record)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._errors.print("interrupted: what was measured so far is kept")
+        return self.records
+
+    def measure(self, case: Case) -> list[Record]:
+        """The records of one case: those that pass their accuracy promise are timed in turn, the others say why not."""
+        wanted = [c for c in case.contenders() if re.search(self.options.pattern, f"{case.name} {c.formats} {c.implementation}")]
+        judged = [(contender, *self._judge(contender)) for contender in wanted]
+        accepted = {str(i): c.fns for i, (c, _, refused) in enumerate(judged) if not refused}
+        timings = measure_interleaved(accepted, device=self.device, threads=self.threads, effort=self.effort) if accepted else {}
+        return [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+
+    def _judge(self, contender: Contender) -> tuple[Accuracy | None, str]:
+        """(accuracy, why it is refused): every buffer of the rotation must pass, since every buffer is timed."""
+        accuracy = None
+        try:
+            with torch.no_grad():
+                for fn in contender.fns:
+                    accuracy = contender.accuracy(fn())
+                    accuracy.require(f"{contender.implementation} {contender.formats}")
+        except HalfbyteError as error:
+            return accuracy, str(error) or type(error).__name__
+        return accuracy, ""
+
+    def _record(self, case: Case, who: Contender, accuracy: Accuracy | None, refused: str, timing: Timing | None) -> Record:
+        common = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refused)
+        values: dict[str, object] = {}
+        if accuracy:
+            values |= {"error": accuracy.error, "error_allowed": accuracy.allowed, "error_kind": accuracy.kind}
+        if timing:
+            cold = is_cold(len(who.fns), who.nbytes, self.device.cache_bytes)
+            method = timing.method + ("" if cold else ", partly from cache")
+            rate, roof = who.nbytes / timing.median / 1e9, self.roof.read(who.nbytes)
+            values |= {"seconds": timing.median, "p10": timing.p10, "p90": timing.p90, "repeats": timing.repeats}
+            values |= {
+                "method": method,
+                "gb_per_s": rate,
+                "roof_gb_per_s": roof.gb_per_s,
+                "roof_share": rate / roof.gb_per_s,
+            }
+        return Record(**{**vars(common), **values})
+
+    def _keep(self, record: Record) -> None:
+        self.records.append(record)
+        if self.options.output is not None and (notice := records.append(self.options.output, [record])):
+            self._errors.print(notice, markup=False)
+        if self.options.json:
+            print(record.to_json(), flush=True)
+
+    def _progress(self, cases: Sequence[Case]) -> Iterator[Case]:
+        """The cases, with a bar on stderr where that is a terminal."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._errors, transient=True, disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task("", total=len(cases))
+            for case in cases:
+                bar.update(task, description=f"{case.op}: {case.name}")
+                yield case
+                bar.advance(task)
+
+    # ------------------------------------------------------------------------------------------------------- what is shown
+
+    def show_roofs(self, nbytes: int = 2**26) -> None:
+        """Print the roofs of this machine: read and copy at `nbytes`, and a 16-bit product."""
+        if self.options.json:
+            return
+        read, size = self.roof.read(nbytes), 4096 if self.device.kind == "cuda" else 1024
+        self._out.print(
+            f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
+            f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roof.copy(nbytes):,.1f} GB/s, "
+            f"bf16 product of {size} x {size}: {self.roof.matmul(size):.2f} TFLOP/s",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def show(self, title: str) -> None:
+        """Print the records as a table, with each time beside the fastest 16-bit one of its case."""
+        if self.options.json or not self.records:
+            return
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for header in HEADERS:
+            table.add_column(header, justify="left" if header in HEADERS[:3] else "right", overflow="fold")
+        for row in table_rows(self.records):
+            table.add_row(*row)
+        with _wide_when_piped(self._out):
+            self._out.print(table)
+        for record in self.records:
+            if record.refused:
+                self._out.print(f"refused: {record.refused}", markup=False, highlight=False, soft_wrap=True)
+        if noisy := sum(is_noisy(r) for r in self.records):
+            self._out.print(
+                f"note: {noisy} of {len(self.records)} times vary by more than half from sample to sample (p10 - p90): "
+                f"something else runs on this machine",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if self.options.output is not None:
+            self._out.print(f"records appended to {self.options.output}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _wide_when_piped(console: Console) -> Iterator[None]:
+    """Outside a terminal rich assumes 80 columns and would fold every cell; a file has room."""
+    before = console.width
+    if not console.is_terminal:
+        console.width = 200
+    yield
+    console.width = before
+
+
+HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 - p90", "GB/s", "of roof", "vs 16-bit", "error")
+
+
+def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
+    """The rows of the table, as text. "vs 16-bit" is the time over that of the fastest 16-bit implementation: below 1 is faster."""
+    measured = list(measured)
+    rows: list[tuple[str, ...]] = []
+    for r in measured:
+        head = (describe_shape(r.shape), r.formats, r.implementation)
+        error = "" if r.error is None else f"{r.error:.2g}"
+        if r.seconds is None or r.p10 is None or r.p90 is None:
+            rows.append((*head, "refused", "", "", "", "", error))
+            continue
+        baseline = fastest_16_bit(measured, r)
+        ratio = "" if baseline is None else f"{r.seconds / baseline:.2f}x"
+        rate, share = f"{r.gb_per_s or 0:.1f}", f"{100 * (r.roof_share or 0):.0f} %"
+        spread = f"{1e3 * r.p10:.3g} - {1e3 * r.p90:.3g}"
+        rows.append((*head, f"{1e3 * r.seconds:.3f}", spread, rate, share, ratio, error))
+    return rows
+
+
+def fastest_16_bit(measured: Iterable[Record], of: Record) -> float | None:
+    """Seconds of the fastest 16-bit implementation on the case of `of`; None when none was measured."""
+    times = [r.seconds for r in measured if r.seconds and r.formats in ("bf16", "fp16") and (r.op, r.shape) == (of.op, of.shape)]
+    return min(times, default=None)
+
+
+def is_noisy(record: Record) -> bool:
+    """Whether the samples of a time are so far apart that its median says little."""
+    return record.p10 is not None and record.p90 is not None and record.p90 > 1.5 * record.p10
+
+
+def describe_shape(shape: dict[str, int]) -> str:
+    """{"B": 1, "T": 8192} as "B1 T8192"."""
+    return " ".join(f"{name}{size}" for name, size in shape.items())

@@ -1,0 +1,249 @@
+"""safetensors files and folders of them, checked against their real size before a byte is allocated.
+
+A safetensors file is 8 bytes (the length N of the header, little endian), N bytes of JSON, then the data. The format's own library
+accepts duplicate keys, shapes of rank 1000, names with ../ and more; here a damaged or hostile file gives `CheckpointError` and
+nothing else. Files are described, not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats import Format, Shape
+from halfbyte.tensors import expected_parts
+
+#: The format's own limit on a header.
+MAX_HEADER = 100_000_000
+#: Real models have a few axes; torch stops at 64.
+MAX_RANK = 16
+MAX_INDEX = 256_000_000
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+#: The dtype names of the format that torch has (sub-byte types are not supported).
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+
+#: Names under which pickled weights come. Loading one can run code.
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `file`, its dtype and shape, and the bytes [start, end) from the beginning of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+    end: int
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """Name -> place of every tensor in one file, after every check. Raises only `CheckpointError`."""
+    file = Path(path)
+    try:
+        size = os.path.getsize(file)
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                _damaged(file, f"its header claims {length} bytes, the file has {size}; download it again")
+            raw = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from error
+    entries = _json_object(file, raw, "header")
+    entries.pop("__metadata__", None)
+    infos = {name: _entry(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+    _check_layout(file, infos, 8 + length, size)
+    return infos
+
+
+def read_folder(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """Every tensor of a model folder: of the shards its index names, or of its one file. Raises only `CheckpointError`."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: not a folder; pass a model folder with config.json and safetensors files")
+    if (root / INDEX).exists():
+        return _read_shards(root)
+    if (root / SINGLE).exists():
+        return read_header(_inside(root, SINGLE))
+    pickles = sorted(p.name for p in root.iterdir() if p.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(f"{root}: its weights are pickled ({pickles[0]}), which can run code; convert them to safetensors")
+    raise CheckpointError(f"{root}: no {SINGLE} and no {INDEX}; pass a folder with safetensors weights")
+
+
+def read_files(files: list[str]) -> dict[str, TensorInfo]:
+    """Every tensor of several safetensors files; a name in two of them is an error."""
+    found: dict[str, TensorInfo] = {}
+    for file in files:
+        if Path(file).suffix in _PICKLES:
+            raise CheckpointError(f"{file}: pickled weights can run code; convert them to safetensors")
+        _add(found, read_header(file))
+    return found
+
+
+def _read_shards(root: Path) -> dict[str, TensorInfo]:
+    index = root / INDEX
+    try:
+        if index.stat().st_size > MAX_INDEX:
+            _damaged(index, f"it is {index.stat().st_size} bytes long")
+        raw = index.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror or error})") from error
+    weight_map = _json_object(index, raw, "index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        _damaged(index, 'it has no "weight_map" from tensor names to file names')
+    found: dict[str, TensorInfo] = {}
+    for shard in sorted(set(weight_map.values())):
+        _add(found, read_header(_inside(root, shard)))
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file.name != shard:
+            _damaged(index, f"it places {name!r} in {shard!r}, which does not hold it")
+    if extra := sorted(set(found) - set(weight_map)):
+        _damaged(index, f"the shards hold {extra[0]!r}, which it does not list")
+    return found
+
+
+def _add(found: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
+    for name, info in more.items():
+        if name in found:
+            _damaged(info.file, f"{name!r} is in {found[name].file.name} too")
+        found[name] = info
+
+
+def _inside(root: Path, name: str) -> Path:
+    """The file of this plain name in the folder; a name with a path in it, or one that is no safetensors file, is refused."""
+    plain = name and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"} and len(name) < 256
+    if not plain or not name.isprintable():
+        raise CheckpointError(f"{root / INDEX}: the shard name {name!r} is not a plain file name inside the folder")
+    if not name.endswith(".safetensors"):
+        raise CheckpointError(f"{root / INDEX}: the shard {name!r} is not a safetensors file; pickled weights can run code")
+    path = root / name
+    if not path.is_file():
+        raise CheckpointError(f"{path}: the shard is missing; download the folder again")
+    return path
+
+
+def _json_object(file: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; duplicate keys, NaN and depth bombs are errors."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CheckpointError(f"{file}: its {what} is damaged ({str(error)[:200]}); download it again") from error
+    if not isinstance(value, dict):
+        _damaged(file, f"its {what} is not a JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key appears twice")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _entry(file: Path, name: str, entry: object, data: int, size: int) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        _damaged(file, f"{_short(name)} is not described by dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        _damaged(file, f"{_short(name)} has the dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _counts(shape) or len(shape) > MAX_RANK or not _counts(offsets) or len(offsets) != 2:
+        _damaged(file, f"{_short(name)} has a shape or offsets that are no lists of sizes")
+    begin, end = offsets
+    wanted = math.prod(shape) * DTYPES[dtype].itemsize
+    if not 0 <= begin <= end <= size - data or end - begin != wanted:
+        _damaged(file, f"{_short(name)} needs {wanted} bytes for its shape and lies at {begin} to {end} of {size - data}")
+    return TensorInfo(file, DTYPES[dtype], tuple(shape), data + begin, data + end)
+
+
+def _counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**62 for v in values)
+
+
+def _check_layout(file: Path, infos: dict[str, TensorInfo], data: int, size: int) -> None:
+    """The tensors must tile the data: no overlap, no gap, nothing behind."""
+    at, last = data, "the header"
+    for name, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != at:
+            kind = "overlaps" if info.start < at else "leaves a gap behind"
+            _damaged(file, f"{_short(name)} {kind} {_short(last)}")
+        at, last = info.end, name
+    if at != size:
+        _damaged(file, f"{size - at} bytes follow the last tensor")
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 120 else name[:117] + "...")
+
+
+def _damaged(file: Path, why: str) -> NoReturn:
+    raise CheckpointError(f"{file}: {why}")
+
+
+# ---------------------------------------------------------------------------------------------------- quantised weights
+
+
+def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo]) -> None:
+    """The tensors `name.weight_codes`, ... must be those that `fmt` stores for a weight of this shape."""
+    expected = {f"{name}.weight_{part}": spec for part, spec in expected_parts(fmt, shape).items()}
+    for tensor, (size, dtype) in expected.items():
+        info = infos.get(tensor)
+        if info is None:
+            raise CheckpointError(f"{tensor} is missing; {fmt.name} of shape {list(shape)} stores {', '.join(expected)}")
+        if info.shape != size or info.dtype is not dtype:
+            raise CheckpointError(
+                f"{tensor} is {info.dtype} {list(info.shape)} in {info.file.name}; {fmt.name} of shape {list(shape)} stores "
+                f"{dtype} {list(size)}"
+            )
+
+
+def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:
+    """Scales must be finite and positive once decoded; the error names the tensor."""
+    from halfbyte.reference.quantize import block_scales
+    from halfbyte.tensors import QuantTensor
+
+    scales = parts.get("scales")
+    if scales is None:
+        return
+    shape = (parts["codes"].shape[0], parts["codes"].shape[1] * fmt.code.per_byte)
+    for part in ("tensor_scale", "nested"):
+        if part in parts and not bool(torch.isfinite(parts[part]).all()):
+            raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
+    plain = block_scales(QuantTensor(fmt, shape, **parts))
+    bad = ~torch.isfinite(plain) | (plain < 0 if fmt.scale is not None and fmt.scale.nested else plain <= 0)
+    if bool(bad.any()):
+        raise CheckpointError(
+            f"{name}.weight_scales holds {int(bad.sum())} scales that are not finite and positive; the file is damaged"
+        )

@@ -1,0 +1,53 @@
+"""The command line: one small function for each command, in a file for each kind.
+
+Imports of everything heavy are inside the commands, so that `halfbyte --help` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli import bench, inspect, models
+from halfbyte.errors import HalfbyteError
+
+app = typer.Typer(
+    name="halfbyte",
+    help="Low-bit KV caches and 4-bit linear layers for LLM decoding.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(models.demo)
+app.command("eval")(models.evaluate)
+app.command("generate")(models.generate)
+app.command("quantize")(models.quantize)
+app.command("memory")(inspect.memory)
+app.command("doctor")(inspect.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
+    try:
+        app(arguments)
+    except HalfbyteError as error:
+        print(f"halfbyte: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _version(show: bool) -> None:
+    if show:
+        import halfbyte
+
+        print(f"halfbyte {halfbyte.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass

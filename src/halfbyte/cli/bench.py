@@ -1,0 +1,108 @@
+"""`halfbyte bench`: time what runs on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.cli.shared import Json, integers, pairs, words
+from halfbyte.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from halfbyte.bench.session import Case, Session
+
+app = typer.Typer(
+    help="Time what runs on this machine; results that fail their accuracy promise get no time.", no_args_is_help=True
+)
+
+Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
+Impls = Annotated[str, typer.Option(help="Implementations, separated by commas: cpu, reference, auto.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One case, few repeats.")]
+Filter = Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")]
+Page = Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")]
+
+
+@app.command("decode")
+def bench_decode(
+    batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
+    heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
+    dim: Annotated[str, typer.Option(help="Head sizes.")] = "",
+    context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "",
+    formats: Formats = "",
+    impl: Impls = "",
+    output: Output = None,
+    quick: Quick = False,
+    pattern: Filter = "",
+    device: Where = None,
+    threads: Threads = None,
+    html: Page = None,
+    as_json: Json = False,
+) -> None:
+    """Attention of one new token over a cache, beside torch's own in 16 bits."""
+    from halfbyte.bench import decode
+    from halfbyte.bench.session import Options, Session
+
+    shapes = list(decode.DEFAULT_SHAPES[:1] if quick else decode.DEFAULT_SHAPES)
+    if batch or heads or dim or context:
+        shapes = [
+            decode.DecodeShape(b, hq, hkv, d, t)
+            for b in integers(batch or "1", "batch")
+            for hq, hkv in _heads(heads or "32/8")
+            for d in integers(dim or "128", "dim")
+            for t in integers(context or "8192", "context")
+        ]
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads))
+    wanted = words(formats) or list(decode.DEFAULT_FORMATS)
+    _run_bench(session, decode.cases(session, shapes, wanted, words(impl)), "decode attention", html)
+
+
+@app.command("linear")
+def bench_linear(
+    rows: Annotated[str, typer.Option(help="Rows of x; without any size option the default cases run.")] = "",
+    size: Annotated[str, typer.Option(help="Out x in features, such as 4096x4096,14336x4096.")] = "",
+    formats: Formats = "",
+    impl: Impls = "",
+    output: Output = None,
+    quick: Quick = False,
+    pattern: Filter = "",
+    device: Where = None,
+    threads: Threads = None,
+    html: Page = None,
+    as_json: Json = False,
+) -> None:
+    """Products with low-bit weights, beside torch's own linear layer in 16 bits."""
+    from halfbyte.bench import linear
+    from halfbyte.bench.session import Options, Session
+
+    shapes = list(linear.QUICK_SHAPES if quick else linear.DEFAULT_SHAPES)
+    if rows or size:
+        shapes = [
+            linear.LinearShape(m, n, k) for m in integers(rows or "1", "rows") for n, k in pairs(size or "4096x4096", "x", "size")
+        ]
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads))
+    wanted = words(formats) or list(linear.DEFAULT_FORMATS)
+    _run_bench(session, linear.cases(session, shapes, wanted, words(impl)), "linear", html)
+
+
+def _run_bench(session: Session, cases: list[Case], title: str, html: Path | None) -> None:
+    from halfbyte.bench.page import write_page
+
+    session.show_roofs()
+    session.run(cases)
+    session.show(title)
+    if html is not None and session.records:
+        print(f"page written to {write_page(session.records, title, html)}", file=sys.stderr)
+    if session.interrupted:
+        raise typer.Exit(130)
+    if not session.records:
+        raise InvalidArgument(f"filter={session.options.pattern!r} leaves nothing to measure")
+
+
+def _heads(text: str) -> list[tuple[int, int]]:
+    return pairs(text, "/", "heads")

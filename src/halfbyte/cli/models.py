@@ -1,0 +1,137 @@
+"""Commands that run a model: demo, eval, generate, quantize."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.cli.shared import Json, console, print_table
+from halfbyte.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that comes with halfbyte.")]
+Keys = Annotated[str, typer.Option(help="Format of cached keys.")]
+Values = Annotated[str, typer.Option(help="Format of cached values.")]
+Weights = Annotated[str, typer.Option(help="Format of the linear layers; bf16 leaves them.")]
+Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, against outliers.")]
+Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
+
+
+def demo(
+    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("halfbyte-report.html"), output: Output = None
+) -> None:
+    """Run the shipped model with every KV and weight format: a table, three texts, an HTML report."""
+    from halfbyte.evals.demo import demo as run
+    from halfbyte.evals.present import append_records
+
+    results = run(report, console())
+    if output is not None:
+        append_records(results, output)
+
+
+def evaluate(
+    model: Model,
+    keys: Keys = "int8",
+    values: Values = "int4_g32",
+    weights: Weights = "bf16",
+    rotate_keys: Rotate = False,
+    skip_layers: Skip = "",
+    every: Annotated[bool, typer.Option("--every", help="Every KV and weight format instead of the one named.")] = False,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
+    windows: Annotated[int | None, typer.Option(help="At most so many windows, spread over the text; default: all.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
+    report: Annotated[Path | None, typer.Option(help="Also write an HTML report.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity, KL divergence and agreement of a quantised model with its 16-bit self, and a check against transformers."""
+    from halfbyte.evals.model import agreement, load
+    from halfbyte.evals.present import append_records, record, table, write_report
+    from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
+    from halfbyte.evals.text import read_text
+    from halfbyte.evals.text import windows as cut
+
+    loaded, tokenizer = load(model)
+    layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+    asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
+    wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
+    tokens = cut(tokenizer.encode(read_text(text)), length, windows)
+    results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
+    equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
+    if output is not None:
+        append_records(results, output)
+    if report is not None:
+        write_report(results, f"{model}: what the bits cost", report)
+    if as_json:
+        print(json.dumps({"results": [record(r) for r in results], "equal_tokens": equal, "compared_tokens": compared}))
+        return
+    print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
+    print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    keys: Keys = "int8",
+    values: Values = "int4_g32",
+    weights: Weights = "bf16",
+    rotate_keys: Rotate = False,
+    skip_layers: Skip = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Continue a prompt with a packed cache, printing as it goes."""
+    from halfbyte.evals.model import load, write
+    from halfbyte.evals.quality import Setting, parse_layers, with_weights
+
+    loaded, tokenizer = load(model)
+    layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+    setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
+    quantised = with_weights(loaded, setting.weights)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    print(text, end="", flush=True)
+    for piece in write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed):
+        print(piece, end="", flush=True)
+    print()
+
+
+def quantize(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
+    weights: Annotated[str, typer.Option(help="Format of the linear layers.")],
+    skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
+) -> None:
+    """Quantise a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done)."""
+    import torch
+
+    from halfbyte import hf
+    from halfbyte.evals.quality import weight_bytes
+    from halfbyte.formats import weight_format
+    from halfbyte.paths import resolve_model
+
+    weight_format(weights)
+    if output.exists():
+        raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
+    path = resolve_model(model)
+    made = hf.load(path, weights=weights, dtype=torch.bfloat16, skip_modules=tuple(s for s in skip.split(",") if s))
+    hf.save(made, output, tokenizer=path)
+    again, before = hf.load(output).state_dict(), made.state_dict()
+    same = again.keys() == before.keys() and all(torch.equal(_bits(again[name]), _bits(t)) for name, t in before.items())
+    if not same:
+        raise InvalidArgument(f"output={str(output)!r} was written but does not load to the same bits; do not use it")
+    print(f"{output}: {weight_bytes(made) / 1e6:.2f} MB of weights, loaded again and equal bit for bit")
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return t.contiguous().view(torch.uint8)

@@ -1,0 +1,55 @@
+"""What the commands share: printing, and reading lists from options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
+
+
+def human_bytes(value: float) -> str:
+    """1.5e9 as "1.50 GB"; powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console; without colour and at a fixed width in a file or a pipe."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(width=160, stderr=stderr)
+
+
+def print_table(table: Table) -> None:
+    """A rich table on stdout."""
+    console().print(table)
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def integers(text: str, option: str) -> list[int]:
+    try:
+        return [int(word) for word in words(text)]
+    except ValueError:
+        raise InvalidArgument(f"--{option} {text!r}; give whole numbers separated by commas") from None
+
+
+def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
+    try:
+        return [(int(a), int(b)) for a, b in (word.split(separator) for word in words(text))]
+    except ValueError:
+        raise InvalidArgument(f"--{option} {text!r}; give pairs of whole numbers, such as 32{separator}8") from None

@@ -1,0 +1,138 @@
+"""What this machine is. The only file that asks the GPU anything: all else takes a `Device`, so that a test can hand in a fake."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from halfbyte.errors import InvalidArgument, Unsupported, check
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as plain data.
+
+    cache_bytes    the last cache before memory, which a cold measurement must exceed: L2 of a GPU, L3 of a CPU; 0 when unknown
+    memory_bytes   all the memory it has
+    capability     CUDA compute capability, (9, 0) for an H200; None on a CPU
+    sm_count       streaming multiprocessors; None on a CPU
+    driver         version of the kernel driver, "" when unknown or on a CPU
+    cores, threads what the process may use: logical CPUs it may run on, threads that torch uses; both about the CPU, always set
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_bytes: int
+    cache_bytes: int
+    cores: int
+    threads: int
+    index: int | None = None
+    capability: tuple[int, int] | None = None
+    sm_count: int | None = None
+    driver: str = ""
+
+    @property
+    def torch(self) -> torch.device:
+        """The device as torch names it."""
+        return torch.device("cpu") if self.index is None else torch.device(self.kind, self.index)
+
+
+def describe(device: torch.device | str | int | None = None) -> Device:
+    """Describe `device`; None takes the current GPU if there is one, else the CPU."""
+    wanted = _parse(device)
+    if wanted.type == "cpu":
+        return Device("cpu", _cpu_name(), _cpu_memory(), _cpu_cache(), _cores(), torch.get_num_threads())
+    if wanted.type != "cuda":
+        raise Unsupported(f"device={str(device)!r} is of kind {wanted.type!r}; halfbyte runs on 'cpu' and 'cuda'")
+    return _describe_cuda(wanted)
+
+
+def gpu_count() -> int:
+    """How many GPUs torch sees; 0 without a CUDA build."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _parse(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if gpu_count() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device={device!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'") from error
+
+
+def _describe_cuda(wanted: torch.device) -> Device:
+    count = gpu_count()
+    if not count:
+        raise Unsupported(f"device={str(wanted)!r}, but torch {torch.__version__} sees no GPU here; use device='cpu'")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    check(0 <= index < count, f"device={str(wanted)!r}, but there are {count} GPUs, cuda:0 to cuda:{count - 1}")
+    facts = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        name=facts.name,
+        memory_bytes=facts.total_memory,
+        cache_bytes=int(getattr(facts, "L2_cache_size", 0)),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        index=index,
+        capability=(facts.major, facts.minor),
+        sm_count=facts.multi_processor_count,
+        driver=_driver(),
+    )
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version from /proc (no library needed), "" where it is not to be had."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    numbers = [word for word in first.split() if word[0].isdigit() and "." in word]
+    return numbers[0] if numbers else ""
+
+
+def _cores() -> int:
+    """Logical CPUs this process may run on, which in a container is fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cpu_memory() -> int:
+    """Bytes of memory: the machine's, or the limit of the container that the process is in."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cpu_cache() -> int:
+    """Bytes of the largest cache that core 0 sees; 0 when the system does not say."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 0)
+        if factor and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * factor)
+    return max(sizes)

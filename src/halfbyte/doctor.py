@@ -1,0 +1,199 @@
+"""`halfbyte doctor`: versions, hardware, what runs here and why.
+
+Every probe is guarded: a failure is shown as text, never raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: Extra -> the packages it brings.
+EXTRAS = {"hf": ("transformers",), "bench": ("matplotlib",)}
+PACKAGES = ("halfbyte", "torch", "triton", "transformers", "safetensors", "numpy", "matplotlib", "rich", "typer")
+FAILED = "failed: "
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings as text by section and name; `problems` are things to act on, each with what to do."""
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+    ops: dict[str, str]
+    settings: dict[str, str]
+    problems: list[str]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything. Never raises."""
+    versions = {"python": platform.python_version()} | {name: guarded(lambda name=name: _version(name)) for name in PACKAGES}  # type: ignore[misc]
+    machine = {"platform": guarded(platform.platform), **_hardware()}
+    ops = _ops()
+    settings = {"HALFBYTE_IMPL": guarded(_impl)}
+    return Diagnosis(versions, machine, ops, settings, _problems(versions, ops, settings))
+
+
+def guarded(probe: Callable[[], str]) -> str:
+    """What `probe` finds, or how it failed; even an import that calls sys.exit does not end the doctor."""
+    try:
+        return probe()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"{FAILED}{type(error).__name__}: {error}"
+
+
+def _version(name: str) -> str:
+    """The version of an installed package that can be imported; "not installed" otherwise."""
+    if name == "halfbyte":  # also when it runs from a folder that pip knows nothing of
+        return str(importlib.import_module(name).__version__)
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    module = importlib.import_module(name)
+    return str(getattr(module, "__version__", found))
+
+
+def _hardware() -> dict[str, str]:
+    found = {"cpu": guarded(_cpu)}
+    count = guarded(_gpu_count)
+    if not count.isdigit() or count == "0":
+        return found | {"gpu": "none that torch sees" if count == "0" else count}
+    return found | {f"gpu {i}": guarded(lambda i=i: _gpu(i)) for i in range(int(count))}  # type: ignore[misc]
+
+
+def _gpu_count() -> str:
+    from halfbyte.device import gpu_count
+
+    return str(gpu_count())
+
+
+def _cpu() -> str:
+    from halfbyte.device import describe
+
+    cpu = describe("cpu")
+    return (
+        f"{cpu.name}, {cpu.cores} cores usable, torch uses {cpu.threads} threads, {cpu.memory_bytes / 2**30:.1f} GiB memory, "
+        f"{cpu.cache_bytes / 2**20:.0f} MiB last cache"
+    )
+
+
+def _gpu(index: int) -> str:
+    from halfbyte.device import describe
+
+    gpu = describe(index)
+    major, minor = gpu.capability or (0, 0)
+    return (
+        f"{gpu.name}, sm_{major}{minor}, {gpu.sm_count} SMs, {gpu.memory_bytes / 2**30:.0f} GiB memory, "
+        f"{gpu.cache_bytes / 2**20:.0f} MiB L2, driver {gpu.driver or 'unknown'}"
+    )
+
+
+def _impl() -> str:
+    from halfbyte.settings import default_impl
+
+    value = default_impl()
+    return f"{value} ({'set' if os.environ.get('HALFBYTE_IMPL') else 'default'})"
+
+
+# ------------------------------------------------------------- each op: what the plan says, and a small call that shows it works
+
+
+def _ops() -> dict[str, str]:
+    """One line for each op: the level that runs it here, why, and how far a small call is from the reference."""
+    found = {}
+    for op in (*RUNS, *_planned()):
+        if op not in found:
+            found[op] = guarded(lambda op=op: _explain(op))  # type: ignore[misc]
+    return found
+
+
+def _planned() -> tuple[str, ...]:
+    try:
+        from halfbyte.plans import LEVELS
+    except Exception:  # torch is missing or broken, which the versions show
+        return ()
+    return tuple(LEVELS)
+
+
+def _explain(op: str) -> str:
+    from halfbyte.device import gpu_count
+    from halfbyte.plans import LEVELS, plan
+    from halfbyte.settings import default_impl
+
+    wanted = default_impl()
+    if wanted not in LEVELS[op]:
+        wanted = "auto"
+    kinds = ("cpu", "cuda") if gpu_count() else ("cpu",)
+    chosen = "; ".join(f"on {kind}: {(p := plan(op, wanted, kind)).level} ({p.why})" for kind in kinds)
+    run = RUNS.get(op)
+    return f"{chosen}; {run()}" if run else chosen
+
+
+def _run_append() -> str:
+    return f"a small call works, {int(_small_cache().lengths[0])} tokens stored"
+
+
+def _run_decode_attention() -> str:
+    import torch
+
+    import halfbyte
+
+    q, cache = torch.ones(1, 4, 1, 32, dtype=torch.bfloat16), _small_cache()
+    return _compare(lambda impl: halfbyte.decode_attention(q, cache, impl=impl), 0.02)
+
+
+def _run_linear() -> str:
+    import torch
+
+    import halfbyte
+
+    x = torch.linspace(-1, 1, 128).reshape(2, 64)
+    weight = halfbyte.quantize(torch.linspace(-1, 1, 32 * 64).reshape(32, 64), "nf4")
+    return _compare(lambda impl: halfbyte.linear(x, weight, impl=impl), 0.1)
+
+
+def _compare(run: Callable[[str], Any], allowed: float) -> str:
+    """How far the default implementation of a call is from the reference; raises beyond `allowed`."""
+    difference = float((run("auto").float() - run("reference").float()).abs().max())
+    if not difference <= allowed:
+        raise ArithmeticError(f"the result differs from the reference by {difference:.2g}, more than {allowed}")
+    return f"a small call agrees with the reference to {difference:.1g}"
+
+
+def _small_cache() -> Any:
+    """A KVCache on the CPU with a few tokens in it."""
+    import torch
+
+    import halfbyte
+
+    k = torch.linspace(-1, 1, 2 * 8 * 32).reshape(1, 2, 8, 32).bfloat16()
+    cache = halfbyte.KVCache(1, 2, 32, 64, keys="int8", values="int4_g32")
+    cache.append(k, k.flip(-1))
+    return cache
+
+
+RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention": _run_decode_attention, "linear": _run_linear}
+
+
+def _problems(versions: dict[str, str], ops: dict[str, str], settings: dict[str, str]) -> list[str]:
+    found = []
+    for extra, packages in EXTRAS.items():
+        missing = [name for name in packages if versions.get(name) == "not installed"]
+        if missing:
+            found.append(f"{', '.join(missing)} not installed: pip install 'halfbyte[{extra}]'")
+    for name, state in (versions | ops | settings).items():
+        if state.startswith(FAILED):
+            found.append(f"{name} {state}")
+    return found

@@ -1,0 +1,106 @@
+"""halfbyte in Hugging Face transformers: packed KV caches and quantised weights with one call.
+
+    model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
+    model.generate(...)                                     # as ever
+
+Importing this module makes the attention implementation and the quantization method "halfbyte" known to transformers, so that
+`AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.formats import weight_format
+from halfbyte.hf import attention as _attention
+from halfbyte.hf.advice import KeyBiasWarning, check_key_bias, key_biases
+from halfbyte.hf.attention import NAME
+from halfbyte.hf.cache import PackedCache, half_type, layer_formats
+from halfbyte.hf.checkpoint import load, mark_quantized, save
+from halfbyte.hf.default_cache import CacheSettings, make_default
+from halfbyte.hf.families import REFUSED, TESTED, check_family, text_config
+from halfbyte.hf.weights import quantize_modules
+from halfbyte.nn import fuse_qkv as _fuse_qkv
+
+__all__ = ["quantize", "load", "save", "PackedCache", "key_biases", "KeyBiasWarning", "NAME", "REFUSED", "TESTED"]
+
+_attention.register()
+
+
+def quantize(
+    model: Any,
+    weights: str | None = None,
+    keys: str | None = None,
+    values: str | None = None,
+    *,
+    rotate_keys: bool = False,
+    skip_layers: Iterable[int] = (),
+    skip_modules: Iterable[str] = ("lm_head",),
+    fuse_qkv: bool = False,
+) -> Any:
+    """Quantise a transformers model in place, and return it.
+
+    weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
+                  norms, routers and expert weights that are no linear modules stay as they are
+    keys, values  formats of the KV cache that `generate()` makes; one alone leaves the other in 16 bits, neither leaves the cache
+    rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
+    skip_modules  modules that keep their weights: names, or parts of names between dots
+    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights)
+
+    Every check comes before the first change: on an error the model is as it was.
+    """
+    _check_model(model)
+    check(
+        any(x is not None for x in (weights, keys, values)),
+        "weights, keys and values are all None; name a format for at least one of them",
+    )
+    check(not fuse_qkv or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
+    settings = _cache_settings(model, keys, values, rotate_keys, tuple(skip_layers))
+    if weights is not None:
+        weight_format(weights)
+        if getattr(model, "hf_quantizer", None) is not None:
+            method = getattr(model, "quantization_method", "unknown")
+            raise InvalidArgument(f"weights={weights!r}: the model's weights are quantised already ({method}); leave weights out")
+    if settings is not None:
+        check_key_bias(model, settings.keys, settings.skip_layers)
+    if weights is not None:
+        mark_quantized(model, quantize_modules(model, weights, skip_modules))
+        if fuse_qkv and not _fuse_qkv(model):
+            _attention.announce("fuse", "halfbyte: fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
+    if settings is not None:
+        model.set_attn_implementation(NAME)
+        make_default(model, settings)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InvalidArgument(
+            f"model is a {type(model).__name__}; pass a transformers model (AutoModelForCausalLM.from_pretrained(...))"
+        )
+
+
+def _cache_settings(
+    model: Any, keys: str | None, values: str | None, rotate_keys: bool, skip_layers: tuple[int, ...]
+) -> CacheSettings | None:
+    """Checked settings of the cache; None when the cache stays transformers' own."""
+    if keys is None and values is None:
+        check(
+            not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
+        )
+        return None
+    check_family(model)
+    plain = "fp16" if half_type(model) is torch.float16 else "bf16"
+    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
+    layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
+    if not hasattr(model, "_prepare_cache_for_generation") and hasattr(model, "generate"):
+        raise Unsupported(
+            "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantise "
+            "the weights only, and pass past_key_values=halfbyte.hf.PackedCache(...) to generate()"
+        )
+    return settings

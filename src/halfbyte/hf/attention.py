@@ -1,0 +1,280 @@
+"""The attention and mask functions that transformers calls under the name "halfbyte".
+
+With a `PackedCache`, `key` and `value` are handles: they carry the packed cache of the layer and the chunk's own keys and values.
+Up to 16 queries read everything from the packed cache; longer chunks (a prefill) attend to themselves exactly and read only the
+past from it. With any other cache, or none, the plain tensors go to torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from halfbyte.cache import KVCache
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.hf.families import layer_window
+from halfbyte.ops.decode_attention import decode_attention, prefill_attention
+
+#: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
+NAME = "halfbyte"
+
+#: Queries that are answered in one pass over the packed cache.
+DECODE_QUERIES = 16
+
+#: The key offset that a packed cache reports to mask functions. A real offset is never negative, so it tells a packed cache apart.
+PACKED = -1
+
+_LOG = logging.getLogger("halfbyte")
+_ANNOUNCED: set[str] = set()
+
+#: Keyword arguments that models pass along and that do not change what attention computes.
+_HARMLESS = frozenset(
+    (
+        *("position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "logits_to_keep", "labels"),
+        *("num_items_in_batch", "position_embeddings", "past_key_values", "past_key_value", "output_router_logits"),
+        *("token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "inputs_embeds", "is_causal"),
+    )
+)
+
+
+class Handle:
+    """What a packed layer's `update()` returns in place of keys or values. Only attention may open it.
+
+    The refusing properties are named one by one: with a `__getattr__`, Dynamo does not come back (InternalTorchDynamoError).
+    """
+
+    __slots__ = ("cache", "new", "which")
+
+    def __init__(self, cache: KVCache, new: torch.Tensor, which: str) -> None:
+        self.cache, self.new, self.which = cache, new, which
+
+    def _refuse(self, *args: object, **kwargs: object) -> Any:
+        raise Unsupported(
+            f"this model works on the cached {self.which} itself before attention, and a packed cache has no {self.which} to hand "
+            f"out; use transformers' own cache for it (keys=None, values=None)"
+        )
+
+    shape = dtype = device = ndim = T = mT = size = dim = to = float = view = reshape = property(_refuse)
+    repeat = expand = transpose = permute = repeat_interleave = unsqueeze = squeeze = contiguous = property(_refuse)
+    split = chunk = index_select = gather = masked_fill = clone = property(_refuse)
+    __getitem__ = __len__ = __iter__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = _refuse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """torch.cat([handle, ...]) and the like."""
+        raise Unsupported(
+            f"this model calls {getattr(func, '__name__', func)} on cached keys or values before attention, and a packed cache has "
+            f"none to hand out; use transformers' own cache for it (keys=None, values=None)"
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, Hq, L, D], key and value handles (or plain [B, Hkv, T, D]) -> (out [B, L, Hq, Dv] contiguous, None)."""
+    if not isinstance(key, Handle):
+        return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
+    _check_supported(module, kwargs)
+    if dropout > 0 and module.training:
+        raise Unsupported(
+            f"dropout={dropout} while training: a packed cache serves inference; call model.eval(), or pass use_cache=False"
+        )
+    options: dict[str, Any] = {
+        "sm_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": _window(module, sliding_window),
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "starts": _starts(attention_mask, query.shape[0]),
+    }
+    if query.shape[2] <= DECODE_QUERIES:
+        found = decode_attention(query, key.cache, **options)
+    else:
+        found = prefill_attention(query, key.new, value.new, key.cache, **options)
+    out = cast(torch.Tensor, found)  # a pair only with return_lse
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _window(module: nn.Module, given: int | None) -> int | None:
+    """The window to apply. Raises when the configuration has one for this layer and the model did not pass it on."""
+    config = getattr(module, "config", None)
+    expected = None if config is None else layer_window(config, getattr(module, "layer_idx", None))
+    if given is None and expected is not None:
+        raise Unsupported(
+            f"{type(module).__name__}: layer {getattr(module, 'layer_idx', '?')} has a sliding window of {expected} in its "
+            f"configuration, but the model does not pass it to attention (only a mask of it); "
+            f"use transformers' own cache (keys=None, values=None)"
+        )
+    return given
+
+
+def _starts(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """The first real token of each sequence, int32 [B], from what `mask` made; None when nothing is padded."""
+    if mask is None:
+        return None
+    if tuple(mask.shape) != (batch, 1, 1, 1) or mask.dtype is not torch.int32:
+        raise Unsupported(
+            f"attention_mask is {mask.dtype} {list(mask.shape)}; with a packed cache pass a 2-D mask [batch, tokens] (1: token, 0: "
+            f"left padding), or none. Masks of other shapes and additive masks need transformers' own cache"
+        )
+    return mask.view(batch)
+
+
+def _check_supported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, given in kwargs.items():
+        if given is None or (given is False and name != "is_causal"):
+            continue
+        if name == "is_causal" and not given:
+            raise Unsupported("is_causal=False: attention over a packed cache is causal")
+        if name == "output_attentions":
+            raise Unsupported(
+                'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
+            )
+        if name not in _HARMLESS:
+            raise Unsupported(
+                f"{type(module).__name__} passes {name} to attention, which is not implemented over a packed cache; "
+                f"use transformers' own cache (keys=None, values=None)"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ plain tensors
+
+
+def _plain(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """No packed cache: transformers' scaled_dot_product_attention, or the written-out form for softcap and sinks."""
+    announce(
+        "plain attention",
+        "halfbyte: this forward has no packed KV cache, so attention runs in 16/32 bits (torch's scaled_dot_product_attention). "
+        "Pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one; said once",
+    )
+    if softcap is None and s_aux is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        kwargs.pop("output_attentions", None)
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return out, None
+    if kwargs.get("position_bias") is not None:
+        raise Unsupported("position_bias together with softcap or sinks is not implemented")
+    return _written_out(module, query, key, value, mask, scaling, dropout, softcap, s_aux), None
+
+
+def _written_out(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    groups, (batch, heads, queries, dim) = query.shape[1] // key.shape[1], query.shape
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.mT).float() * (dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype is torch.bool else scores + mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def announce(key: str, message: str) -> None:
+    """Log a message once in the life of the process. Nothing while compiling: it would break the graph."""
+    if not torch.compiler.is_compiling() and key not in _ANNOUNCED:
+        _ANNOUNCED.add(key)
+        _LOG.warning(message)
+
+
+# -------------------------------------------------------------------------------------------------------------------- masks
+
+
+def mask(
+    batch_size: int,
+    q_length: int = 1,
+    kv_length: int = 0,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of a forward. For a packed cache: int32 [B, 1, 1, 1], the first real token of each sequence; None without padding.
+
+    Causality and windows are left to the attention function. A 4-D tensor passes the later stages of transformers untouched, and
+    its shape never changes, so a compiled decode step stays one graph. Any other cache gets transformers' own mask for sdpa.
+    """
+    if kv_offset != PACKED:
+        given = {**kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        plain: torch.Tensor | None = sdpa_mask(**given, kv_offset=kv_offset, attention_mask=attention_mask, use_vmap=use_vmap)
+        return plain
+    if use_vmap:
+        raise Unsupported(
+            "this model adds its own pattern to the causal mask (or_mask_function, and_mask_function), which is not implemented "
+            "over a packed cache; use transformers' own cache (keys=None, values=None)"
+        )
+    if attention_mask is None:
+        return None
+    return starts_of(attention_mask, q_length, q_offset)
+
+
+def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch.Tensor) -> torch.Tensor | None:
+    """Left padding as int32 [B, 1, 1, 1]: how many tokens at the front of each sequence are padding; None when there are none.
+
+    The pattern is checked on the CPU always, on a GPU only for chunks: a check waits for the device, and a decode step comes after
+    a prefill that was checked.
+    """
+    padding = ~attention_mask.bool()
+    starts = padding.sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
+    if torch.compiler.is_compiling() or (attention_mask.device.type != "cpu" and q_length == 1):
+        return starts
+    if attention_mask.shape[-1] != int(q_offset) + q_length:
+        raise InvalidArgument(
+            f"attention_mask has {attention_mask.shape[-1]} columns; the cache holds {int(q_offset)} tokens and {q_length} are "
+            f"new: pass one column for each of the {int(q_offset) + q_length}"
+        )
+    if bool((padding[:, 1:] & ~padding[:, :-1]).any()):
+        raise Unsupported(
+            "attention_mask has padding after a token (right padding, or a hole); a packed cache serves left padding only: "
+            'tokenise with padding_side="left", or run these sequences one by one'
+        )
+    return starts if bool(padding.any()) else None
+
+
+def register() -> None:
+    """Make the name known to transformers. Importing halfbyte.hf does it."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,230 @@
+"""PackedCache: a transformers `Cache` whose layers keep keys and values packed, for attention to read as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from halfbyte.cache import KVCache
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.formats import Format, key_format, value_format
+from halfbyte.hf.attention import PACKED, Handle
+from halfbyte.hf.families import check_family, text_config
+
+#: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
+BUCKET = 64
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The packed keys and values of one layer. Allocated by the first `update`, when shapes and device are known."""
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
+
+    def __init__(self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.capacity, self.key_format, self.value_format = capacity, keys, values
+        self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
+        self.kv: KVCache | None = None
+
+    def __repr__(self) -> str:
+        return f"PackedLayer(keys={self.key_format.name}, values={self.value_format.name}, capacity={self.capacity})"
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences, once allocated (before that the attribute does not exist, as transformers' own layers have it)."""
+        if self.kv is None:
+            raise AttributeError("batch_size: the layer is allocated by its first update")
+        return int(self.kv.batch)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; 0 before the first update."""
+        return 0 if self.kv is None else int(self.kv.nbytes)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        formats: dict[str, Any] = {"keys": self.key_format.name, "values": self.value_format.name, "rotate_keys": self.rotate_keys}
+        self._hold(
+            KVCache(
+                batch,
+                heads,
+                dim,
+                self.capacity,
+                value_dim=value_states.shape[-1],
+                dtype=self.buffer_dtype,
+                device=key_states.device,
+                **formats,
+            )
+        )
+
+    def _hold(self, kv: KVCache) -> None:
+        """Take `kv` as this layer's memory. Addresses are declared fixed, without which CUDA graphs are not possible."""
+        self.kv, self.is_initialized = kv, True
+        if not torch.compiler.is_compiling():
+            for buffer in kv.tensors():
+                torch._dynamo.mark_static_address(buffer)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
+        """Append k, v [B, H, L, D] and return handles that only the attention function can open."""
+        if self.kv is None:
+            self.lazy_initialization(key_states, value_states)
+        kv = cast(KVCache, self.kv)
+        kv.append(key_states, value_states)
+        return Handle(kv, key_states, "keys"), Handle(kv, value_states, "values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(capacity, PACKED): the second number tells the mask function that a packed cache is asking."""
+        return self.capacity, PACKED
+
+    def get_seq_length(self) -> Any:
+        """Tokens held: a number on the CPU; a tensor inside graphs and on a GPU, where a number would wait for the device."""
+        if self.kv is None or self.kv.batch == 0:
+            return 0
+        first = self.kv.lengths[0]
+        return first if torch.compiler.is_compiling() or first.device.type != "cpu" else int(first)
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` up to transformers 5.1x."""
+        return self.capacity
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; transformers passes their number as a negative integer."""
+        if tokens_to_remove > 0:
+            raise InvalidArgument(
+                f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+            )
+        if tokens_to_remove and self.kv is not None:
+            self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        if self.kv is not None:
+            self.kv.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.kv is not None:
+            self.kv.reorder(beam_idx.to(self.kv.lengths.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.kv is not None:
+            self._hold(self.kv.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.kv is not None:
+            self._hold(self.kv.select(indices.to(self.kv.lengths.device)))
+
+    def offload(self) -> None:
+        raise Unsupported("offloading a packed cache is not implemented; it is already 2 to 4 times smaller than a 16-bit one")
+
+    prefetch = offload
+
+
+class PackedCache(Cache):  # type: ignore[misc]
+    """A packed KV cache for a whole model: `model.generate(..., past_key_values=PackedCache(model, capacity))`.
+
+    model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
+    capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64
+    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them
+    rotate_keys       Hadamard-rotate keys (and queries) against outliers
+    skip_layers       layers that keep 16 bits; negative numbers count from the end
+    dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
+
+    Raises `Unsupported`, with the reason, for models whose attention cannot read packed data.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        capacity: int,
+        *,
+        keys: str = "int8",
+        values: str = "int4_g32",
+        rotate_keys: bool = False,
+        skip_layers: Iterable[int] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check(isinstance(capacity, int) and capacity > 0, f"capacity={capacity!r}; pass the number of tokens to hold, at least 1")
+        check_family(model_or_config)
+        check_attention(model_or_config)
+        config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
+        formats = layer_formats(config, keys, values, skip_layers, dtype)
+        self.capacity = -(-capacity // BUCKET) * BUCKET
+        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
+
+    def __repr__(self) -> str:
+        kinds = sorted({f"{layer.key_format.name}/{layer.value_format.name}" for layer in self.layers})
+        return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated in all layers; 0 before the first forward."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """The name of `get_max_length` up to transformers 5.1x."""
+        return self.capacity
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: every token stays in the cache, so any of them can be cropped."""
+
+
+def check_attention(model_or_config: Any) -> None:
+    """A model that was given must use the halfbyte attention: any other meets handles it cannot open."""
+    from halfbyte.hf.attention import NAME
+
+    current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)
+    if isinstance(model_or_config, torch.nn.Module) and current != NAME:
+        raise InvalidArgument(
+            f"model_or_config uses the attention implementation {current!r}, which cannot read a packed cache; "
+            f'call model.set_attn_implementation("{NAME}") first (halfbyte.hf.quantize does it)'
+        )
+
+
+def half_type(model_or_config: Any) -> torch.dtype:
+    """The 16-bit type that goes with a model: float16 if it computes in it, else bfloat16."""
+    dtype = getattr(model_or_config, "dtype", None)
+    return torch.float16 if dtype in (torch.float16, "float16") else torch.bfloat16
+
+
+def layer_formats(
+    config: Any, keys: str | Format, values: str | Format, skip_layers: Iterable[int], dtype: torch.dtype
+) -> list[tuple[Format, Format]]:
+    """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
+    check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
+    k, v = key_format(keys), value_format(values)
+    key_dim, value_dim = head_dims(config)
+    k.check_shape((1, 1, BUCKET, key_dim), f"keys={k.name!r}: a head of this model")
+    v.check_shape((1, 1, BUCKET, value_dim), f"values={v.name!r}: a head of this model")
+    count = int(config.num_hidden_layers)
+    plain = key_format("fp16" if dtype is torch.float16 else "bf16")
+    skipped = set()
+    for layer in skip_layers:
+        check(
+            isinstance(layer, int) and -count <= layer < count,
+            f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
+        )
+        skipped.add(layer % count)
+    return [(plain, plain) if i in skipped else (k, v) for i in range(count)]
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """(head_dim of keys, head_dim of values) from a configuration."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(dim), int(getattr(config, "v_head_dim", None) or dim)
+
+
+def _token_bytes(config: Any, k: Format, v: Format) -> float:
+    """Bytes one token of one sequence takes in one layer, by the configuration."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    key_dim, value_dim = head_dims(config)
+    shape = (1, heads, BUCKET)
+    return (k.nbytes((*shape, key_dim)) + v.nbytes((*shape, value_dim))) / BUCKET

@@ -1,0 +1,230 @@
+"""Saving quantised models and loading them again, bit for bit: `save`, `load`, and the quantizer that transformers finds by name.
+
+A folder is what transformers writes, with the parts of each quantised weight under the names of QuantLinear's parameters, and in
+config.json a `quantization_config` that says which module has which format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte.checkpoints.safetensors_files import check_parts, check_scales, read_files, read_folder
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.weights import linear_size, replace
+from halfbyte.nn import QuantLinear
+
+METHOD = "halfbyte"
+FORMAT_VERSION = 1
+
+
+@register_quantization_config(METHOD)
+class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of config.json: the weight format of every quantised module, by name."""
+
+    def __init__(
+        self, modules: dict[str, str] | None = None, version: int = FORMAT_VERSION, quant_method: str = METHOD, **kwargs: Any
+    ) -> None:
+        self.quant_method, self.version = METHOD, version
+        self.modules: dict[str, str] = {} if modules is None else modules
+        self.check()
+
+    def check(self) -> None:
+        """Raise `CheckpointError` for what no halfbyte wrote."""
+        if self.version != FORMAT_VERSION:
+            raise CheckpointError(f"quantization_config has version {self.version!r}; this halfbyte reads version {FORMAT_VERSION}")
+        if not isinstance(self.modules, dict):
+            raise CheckpointError(f"quantization_config has modules of type {type(self.modules).__name__}; expected name -> format")
+        for name, fmt in self.modules.items():
+            if not isinstance(name, str) or not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
+                raise CheckpointError(
+                    f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+
+
+@register_quantizer(METHOD)
+class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Builds QuantLinear modules for the checkpoint to load into. Only for checkpoints that `save` wrote."""
+
+    requires_calibration = True  # transformers' word for: quantised checkpoints only
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing beyond torch is needed."""
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
+        for name in infos or ():
+            if name.endswith(".weight_codes") and name.removesuffix(".weight_codes") not in self.quantization_config.modules:
+                raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        made: dict[int, QuantLinear] = {}
+        for name, fmt_name in self.quantization_config.modules.items():
+            module, fmt = modules.get(name), WEIGHT_FORMATS[fmt_name]
+            size = None if module is None else linear_size(module)
+            if module is None or size is None:
+                raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer of {type(model).__name__}")
+            try:
+                fmt.check_shape(size, f"{name}.weight {list(size)}")
+            except InvalidArgument as error:
+                raise CheckpointError(str(error)) from error
+            if infos is not None:
+                check_parts(name, fmt, size, infos)
+            bias = getattr(module, "bias", None)
+            if id(module) not in made:
+                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype)
+            replace(model, name, made[id(module)])
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
+                check_scales(name, module.format, module.weight.parts())
+        return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+def mark_quantized(model: Any, modules: dict[str, str]) -> None:
+    """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
+    config = HalfbyteConfig(modules)
+    model.config.quantization_config = config
+    model.hf_quantizer = HalfbyteQuantizer(config)
+    model.is_quantized, model.quantization_method = True, METHOD
+
+
+def save(model: Any, folder: str | os.PathLike[str]) -> Path:
+    """Write a model, quantised or not, as safetensors with its configuration; `load` gives the same bits again.
+
+    All or nothing: written beside the folder and renamed at the end. A folder that exists is refused.
+    """
+    target = Path(folder)
+    check(hasattr(model, "save_pretrained"), f"model is a {type(model).__name__}; pass a transformers model")
+    if target.exists() or target.is_symlink():
+        raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
+    if not target.absolute().parent.is_dir():
+        raise InvalidArgument(f"folder={str(target)!r}: the folder it would lie in does not exist")
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))
+    try:
+        model.save_pretrained(temporary, safe_serialization=True)
+        os.chmod(temporary, 0o755)
+        for file in temporary.iterdir():
+            _sync(file)
+        os.rename(temporary, target)  # fails if someone made the folder meanwhile and put something in it
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def _sync(file: Path) -> None:
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def load(
+    folder_or_id: str | os.PathLike[str],
+    weights: str | None = None,
+    keys: str | None = None,
+    values: str | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    **options: Any,
+) -> Any:
+    """A causal language model from a folder or a Hub id, its files checked first, then quantised as asked.
+
+    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved. dtype is
+    that of everything that is not quantised. Only safetensors are read, and no code from the folder runs.
+    """
+    from halfbyte.hf import quantize
+
+    folder = local_folder(folder_or_id)
+    method = read_method(folder)
+    read_folder(folder)
+    if method not in (None, METHOD):
+        raise Unsupported(
+            f"{folder}: its weights are quantised as {method!r}; halfbyte.hf.load reads 16-bit weights and its own format"
+        )
+    if method == METHOD and weights is not None:
+        raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, KeyError, ValueError) as error:
+        if isinstance(error, InvalidArgument | CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
+    _check_complete(folder, found)
+    if weights is not None or keys is not None or values is not None:
+        quantize(model, weights, keys, values, **options)
+    elif options:
+        raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
+    return model
+
+
+def _check_complete(folder: Path, found: dict[str, Any]) -> None:
+    """transformers only warns about tensors that are missing, and makes some up at random. Here it is an error."""
+    for kind in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
+        if names := sorted(str(n) for n in found.get(kind) or ()):
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if names[5:] else ''}")
+
+
+def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
+    """The folder itself, or that of a Hub model after downloading its safetensors and JSON files."""
+    path = Path(folder_or_id)
+    if path.is_dir():
+        return path
+    if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") != 1:
+        raise CheckpointError(f"{folder_or_id}: no such folder; pass a model folder, or a Hub id like 'Qwen/Qwen3-0.6B'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {error}") from error
+
+
+def read_method(folder: Path) -> str | None:
+    """`quant_method` of a folder's configuration; None for plain weights. Raises `CheckpointError` when there is no usable one."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: no config.json; pass a folder with a transformers model") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{file}: it has no model_type; pass a folder with a transformers model")
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict) or not isinstance(quantization.get("quant_method"), str):
+        raise CheckpointError(f"{file}: quantization_config has no quant_method")
+    return str(quantization["quant_method"])

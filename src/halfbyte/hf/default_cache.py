@@ -1,0 +1,70 @@
+"""A packed cache as what `generate()` makes by itself.
+
+transformers has no public way: `cache_implementation` is a closed list. So `_prepare_cache_for_generation` of GenerationMixin is
+overridden, on one model instance; the documented way, which needs no override, is to pass `past_key_values=PackedCache(...)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from halfbyte.hf.attention import NAME, announce
+from halfbyte.hf.cache import PackedCache
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What the default cache of `generate()` is made of."""
+
+    keys: str
+    values: str
+    rotate_keys: bool
+    skip_layers: tuple[int, ...]
+
+    def make(self, model: Any, capacity: int) -> PackedCache:
+        """A cache for `model`."""
+        return PackedCache(
+            model,
+            capacity,
+            keys=self.keys,
+            values=self.values,
+            rotate_keys=self.rotate_keys,
+            skip_layers=self.skip_layers,
+        )
+
+
+class DefaultCache:
+    """Stands in for `model._prepare_cache_for_generation`. An object, not a closure: it is copied and pickled with its model."""
+
+    def __init__(self, model: Any, settings: CacheSettings) -> None:
+        self.model, self.settings = model, settings
+
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
+    ) -> Any:
+        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none."""
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
+        if wanted and unset:
+            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
+            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
+            return None
+        original = type(self.model)._prepare_cache_for_generation
+        return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
+
+
+def make_default(model: Any, settings: CacheSettings) -> None:
+    """Let `generate()` make a packed cache, unless an argument of the call asks for another. The model's own setting is dropped."""
+    if not hasattr(model, "generate"):
+        return
+    defaults: Any = getattr(model, "generation_config", None)
+    given = getattr(defaults, "cache_implementation", None)
+    if given is not None:
+        announce(
+            "cache_implementation",
+            f"halfbyte: generation_config.cache_implementation={given!r} of this model gives way to the packed cache; "
+            f"pass cache_implementation= to generate() to have it back. Said once",
+        )
+        defaults.cache_implementation = None
+    model._prepare_cache_for_generation = DefaultCache(model, settings)

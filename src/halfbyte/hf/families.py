@@ -1,0 +1,103 @@
+"""Which transformers models a packed cache fits, and why the others are refused.
+
+The cache hands packed keys and values to the attention function through what `update()` returns. That fits a model which passes the
+result on untouched. The lists come from a scan of every attention class of transformers 5.23 (what happens to the result of
+`past_key_values.update` before the attention function is called); a model that is on none of them is still guarded by the handles,
+which refuse every use except attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfbyte.errors import InvalidArgument, Unsupported
+
+_MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
+_TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
+_SHARED = "its layers share keys and values outside the cache"
+_NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
+_RECURRENT = "it has recurrent, convolutional or linear-attention layers, whose state is not keys and values"
+_OVERLAY = "its masks are not causal everywhere (tokens of one block, such as an image, see each other)"
+_BIAS = "it adds a learned position bias to the scores"
+
+_BY_REASON: dict[str, str] = {
+    _MLA: "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note glm4_moe_lite glm5_next "
+    "glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 mistral4 mistral_large4 youtu",
+    _TOUCHED: "decision_transformer diffllama doge idefics jetmoe minimax_m3 minimax_m3_vl mllama moonshine moonshine_streaming",
+    _SHARED: "gemma3n gemma4 gemma4_unified",
+    _NO_SEAM: "bark big_bird blip bloom clvp codegen cpmant ctrl falcon flaubert git gpt_neo gpt_neox_japanese gptj imagegpt "
+    "megatron-bert mpt openai-gpt prophetnet reformer rembert roformer tapas trocr xglm xlm xlnet",
+    _RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
+    "olmo_hybrid qwen3_next recurrent_gemma rwkv xlstm zamba zamba2",
+    _OVERLAY: "cosmos3_edge diffusion_gemma gemma3 git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
+    _BIAS: "inkling inkling2 longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
+}
+
+#: model_type -> why a packed cache cannot serve it.
+REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
+
+#: Executed in every way in tests/hf: padding, beams, compiling, saving.
+TESTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss", "gpt2", "gpt_neox")
+
+#: Executed once, greedily, with padding: the same tokens as transformers' own attention.
+EXECUTED: tuple[str, ...] = (
+    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text"),
+    *("glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "jais2", "minimax_m2"),
+    *("ministral", "ministral3", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi"),
+    *("phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+)
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def text_config(model_or_config: Any) -> Any:
+    """The configuration of the decoder, from a model or from a configuration."""
+    config = getattr(model_or_config, "config", model_or_config)
+    if not hasattr(config, "get_text_config"):
+        raise InvalidArgument(
+            f"model_or_config is a {type(model_or_config).__name__}; pass a transformers model or its configuration (model.config)"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def check_family(model_or_config: Any) -> None:
+    """Raise `Unsupported`, with the reason, for a model whose attention cannot read a packed cache."""
+    config, inner = getattr(model_or_config, "config", model_or_config), text_config(model_or_config)
+    for candidate in (config, inner):
+        name = str(getattr(candidate, "model_type", ""))
+        reason = REFUSED.get(name)
+        if reason is None and name != "gemma3_text":  # Gemma 3 without its images is causal
+            reason = REFUSED.get(name.removesuffix("_text"))
+        if reason is not None:
+            raise _refusal(name, reason)
+    name = str(getattr(inner, "model_type", "") or type(inner).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(name, "it is an encoder-decoder model, with a second cache for cross-attention")
+    if not getattr(inner, "is_causal", True) or getattr(inner, "use_bidirectional_attention", None):
+        raise _refusal(name, "its attention is not causal")
+    if not getattr(inner, "num_hidden_layers", None):
+        raise _refusal(name, "its configuration has no num_hidden_layers")
+    if others := sorted(set(getattr(inner, "layer_types", None) or ()) - set(LAYER_TYPES)):
+        raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve {' and '.join(LAYER_TYPES)} only")
+    if getattr(inner, "kv_sharing_modes", None) or getattr(inner, "num_kv_shared_layers", 0):
+        raise _refusal(name, _SHARED)
+    if getattr(inner, "attention_chunk_size", None):
+        raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
+
+
+def _refusal(name: str, reason: str) -> Unsupported:
+    return Unsupported(
+        f"a packed KV cache cannot be used with {name or 'this model'}: {reason}. Quantise its weights only (keys=None, "
+        f"values=None) and keep transformers' own cache"
+    )
+
+
+def layer_window(config: Any, layer: int | None) -> int | None:
+    """The sliding window of a layer according to the configuration, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window <= 0 or getattr(config, "use_sliding_window", True) is False:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or layer is None:
+        return window
+    return window if kinds[layer] == "sliding_attention" else None

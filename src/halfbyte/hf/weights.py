@@ -1,0 +1,97 @@
+"""Putting quantised linear layers into a model: which modules, whether they fit, and the exchange itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.formats import Format, weight_format
+from halfbyte.hf.advice import blocks
+from halfbyte.hf.attention import announce
+from halfbyte.nn import QuantLinear
+
+#: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+def linear_size(module: nn.Module) -> tuple[int, int] | None:
+    """(out features, in features) of an `nn.Linear` or a transformers `Conv1D`; None for anything else."""
+    if type(module) is nn.Linear:
+        return module.out_features, module.in_features
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.ndim == 2:
+        return weight.shape[1], weight.shape[0]
+    return None
+
+
+def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module]:
+    """Name -> module of every linear layer in the transformer blocks, but routers and those that `skip_modules` names."""
+    inside = {id(m) for block in blocks(model) for m in block.modules()}
+    if not inside:
+        raise Unsupported(
+            f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
+        )
+    skips = list(skip_modules)
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in inside and linear_size(module) and not is_skipped(name, skips) and name.rpartition(".")[2] not in ROUTERS:
+            found[name] = module
+    return found
+
+
+def is_skipped(name: str, skips: Iterable[str]) -> bool:
+    """Whether one of `skips` is this module's name, a part of it between dots, or the beginning of it."""
+    return any(s == name or s in name.split(".") or name.startswith(f"{s}.") for s in skips)
+
+
+def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) -> None:
+    """Raise before anything is changed when a format cannot hold a module's weight."""
+    for name, module in modules.items():
+        size = linear_size(module)
+        assert size is not None
+        try:
+            formats[name].check_shape(size, f"{name}.weight {list(size)}")
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
+        check(not any(p.is_meta for p in module.parameters()), f"{name} is on the meta device; load the weights first")
+
+
+def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str]) -> dict[str, str]:
+    """Replace the selected layers by `QuantLinear`; all of them, or, on any error, none. Returns name -> format name."""
+    chosen = weight_format(fmt)
+    modules = select(model, skip_modules)
+    check_fits(modules, dict.fromkeys(modules, chosen))
+    made: dict[int, QuantLinear] = {}
+    for name, module in modules.items():
+        if id(module) not in made:
+            try:
+                made[id(module)] = QuantLinear.from_linear(module, chosen)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{name}: {error}") from error
+    for name, module in modules.items():
+        replace(model, name, made[id(module)])
+    tell_experts(model)
+    return dict.fromkeys(modules, chosen.name)
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` is."""
+    parent, _, child = name.rpartition(".")
+    module.train(model.training)
+    setattr(model.get_submodule(parent), child, module)
+
+
+def tell_experts(model: nn.Module) -> None:
+    """Say once that expert weights which are no linear modules stay as they are."""
+    count = sum(
+        p.numel() for block in blocks(model) for name, p in block.named_parameters() if p.ndim == 3 and p.is_floating_point()
+    )
+    if count:
+        announce(
+            f"experts of {type(model).__name__}",
+            f"halfbyte: {type(model).__name__} keeps its experts in 3-D parameters, not in linear layers; these {count:,} weights "
+            f"stay in 16 bits. Said once",
+        )

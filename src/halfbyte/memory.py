@@ -1,0 +1,227 @@
+"""`halfbyte memory`: what a model takes in memory, from its configuration alone. No weights are read.
+
+The model is built on the meta device, so parameters are counted, not estimated. Activations, the CUDA context and what the
+allocator leaves unused come on top.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.paths import resolve_model
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. `kv_bytes` is for `batch` sequences of `context` tokens; `kv_bytes_per_token` for one token of one sequence.
+
+    weight_bytes      everything: quantised linears, and the rest in 16 bits; `plain_...`: the same with nothing quantised
+    tokens_that_fit   tokens of all sequences together in `memory` after the weights; None when `memory` was not given
+    """
+
+    model: str
+    batch: int
+    context: int
+    keys: str
+    values: str
+    weights: str
+    skip_layers: tuple[int, ...]
+    parameters: int
+    quantized_parameters: int
+    weight_bytes: int
+    plain_weight_bytes: int
+    kv_layers: int
+    kv_heads: int
+    head_dim: int
+    kv_bytes_per_token: float
+    kv_bytes: int
+    plain_kv_bytes: int
+    memory: int | None = None
+    tokens_that_fit: int | None = None
+    plain_tokens_that_fit: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def plain_total_bytes(self) -> int:
+        return self.plain_weight_bytes + self.plain_kv_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON, totals included."""
+        return {**asdict(self), "total_bytes": self.total_bytes, "plain_total_bytes": self.plain_total_bytes}
+
+
+def estimate(
+    model: str,
+    *,
+    batch: int = 1,
+    context: int = 8192,
+    keys: str = "int8",
+    values: str = "int4_g32",
+    weights: str = "bf16",
+    skip_layers: Collection[int] = (),
+    memory: int | None = None,
+) -> Estimate:
+    """Estimate for a model folder, a Hub id or "demo". `weights` is a weight format, or bf16 for none.
+
+    The caches of `skip_layers` stay 16-bit; negative numbers count from the end. Raises `InvalidArgument` for sizes that are not
+    above 0 and formats that do not exist or do not fit; `CheckpointError` when there is no usable configuration; `Unsupported` for
+    models that a packed cache cannot serve.
+    """
+    for name, value in (("batch", batch), ("context", context), ("memory", memory)):
+        check(value is None or value > 0, f"{name}={value}; it must be above 0")
+    key_format(keys), value_format(values)  # before anything is fetched from the Hub
+    weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
+    config = load_config(resolve_model(model))
+    skeleton = _skeleton(config, model)
+    cache = _layers(config, keys, values, skip_layers)
+    plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
+    saved, quantized = _quantized(skeleton, weight)
+    kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
+
+    def fit(weights_bytes: int, kv_bytes: int) -> int | None:
+        return None if memory is None else max(0, int((memory - weights_bytes) / (kv_bytes / (batch * context))))
+
+    return Estimate(
+        model=model,
+        batch=batch,
+        context=context,
+        keys=keys,
+        values=values,
+        weights=weights,
+        skip_layers=tuple(sorted(set(skip_layers))),
+        parameters=plain_weights // 2,
+        quantized_parameters=quantized,
+        weight_bytes=plain_weights - saved,
+        plain_weight_bytes=plain_weights,
+        kv_layers=len(cache.formats),
+        kv_heads=cache.heads,
+        head_dim=cache.key_dim,
+        kv_bytes_per_token=kv / (batch * context),
+        kv_bytes=kv,
+        plain_kv_bytes=plain_kv,
+        memory=memory,
+        tokens_that_fit=fit(plain_weights - saved, kv),
+        plain_tokens_that_fit=fit(plain_weights, plain_kv),
+        notes=_notes(skeleton, cache, weight),
+    )
+
+
+def parse_bytes(text: str, argument: str = "memory") -> int:
+    """Bytes of "24GB" (10^9), "24GiB" (2^30), "512 MB" or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise InvalidArgument(f"{argument}={text!r}; give a number with a unit, such as 24GB or 24GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def load_config(model: str) -> Any:
+    """The transformers configuration of a folder or Hub id."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"model={model!r}: no usable config.json there or on the Hub: {reason}") from error
+
+
+# --------------------------------------------------------------------------------------------------------------- the model
+
+
+def _skeleton(config: Any, name: str) -> torch.nn.Module:
+    """The model without storage: shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"model={name!r} is of type {config.model_type!r}, which transformers has no causal language model for"
+        ) from error
+    return model
+
+
+def _layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> _Cache:
+    """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
+    from halfbyte.hf.cache import head_dims, layer_formats
+    from halfbyte.hf.families import check_family, text_config
+
+    check_family(config)
+    text = text_config(config)
+    formats = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    sliding = sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ())
+    if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        sliding = len(formats)
+    return _Cache(tuple(formats), heads, *head_dims(text), sliding)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window."""
+
+    formats: tuple[tuple[Format, Format], ...]
+    heads: int
+    key_dim: int
+    value_dim: int
+    sliding: int
+
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes of all layers."""
+        key_shape, value_shape = (batch, self.heads, tokens, self.key_dim), (batch, self.heads, tokens, self.value_dim)
+        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) for k, v in self.formats)
+
+    def plain_nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes of all layers in 16 bits."""
+        return 2 * len(self.formats) * batch * self.heads * tokens * (self.key_dim + self.value_dim)
+
+
+def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
+    """Bytes of keys or values [batch, heads, tokens, dim]: whole blocks of tokens, and the 16-bit tail of each sequence."""
+    batch, heads, tokens, dim = shape
+    block = fmt.token_block or 1
+    tail = 2 * batch * heads * block * dim if fmt.token_block else 0
+    return fmt.nbytes((batch, heads, math.ceil(tokens / block) * block, dim)) + tail
+
+
+def _quantized(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
+    """(bytes saved against 16 bits, parameters quantised) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
+    from halfbyte.hf.weights import linear_size, select
+
+    if fmt is None:
+        return 0, 0
+    saved = parameters = 0
+    for name, module in select(model, ("lm_head",)).items():
+        n, k = linear_size(module) or (0, 0)
+        fmt.check_shape((n, k), f"{name}.weight [{n}, {k}]")
+        saved += 2 * n * k - fmt.nbytes((n, k))
+        parameters += n * k
+    return saved, parameters
+
+
+def _notes(model: torch.nn.Module, cache: _Cache, fmt: Format | None) -> tuple[str, ...]:
+    """What the figures leave out or put in that a reader may not expect."""
+    notes = []
+    if cache.sliding:
+        notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
+    experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)
+    if experts and fmt is not None:
+        notes.append(f"{experts:,} expert parameters are not in linear layers and are counted in 16 bits")
+    return tuple(notes)

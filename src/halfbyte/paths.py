@@ -1,0 +1,48 @@
+"""Where a model is: the shipped one, a folder, or a name on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from halfbyte.errors import CheckpointError, InvalidArgument
+
+#: Words that name the model that comes with the library.
+SHIPPED = ("demo", "tiny")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def shipped_model() -> Path:
+    """The folder of the small trained model that comes with the library."""
+    return Path(__file__).parent / "data" / "tiny"
+
+
+def resolve_model(name: str) -> str:
+    """What to hand to transformers for `name`: a folder that holds config.json, or a Hub id as it is.
+
+    `demo` (or `tiny`) is the shipped model; a folder of that name is meant by ./demo. Whatever exists here, or is written like a
+    path, must be a folder with a config.json; only the rest can be a Hub id.
+    """
+    if name in SHIPPED:
+        return str(_model_folder(shipped_model(), "the shipped model"))
+    path = Path(name).expanduser()
+    if name and (path.exists() or _looks_like_path(name)):
+        return str(_model_folder(path, f"model={name!r}"))
+    if not _HUB_ID.fullmatch(name):
+        raise InvalidArgument(f"model={name!r} is neither a folder here, nor a Hub id (owner/name), nor 'demo'")
+    return name
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
+
+
+def _model_folder(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise CheckpointError(f"{what}: there is no folder {path}")
+    if not path.is_dir():
+        raise CheckpointError(f"{what}: {path} is a file; give the folder that holds config.json and the weights")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{what}: the folder {path} holds no config.json, so it is no model folder of transformers")
+    return path

@@ -1,0 +1,27 @@
+"""What every test shares: how hypothesis draws, and memory that is never clean by luck."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "halfbyte",
+    deadline=None,
+    max_examples=25,
+    print_blob=True,  # a failure prints what repeats it
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("halfbyte")
+
+
+@pytest.fixture(scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN (integers: the largest), so that an output that was not fully written is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

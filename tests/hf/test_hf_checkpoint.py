@@ -1,0 +1,319 @@
+"""Saved and loaded again: the same bits, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, LLAMA
+
+import halfbyte.hf as hf
+from halfbyte.checkpoints import safetensors_files as files
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.formats import WEIGHT_FORMATS, weight_format
+from halfbyte.nn import QuantLinear
+
+
+def _same(a, b) -> None:
+    first, second = a.state_dict(), b.state_dict()
+    assert list(first) == list(second)
+    for name, t in first.items():
+        assert t.dtype == second[name].dtype, name
+        assert torch.equal(t.contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bit_for_bit(build, prompt, tmp_path, family):
+    model, ids = hf.quantize(build(family), "nf4", fuse_qkv=True), prompt()
+    folder = hf.save(model, tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]  # nothing temporary is left
+    with torch.no_grad():
+        expected = model(ids).logits
+    for again in (hf.load(folder), tf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")):
+        assert any(isinstance(m, QuantLinear) for m in again.modules())
+        _same(again, model)
+        with torch.no_grad():
+            assert torch.equal(again.eval()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
+def test_every_format(tmp_path, fmt):
+    torch.manual_seed(1)
+    config = tf.Qwen2Config(**{**LLAMA, "hidden_size": 128})
+    model = hf.quantize(tf.AutoModelForCausalLM.from_config(config, dtype=torch.float16), fmt)
+    folder = hf.save(model, tmp_path / "model")
+    written = load_file(folder / "model.safetensors")
+    assert {n.rpartition(".")[2] for n in written} >= {"weight_codes", "weight_scales"}
+    _same(hf.load(folder), model)
+    for name, t in hf.load(folder, dtype=torch.float32).state_dict().items():
+        assert t.dtype is (written[name].dtype if "weight_" in name else torch.float32), name  # scales are never cast
+        assert torch.equal(t, written[name].to(t.dtype))
+
+
+def test_saved_again_after_loading(build, tmp_path):
+    model = hf.quantize(build("llama"), "mxfp4", keys="int8", values="int4_g32", fuse_qkv=True)
+    hf.save(model, tmp_path / "a")
+    hf.save(hf.load(tmp_path / "a"), tmp_path / "b")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    _same(hf.load(tmp_path / "b", keys="int8", values="int8", fuse_qkv=False), model)
+
+
+def test_plain_folder_is_quantised_on_the_way(build, tmp_path):
+    model = build("llama")
+    hf.save(model, tmp_path / "plain")
+    loaded = hf.load(tmp_path / "plain", "nf4", keys="int8", values="int4_g32", skip_modules=("lm_head", "o_proj"))
+    _same(loaded, hf.quantize(model, "nf4", skip_modules=("lm_head", "o_proj")))
+    hf.save(loaded, tmp_path / "q")
+    with pytest.raises(InvalidArgument, match="quantised already"):
+        hf.load(tmp_path / "q", "nf4")
+
+
+def test_shards(build, tmp_path):
+    model = hf.quantize(build("llama"), "nf4")
+    model.save_pretrained(tmp_path / "s", max_shard_size="40KB")
+    assert (tmp_path / "s" / files.INDEX).exists()
+    _same(hf.load(tmp_path / "s"), model)
+
+
+def test_existing_folder_and_failures_leave_nothing(build, tmp_path, monkeypatch):
+    model = build("llama")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InvalidArgument, match="exists"):
+        hf.save(model, tmp_path / "there")
+    with pytest.raises(InvalidArgument, match="does not exist"):
+        hf.save(model, tmp_path / "no" / "where")
+    monkeypatch.setattr(type(model), "save_pretrained", lambda self, d, **k: (d / "half").write_text("x") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hf.save(model, tmp_path / "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.fixture
+def folder(build, tmp_path):
+    return hf.save(hf.quantize(build("llama"), "nf4"), tmp_path / "model")
+
+
+def _edit(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NAME = "model.layers.0.mlp.up_proj.weight_"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NAME + "scales"), "up_proj.weight_scales is missing"),
+        (lambda t: t.update({NAME + "codes": t[NAME + "codes"][:, :8].clone()}), "up_proj.weight_codes is torch.uint8"),
+        (lambda t: t.update({NAME + "scales": t[NAME + "scales"].half()}), "up_proj.weight_scales is torch.float16"),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.nan), "up_proj.weight_scales holds 1 scales"),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(-1), "not finite and positive"),
+        (lambda t: t[NAME + "scales"].view(-1)[3].fill_(torch.inf), "not finite and positive"),
+    ],
+)
+def test_wrong_parts(folder, change, message):
+    _edit(folder, change)
+    for load in (hf.load, lambda f: tf.AutoModelForCausalLM.from_pretrained(f)):
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q.update(version=9), "version 9"),
+        (lambda q: q["modules"].update({"model.layers.0.mlp.up_proj": "nf5"}), "'nf5'"),
+        (lambda q: q["modules"].update({"model.norm": "nf4"}), "no linear layer"),
+        (lambda q: q["modules"].update({"model.layers.0.mlp.up_proj": "int4_g128"}), "up_proj.weight"),
+        (lambda q: q["modules"].pop("model.layers.0.mlp.up_proj"), "up_proj.weight"),
+        (lambda q: q.update(modules=[1]), "modules"),
+    ],
+)
+def test_wrong_configuration(folder, change, message):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(folder)
+
+
+def test_folders_that_are_none(tmp_path, build):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        hf.load(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        hf.load(tmp_path / "nothing")
+    build("llama").config.save_pretrained(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        hf.load(tmp_path / "empty")
+    (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match="pickled"):
+        hf.load(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text("[" * 100000)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        hf.load(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    save_file({"x": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
+    with pytest.raises(Unsupported, match="gptq"):
+        hf.load(tmp_path / "empty")
+
+
+# ------------------------------------------------------------------------------------------------------- the files alone
+
+
+def _raw(header: bytes | dict, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def _tensor(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "header"),
+        (b"1234", "header"),
+        (struct.pack("<Q", 2**63) + b"{}", "claims"),
+        (_raw(b"{"), "damaged"),
+        (_raw(b"[]"), "object"),
+        (_raw(b"\xff\xfe{}"), "damaged"),
+        (_raw(b"[" * 50000), "damaged"),
+        (_raw(b'{"a": %s, "a": %s}' % ((json.dumps(_tensor()).encode(),) * 2), bytes(8)), "twice"),
+        (_raw({"a": _tensor(dtype="F31")}, bytes(8)), "dtype"),
+        (_raw({"a": _tensor(dtype=["F32"])}, bytes(8)), "dtype"),
+        (_raw({"a": _tensor(shape=[1] * 1000)}, bytes(8)), "shape"),
+        (_raw({"a": _tensor(shape=[-2])}, bytes(8)), "shape"),
+        (_raw({"a": _tensor(shape=[2.0])}, bytes(8)), "shape"),
+        (_raw({"a": _tensor(shape=[True, 2])}, bytes(8)), "shape"),
+        (_raw({"a": _tensor(shape=[2**61, 2**61])}, bytes(8)), "needs"),
+        (_raw({"a": _tensor(offsets=[0, 16])}, bytes(8)), "lies at"),
+        (_raw({"a": _tensor(offsets=[8, 0])}, bytes(8)), "lies at"),
+        (_raw({"a": _tensor(), "b": _tensor(offsets=[4, 12])}, bytes(12)), "overlaps"),
+        (_raw({"a": _tensor(), "b": _tensor(offsets=[12, 20])}, bytes(20)), "gap"),
+        (_raw({"a": _tensor()}, bytes(9)), "follow"),
+        (_raw({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "described"),
+        (_raw({"a": 3}), "described"),
+    ],
+)
+def test_damaged_files(tmp_path, raw, message):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=message):
+        files.read_header(file)
+
+
+def test_good_files(tmp_path):
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(0, 4, dtype=torch.uint8), "c": torch.ones(5, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    infos = files.read_folder(tmp_path)
+    assert {n: (i.shape, i.dtype) for n, i in infos.items()} == {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    assert infos["a"].end - infos["a"].start == 24
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/a.safetensors", "b/../a.safetensors", "..", "", "a.bin", "C:a.safetensors",
+             "a\0.safetensors", "x" * 300 + ".safetensors", "gone.safetensors", "d\\a.safetensors", "a\n.safetensors"]
+)  # fmt: skip
+def test_shard_names(tmp_path, name):
+    inside = tmp_path / "model"
+    inside.mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    (inside / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="shard"):
+        files.read_folder(inside)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "1.safetensors"}, "does not list"),
+        ({"a": "1.safetensors", "b": "1.safetensors", "z": "1.safetensors"}, "does not hold"),
+        ({"a": "1.safetensors", "b": "2.safetensors"}, "is in"),
+        ({"a": 3}, "weight_map"),
+        ([], "weight_map"),
+        (None, "weight_map"),
+    ],
+)
+def test_indexes(tmp_path, weight_map, message):
+    save_file({"a": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "2.safetensors")
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        files.read_folder(tmp_path)
+
+
+def _mutate(data: bytes, rng: random.Random) -> bytes:
+    """Flip, cut, repeat or insert a few bytes; digits, quotes and brackets more often than the rest."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(out)) if out else 0
+        match rng.randrange(6):
+            case 0 if out:
+                out[at] = rng.randrange(256)
+            case 1 if out:
+                out[at] = rng.choice(b'0123456789-.eE"[]{},:/\\ ')
+            case 2:
+                del out[at : at + rng.choice([1, 1, 2, 8, len(out)])]
+            case 3:
+                out[at:at] = out[at : at + rng.randrange(1, 40)]
+            case 4:
+                out[at:at] = rng.choice([b"9" * 30, b"null", b"NaN", b"1e400", b"-1", b"[[[[", b'"../x"', b"\x00", b"\\ud800"])
+            case 5 if len(out) >= 8:
+                out[:8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63 - 1, 2**64 - 1, len(out), len(out) - 8]))
+    return bytes(out)
+
+
+def test_fuzzed_headers_and_indexes(tmp_path):
+    """Thousands of damaged files: tensors that lie inside the file, or CheckpointError. Nothing else."""
+    seed = int(os.environ.get("HALFBYTE_FUZZ_SEED", "20261"))
+    rng, refused, root = random.Random(seed), 0, tmp_path / "sharded"
+    root.mkdir()
+    save_file({"a.weight_codes": torch.zeros(4, 8, dtype=torch.uint8), "b": torch.ones(3)}, root / "1.safetensors")
+    save_file({"c": torch.zeros(2, dtype=torch.int64)}, root / "2.safetensors")
+    header = (root / "1.safetensors").read_bytes()
+    index = json.dumps({"weight_map": {"a.weight_codes": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}).encode()
+    for i in range(4000):
+        single = i % 4 != 0
+        target = tmp_path / files.SINGLE if single else root / files.INDEX
+        target.write_bytes(_mutate(header if single else index, rng))
+        try:
+            for info in (files.read_header(target) if single else files.read_folder(root)).values():
+                assert 0 <= info.start <= info.end <= os.path.getsize(info.file), f"seed {seed}, round {i}"
+                assert info.file.parent == target.parent
+        except CheckpointError:
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"seed {seed}, round {i}: {type(error).__name__}: {error}")
+    assert 2000 < refused < 4000  # most are refused, and harmless changes are not
+
+
+def test_fuzzed_folders_through_load(folder):
+    """The same through the whole loader, fewer times: only the library's own errors."""
+    rng = random.Random(5)
+    good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    for i in range(30):
+        name = "config.json" if i % 3 == 0 else "model.safetensors"
+        head, rest = good[name][:6000], good[name][6000:]
+        (folder / name).write_bytes(_mutate(head, rng) + rest)
+        try:
+            hf.load(folder)
+        except HalfbyteError:
+            pass
+        except Exception as error:
+            pytest.fail(f"round {i} ({name}): {type(error).__name__}: {error}")
+        (folder / name).write_bytes(good[name])
+
+
+def test_part_checks_name_the_tensor():
+    with pytest.raises(CheckpointError, match=r"layer\.weight_codes is missing"):
+        files.check_parts("layer", weight_format("nf4"), (4, 64), {})

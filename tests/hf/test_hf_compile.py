@@ -1,0 +1,76 @@
+"""A decode step is one graph without breaks, and says the same as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
+
+import halfbyte.hf as hf
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _decode(model, ids, mask, step, new: int = 5) -> list[torch.Tensor]:
+    """Prefill in eager, then decode with `step`; the masks are made as generate() makes them, outside the graph."""
+    cache = hf.PackedCache(model, 64, keys="int8", values="int4_g32")
+    outs = []
+    for i in range(new):
+        inputs = model.prepare_inputs_for_generation(
+            ids, past_key_values=cache, attention_mask=mask, use_cache=True, is_first_iteration=i == 0,
+            next_sequence_length=None if i == 0 else 1,
+        )  # fmt: skip
+        logits = (model if i == 0 else step)(**inputs).logits[:, -1]
+        outs.append(logits.clone())
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return outs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "nf4"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
+@torch.no_grad()
+def test_one_graph(build, prompt, family, weights):
+    if weights and family not in ("llama", "gpt2"):
+        pytest.skip("quantised weights are compiled with two families")
+    model, ids = build(family), prompt(2, 18)
+    hf.quantize(model, weights, keys="int8", values="int4_g32", fuse_qkv=weights is not None)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    expected = _decode(model, ids, mask, model)
+    counter = CompileCounter()
+    got = _decode(model, ids, mask, torch.compile(model, backend=counter, fullgraph=True))
+    assert counter.frame_count == 1
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inductor(build, prompt):
+    model, ids = build("llama"), prompt(2, 18)
+    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=True)
+    mask = torch.ones_like(ids)
+    expected = _decode(model, ids, mask, model)
+    got = _decode(model, ids, mask, torch.compile(model, fullgraph=True))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-2)
+        assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.slow
+def test_generate_compiles_by_itself(build, prompt, greedy):
+    model, ids = build("llama"), prompt(2, 18)
+    hf.quantize(model, keys="int8", values="int4_g32")
+    expected, _ = greedy(model, ids)
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    assert torch.equal(greedy(model, ids, compile_config=config)[0], expected)

@@ -1,0 +1,308 @@
+"""Every family generates what transformers' own attention generates, whatever the way of generating."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB
+
+import halfbyte.hf as hf
+from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
+from halfbyte.hf.attention import attention
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
+ROUNDED = {"rtol": 1e-2, "atol": 2e-2}  # a last bit of difference can flip a rounding to 16 bits
+
+
+def _mask(batch: int, tokens: int, pads: tuple[int, ...]) -> torch.Tensor:
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    for row, n in enumerate(pads):
+        mask[row, :n] = 0
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family, kind):
+    model, ids = build(family), prompt()
+    model.set_attn_implementation("eager")  # the only one of transformers that has softcap and sinks
+    expected, logits = greedy(
+        model, ids, past_key_values=rounded(model, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[kind]))
+    )
+    assert len(set(expected[:, ids.shape[1] :].flatten().tolist())) > 3  # the text is no single token, or the test shows nothing
+    hf.quantize(model, keys=kind, values=kind)
+    got, own = greedy(model, ids)
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(own, logits, **ROUNDED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_equals_single(build, prompt, greedy, family):
+    model, ids = build(family), prompt(3)
+    hf.quantize(model, keys="int8", values="int8")
+    pads = (0, 4, 13)
+    mask = _mask(3, ids.shape[1], pads)
+    together, logits = greedy(model, ids * mask, attention_mask=mask)
+    for row, n in enumerate(pads):
+        alone, single = greedy(model, ids[row : row + 1, n:])
+        # A chunk of up to 16 tokens reads itself from the packed cache, a longer one exactly: only rounding of keys differs.
+        tolerance = ROUNDED if ids.shape[1] - n > 16 else {"rtol": 0.05, "atol": 0.3}
+        torch.testing.assert_close(logits[row, :1], single[0, :1], **tolerance)
+        if ids.shape[1] - n > 16:
+            assert torch.equal(together[row, n:], alone[0])
+            torch.testing.assert_close(logits[row], single[0], **ROUNDED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("formats", [("int8", "int4_g32"), ("int4_channel", "int4"), ("fp8", "int8_token")])
+def test_low_bits_stay_close(build, prompt, greedy, family, formats):
+    model, ids = build(family), prompt()
+    keys, values = formats
+    exact = hf.quantize(build(family), keys="bf16", values="bf16")
+    expected = _logits(exact, ids, hf.PackedCache(exact, 64, keys="bf16", values="bf16"))
+    hf.quantize(model, keys=keys, values=values)
+    got = _logits(model, ids, hf.PackedCache(model, 64, keys=keys, values=values))
+    error = (got - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.7  # not exact: the low-bit cache was really read
+
+
+def _logits(model, ids, cache, chunk: int = 7) -> torch.Tensor:
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(chunk, 1)]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixteen_bit_models(build, prompt, greedy, family, dtype):
+    """Models computing in 16 bits, with everything switched on."""
+    model, ids = build(family).to(dtype), prompt()
+    hf.quantize(model, "int4_g32", keys="int8", rotate_keys=True, fuse_qkv=True)
+    with torch.no_grad():
+        out = model.generate(
+            ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+        )
+    assert all(torch.isfinite(x).all() and x.dtype is not torch.float64 for x in out.logits)
+    formats = {(x.key_format.name, x.value_format.name) for x in out.past_key_values.layers}
+    assert formats == {("int8", "fp16" if dtype is torch.float16 else "bf16")}
+
+
+def test_rotated_keys_change_nothing_but_rounding(build, prompt):
+    model, ids = hf.quantize(build("llama"), keys="int8"), prompt(2, 30)
+    runs = [_logits(model, ids, hf.PackedCache(model, 64, keys="int8", values="bf16", rotate_keys=r)) for r in (False, True)]
+    assert 1e-6 < (runs[0] - runs[1]).norm() / runs[0].norm() < 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
+def test_beams_sampling_and_several_answers(build, prompt, rounded, greedy, family):
+    model, ids = build(family), prompt()
+    model.set_attn_implementation("eager")
+    modes = [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+    ]
+    runs = []
+    for cache in (lambda: rounded(model), lambda: None):
+        if cache() is None:
+            hf.quantize(model, keys="bf16", values="bf16")
+        outs = []
+        for mode in modes:
+            torch.manual_seed(3)
+            outs.append(greedy(model, ids, new=6, past_key_values=cache(), **mode)[0])
+        runs.append(outs)
+    for mode, a, b in zip(modes, *runs, strict=True):
+        assert torch.equal(a, b), mode
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("chunk", [5, 16, 18])
+def test_chunked_prefill(build, prompt, greedy, family, chunk):
+    model, ids = build(family), prompt(2, 40)
+    hf.quantize(model, keys="int8", values="int8")
+    whole, logits = greedy(model, ids, new=5)
+    parts, own = greedy(model, ids, new=5, prefill_chunk_size=chunk)
+    assert (own[:, 0] - logits[:, 0]).norm() < 0.1 * logits[:, 0].norm()  # a long chunk sees itself exactly, a short one packed
+    assert whole.shape == parts.shape
+
+
+def test_chunks_read_the_same_numbers(build, prompt):
+    """However the text is cut into chunks of at most 16, each query sees the same packed keys."""
+    model, ids = build("llama"), prompt(2, 40)
+    hf.quantize(model, keys="int8", values="int4_g32")
+    outs = [_logits(model, ids, hf.PackedCache(model, 40), chunk) for chunk in (1, 5, 16)]
+    torch.testing.assert_close(outs[0], outs[1], **CLOSE)
+    torch.testing.assert_close(outs[0], outs[2], **CLOSE)
+
+
+def test_turns_crop_reset_and_reuse(build, prompt, greedy):
+    model, ids = build("llama"), prompt(2, 12)
+    hf.quantize(model, keys="int8", values="int4_g32")
+    cache = hf.PackedCache(model, 100)
+    assert cache.get_max_length() == cache.get_max_cache_shape() == 128
+    assert cache.nbytes == 0
+    once, _ = greedy(model, ids, new=8, pad_token_id=None, past_key_values=cache)
+    held = cache.get_seq_length()
+    assert held == once.shape[1] - 1
+    assert cache.nbytes == pytest.approx(cache.bytes_per_token * 2 * 128)
+
+    turn = torch.cat([once, prompt(2, 4, 5)], 1)  # the answer, then the next question
+    longer, _ = greedy(model, turn, new=8, pad_token_id=None, past_key_values=cache)
+    fresh = hf.PackedCache(model, 100)
+    _logits(model, turn[:, :held], fresh, 1)
+    assert torch.equal(greedy(model, turn, new=8, pad_token_id=None, past_key_values=fresh)[0], longer)
+
+    cache.crop(-(cache.get_seq_length() - 5))
+    assert cache.get_seq_length() == 5
+    fresh = hf.PackedCache(model, 100)
+    _logits(model, ids[:, :5], fresh)
+    assert torch.equal(_logits(model, ids[:, 5:], cache), _logits(model, ids[:, 5:], fresh))
+    with pytest.raises(InvalidArgument, match="negative"):
+        cache.crop(3)
+
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(greedy(model, ids, new=8, pad_token_id=None, past_key_values=cache)[0], once)
+
+
+def test_batch_changes(build, prompt):
+    model, ids = build("qwen2"), prompt(2, 10)
+    hf.quantize(model, keys="int4_channel", values="int4_g32")
+    cache = hf.PackedCache(model, 40, keys="int4_channel", values="int4_g32")
+    _logits(model, ids, cache)
+    wide = copy.deepcopy(cache)
+    wide.batch_repeat_interleave(2)
+    more = prompt(4, 3, 9)
+    rows = [_logits(model, more[i : i + 1], _only(cache, i // 2)) for i in range(4)]
+    torch.testing.assert_close(_logits(model, more, wide), torch.cat(rows), **ROUNDED)
+    swapped = copy.deepcopy(cache)
+    swapped.reorder_cache(torch.tensor([1, 1]))
+    torch.testing.assert_close(_logits(model, more[:1], _only(swapped, 0)), _logits(model, more[:1], _only(cache, 1)), **CLOSE)
+    assert cache.batch_size == 2
+    assert wide.batch_size == 4
+
+
+def _only(cache, row: int):
+    one = copy.deepcopy(cache)
+    one.batch_select_indices(torch.tensor([row]))
+    return one
+
+
+def test_copies_and_files(build, prompt):
+    model, ids = build("llama"), prompt(2, 10)
+    hf.quantize(model, "nf4", keys="int8", values="int4_g32")
+    cache = hf.PackedCache(model, 40)
+    _logits(model, ids, cache)
+    stream = io.BytesIO()
+    torch.save(cache, stream)
+    stream.seek(0)
+    others = [copy.deepcopy(cache), torch.load(stream, weights_only=False)]
+    expected = _logits(model, ids[:, :3], cache)
+    for other in others:
+        assert torch.equal(_logits(copy.deepcopy(model), ids[:, :3], other), expected)
+
+
+def test_copied_model_keeps_its_cache(build, prompt, greedy):
+    model, ids = build("llama"), prompt()
+    hf.quantize(model, keys="int4", values="int4")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin._prepare_cache_for_generation.model is twin
+        assert torch.equal(greedy(model, ids)[0], greedy(twin, ids)[0])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_assisted_decoding(build, prompt, greedy, quantised):
+    model, ids = hf.quantize(build("llama"), keys="bf16", values="bf16"), prompt(1)
+    assistant = build("llama")
+    if quantised:
+        hf.quantize(assistant, keys="int4", values="int4")
+    expected, _ = greedy(model, ids, new=20)
+    assert torch.equal(greedy(model, ids, new=20, assistant_model=assistant)[0], expected)
+    assert torch.equal(greedy(model, ids, new=20, prompt_lookup_num_tokens=3)[0], expected)
+
+
+def test_the_models_own_cache_implementation_gives_way(build, prompt, greedy):
+    """Gemma 2 folders on the Hub carry cache_implementation="hybrid" in their generation_config."""
+    model, ids = build("gemma2"), prompt()
+    model.generation_config.cache_implementation = "static"
+    hf.quantize(model, keys="int8", values="int8")
+    out = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, pad_token_id=0)
+    assert isinstance(out.past_key_values, hf.PackedCache)
+
+
+def test_default_cache_is_packed_and_can_be_refused(build, prompt):
+    model, ids = build("llama"), prompt()
+    plain = build("llama").generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    hf.quantize(model, keys="int8", values="int4_g32", skip_layers=[-1])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    cache = model.generate(ids, **options).past_key_values
+    assert isinstance(cache, hf.PackedCache)
+    assert [layer.key_format.name for layer in cache.layers] == ["int8", "bf16"]
+    assert cache.capacity == 64
+    for own in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, **options, **own).sequences, plain), own
+
+
+def test_plain_forward_is_transformers_own(build, prompt):
+    """No cache: training, evaluation of a whole text, right padding. Softcap and sinks included."""
+    for family in FAMILIES:
+        model, ids = build(family), prompt(3, 20)
+        mask = torch.ones_like(ids)
+        mask[1, 15:] = 0
+        mask[2, :3] = 0
+        model.set_attn_implementation("eager")
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        model.set_attn_implementation(hf.NAME)
+        got = model(ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_full_cache_says_so(build, prompt):
+    model, ids = build("llama"), prompt(1, 60)
+    hf.quantize(model, keys="int8", values="int8")
+    cache = hf.PackedCache(model, 64)
+    _logits(model, ids, cache)
+    with pytest.raises(CapacityError):
+        _logits(model, ids, cache, 60)
+    assert cache.get_seq_length() == 60
+
+
+def test_bad_masks(build, prompt):
+    model, ids = build("llama"), prompt(2, 20)
+    hf.quantize(model, keys="int8", values="int8")
+
+    def run(mask):
+        with torch.no_grad():
+            return model(ids, attention_mask=mask, past_key_values=hf.PackedCache(model, 64), use_cache=True)
+
+    right, hole = torch.ones_like(ids), torch.ones_like(ids)
+    right[0, -2:], hole[1, 4] = 0, 0
+    for mask in (right, hole):
+        with pytest.raises(HalfbyteError, match="left padding"):
+            run(mask)
+    with pytest.raises(InvalidArgument, match="columns"):
+        run(torch.ones(2, 7, dtype=torch.long))
+    with pytest.raises(HalfbyteError, match="2-D mask"):
+        run(torch.zeros(2, 1, 20, 20))
+    assert run(torch.ones_like(ids)).logits.shape == (2, 20, VOCAB)
+
+
+def test_what_attention_does_not_do(build):
+    model = hf.quantize(build("llama"), keys="int8", values="int8")
+    module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 32)
+    options = {"output_attentions": True, "position_bias": torch.zeros(1), "is_causal": False, "new_option": 1}
+    for name, value in options.items():
+        with pytest.raises(HalfbyteError, match=name):
+            attention(module, q, *_handles(model), None, **{name: value})
+    with pytest.raises(HalfbyteError, match="dropout"):
+        attention(module.train(), q, *_handles(model), None, dropout=0.1)
+
+
+def _handles(model):
+    cache = hf.PackedCache(model, 64)
+    return cache.update(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32), 0)

@@ -1,0 +1,100 @@
+"""QuantLinear and FusedQKV as modules: what they hold, how they move, that fusing changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import halfbyte
+import halfbyte.hf as hf
+from halfbyte.errors import HalfbyteError, InvalidArgument
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.nn import FusedQKV, QKVTap, QuantLinear, fuse_qkv, unfuse_qkv
+
+
+@pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
+def test_linear_and_conv1d(fmt):
+    torch.manual_seed(0)
+    conv, lin = Conv1D(48, 128), nn.Linear(128, 48)
+    with torch.no_grad():
+        lin.weight.copy_(conv.weight.T)
+        lin.bias.copy_(conv.bias.normal_())
+    x = torch.randn(2, 3, 128)
+    made = [QuantLinear.from_linear(layer, fmt) for layer in (lin, conv)]
+    expected = nn.functional.linear(x, made[0].weight.dequantize(), lin.bias)
+    for layer in made:
+        assert (layer.in_features, layer.out_features) == (128, 48)
+        assert all(p.shape[0] == 48 or p.numel() < 48 for p in layer.parameters())  # out features first
+        assert not any(p.requires_grad for p in layer.parameters())
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    assert fmt in repr(made[0])
+    for other in (copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
+        assert torch.equal(other(x), made[0](x))
+        assert other.weight.codes is other.weight_codes
+
+
+def test_casting_never_touches_scales():
+    layer = QuantLinear.from_linear(nn.Linear(128, 16), "nf4")
+    scales, x = layer.weight_scales.clone(), torch.randn(2, 128)
+    layer.half()
+    assert layer.bias.dtype is torch.float16
+    assert layer.weight_scales.dtype is torch.float32
+    assert torch.equal(layer.weight_scales, scales)
+    assert layer(x.half()).dtype is torch.float16
+    layer.to(torch.float64)
+    assert torch.equal(layer.weight_scales, scales)
+
+
+def test_loading_a_state_dict():
+    first, second = (QuantLinear.from_linear(nn.Linear(128, 16), "nf4_dq") for _ in range(2))
+    x = torch.randn(2, 128)
+    assert not torch.equal(first(x), second(x))
+    for assign in (False, True):
+        target = copy.deepcopy(second)
+        target(x)
+        target.load_state_dict(first.state_dict(), assign=assign)
+        assert torch.equal(target(x), first(x))
+
+
+def test_wrong_layers():
+    with pytest.raises(InvalidArgument, match="Embedding"):
+        QuantLinear.from_linear(nn.Embedding(3, 4), "nf4")
+    with pytest.raises(HalfbyteError, match="bias"):
+        QuantLinear(halfbyte.quantize(torch.randn(4, 64), "nf4"), torch.zeros(5))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss"])
+def test_fused_model_is_the_same_model(build, prompt, family):
+    model, ids = hf.quantize(build(family), "int4_g32"), prompt()
+    names = list(model.state_dict())
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert fuse_qkv(model) == model.config.num_hidden_layers
+        assert isinstance(model.model.layers[0].self_attn.q_proj, FusedQKV)
+        assert sorted(model.state_dict()) == sorted(names)
+        assert torch.equal(model(ids).logits, expected)
+        assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, expected)
+        assert unfuse_qkv(model) == model.config.num_hidden_layers
+        assert type(model.model.layers[0].self_attn.k_proj) is QuantLinear
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_shards_of_different_formats():
+    torch.manual_seed(0)
+    layers = [QuantLinear.from_linear(nn.Linear(64, n, bias=n > 8), f) for n, f in ((16, "nvfp4"), (8, "nf4"), (24, "int8_col"))]
+    x = torch.randn(2, 64)
+    fused = FusedQKV(*layers)
+    outs = [fused(x), fused.taps[0](x), fused.taps[1](x)]
+    for out, layer in zip(outs, layers, strict=True):
+        assert torch.equal(out, layer(x))
+    with pytest.raises(HalfbyteError, match="before its q projection"):
+        fused.taps[0](x)
+    assert isinstance(fused.taps[0], QKVTap)
+    with pytest.raises(InvalidArgument, match="in features"):
+        FusedQKV(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])

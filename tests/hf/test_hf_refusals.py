@@ -1,0 +1,168 @@
+"""What is refused says why, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import LLAMA, SIZES
+
+import halfbyte.hf as hf
+from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.hf.attention import Handle, mask
+from halfbyte.hf.families import REFUSED, TESTED
+from halfbyte.nn import QuantLinear
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: tf.BloomConfig(), "does not call the attention functions"),
+        (lambda: tf.FalconConfig(), "does not call the attention functions"),
+        (lambda: tf.MptConfig(), "does not call the attention functions"),
+        (lambda: tf.GPTJConfig(), "does not call the attention functions"),
+        (lambda: tf.DeepseekV3Config(), "MLA"),
+        (lambda: tf.DeepseekV2Config(), "MLA"),
+        (lambda: tf.Gemma3nTextConfig(), "share keys and values"),
+        (lambda: tf.DiffLlamaConfig(), "between the cache update and attention"),
+        (lambda: tf.MambaConfig(), "recurrent"),
+        (lambda: tf.Qwen3NextConfig(), "linear-attention"),
+        (lambda: tf.Qwen3_5TextConfig(), "linear_attention"),
+        (lambda: tf.Llama4TextConfig(), "chunked_attention"),
+        (lambda: tf.T5Config(), "position bias"),
+        (lambda: tf.BartConfig(), "encoder-decoder"),
+        (lambda: tf.Gemma3Config(), "not causal everywhere"),
+    ],
+)
+def test_families(config, reason):
+    with pytest.raises(Unsupported, match=reason):
+        hf.PackedCache(config(), 64)
+
+
+def test_families_that_run_are_not_refused():
+    assert not set(TESTED) & set(REFUSED)
+    assert hf.PackedCache(tf.Gemma3TextConfig(), 64).capacity == 64
+
+
+def test_refused_model_is_unchanged():
+    model = tf.AutoModelForCausalLM.from_config(tf.BloomConfig(vocab_size=50, hidden_size=64, n_layer=2, n_head=2))
+    before = model.config._attn_implementation
+    with pytest.raises(Unsupported, match="bloom"):
+        hf.quantize(model, "nf4", keys="int8")
+    assert model.config._attn_implementation == before
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+    assert hf.quantize(model, "nf4") is model  # its weights alone are welcome
+    assert any(isinstance(m, QuantLinear) for m in model.modules())
+
+
+def test_shapes_that_do_not_fit_name_the_module():
+    model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**LLAMA, "intermediate_size": 96}))
+    with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*16, 32 would fit.*skip_modules"):
+        hf.quantize(model, "nf4", keys="int8")
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+    assert model.config._attn_implementation != hf.NAME
+    hf.quantize(model, "nf4", skip_modules=("lm_head", "down_proj"))
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantLinear)
+    assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
+
+
+def test_head_size_that_does_not_fit():
+    config = tf.LlamaConfig(**{**LLAMA, "head_dim": 24})
+    with pytest.raises(InvalidArgument, match="int4_g32"):
+        hf.PackedCache(config, 64)
+    assert hf.PackedCache(config, 64, values="int4").capacity == 64
+
+
+def test_nan_in_a_weight_changes_nothing(build):
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+    with pytest.raises(InvalidArgument, match=r"layers\.1\.mlp\.up_proj.*NaN"):
+        hf.quantize(model, "int4_g32")
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "all None"),
+        ({"weights": "nf5"}, "weights='nf5' is not a format"),
+        ({"keys": "nf4"}, "keys='nf4' is not a format"),
+        ({"values": "int8_channel"}, "for keys only"),
+        ({"keys": "int8", "skip_layers": [2]}, "from -2 to 1"),
+        ({"keys": "int8", "fuse_qkv": True}, "needs quantised weights"),
+        ({"weights": "nf4", "rotate_keys": True}, "about the KV cache"),
+    ],
+)
+def test_options(build, options, message):
+    with pytest.raises(HalfbyteError, match=message):
+        hf.quantize(build("llama"), **options)
+
+
+def test_wrong_things():
+    with pytest.raises(InvalidArgument, match="transformers model"):
+        hf.quantize(torch.nn.Linear(2, 2), "nf4")
+    with pytest.raises(InvalidArgument, match="model_or_config"):
+        hf.PackedCache({"hidden_size": 3}, 64)
+    for capacity in (0, -1, 2.5):
+        with pytest.raises(InvalidArgument, match="capacity"):
+            hf.PackedCache(tf.LlamaConfig(**LLAMA), capacity)
+
+
+def test_twice(build):
+    model = build("llama")
+    hf.quantize(model, "nf4")
+    with pytest.raises(InvalidArgument, match="quantised already"):
+        hf.quantize(model, "int4_g32")
+    assert hf.quantize(model, keys="int8") is model
+
+
+def test_cache_without_the_attention(build):
+    with pytest.raises(InvalidArgument, match="set_attn_implementation"):
+        hf.PackedCache(build("llama"), 64)
+
+
+def test_handles_refuse():
+    handle = Handle(None, torch.zeros(1), "keys")  # type: ignore[arg-type]
+    tries = [
+        lambda: handle.shape,
+        lambda: handle.transpose(1, 2),
+        lambda: handle[0],
+        lambda: handle * 2,
+        lambda: 2 + handle,
+        lambda: torch.cat([handle, handle]),
+        lambda: torch.matmul(torch.zeros(1), handle),
+        lambda: torch.zeros(1) @ handle,
+        lambda: len(handle),
+        lambda: next(iter(handle)),
+    ]
+    for use in tries:
+        with pytest.raises(Unsupported, match="transformers' own cache"):
+            use()
+
+
+def test_window_that_the_model_keeps_to_itself():
+    """A model that masks a window but does not hand it to attention would silently attend to everything."""
+    config = tf.PhimoeConfig(**{**SIZES, "num_key_value_heads": 2}, num_hidden_layers=1, intermediate_size=64, num_local_experts=2)
+    config.sliding_window, config.pad_token_id = 4, 0
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    hf.quantize(model, keys="int8", values="int8")
+    with pytest.raises(Unsupported, match="sliding window of 4"), torch.no_grad():
+        model(torch.ones(1, 8, dtype=torch.long), past_key_values=hf.PackedCache(model, 64, values="int8"), use_cache=True)
+
+
+def test_patterns_over_the_causal_mask():
+    with pytest.raises(Unsupported, match="or_mask_function"):
+        mask(1, q_length=4, kv_length=64, kv_offset=-1, use_vmap=True)
+
+
+def test_experts_are_told_once(build, caplog):
+    from halfbyte.hf import attention
+
+    attention._ANNOUNCED.clear()
+    model = hf.quantize(build("gpt_oss"), "int4_g32")
+    hf.quantize(build("gpt_oss"), "int4_g32")
+    assert sum("experts" in r.message for r in caplog.records) == 1
+    layer = model.model.layers[0]
+    assert isinstance(layer.self_attn.q_proj, QuantLinear)
+    assert not any(isinstance(m, QuantLinear) for m in layer.mlp.modules())

@@ -1,0 +1,495 @@
+"""Bad input: every public function answers with an error of the library's own that names the argument, or with the right result.
+
+`DEFECTS` lists what does not yet; take a line out when it is repaired (a repaired one fails here until then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte
+from halfbyte import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    HalfbyteError,
+    KVCache,
+    PagedKVCache,
+    QuantTensor,
+    decode_attention,
+    dequantize,
+    key_format,
+    linear,
+    merge_states,
+    prefill_attention,
+    qkv_projection,
+    quantize,
+)
+from halfbyte.planes import Plane
+
+META = torch.device("meta")
+FP8 = torch.float8_e4m3fn
+Call = Callable[[], object]
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cache(**options: Any) -> KVCache:
+    """Two sequences of 5 tokens, 2 heads of 64, room for 64."""
+    made = KVCache(2, 2, 64, 64, **options)
+    made.append(r(2, 2, 5, 64), r(2, 2, 5, 64))
+    return made
+
+
+def paged(**options: Any) -> PagedKVCache:
+    return PagedKVCache(2, 2, 64, 64, page_size=32, **options)
+
+
+def wrapped(lengths: torch.Tensor, table: torch.Tensor | None = None) -> KVCache:
+    c = cache()
+    return KVCache.from_buffers(c.keys, c.values, lengths, page_table=table)
+
+
+def kv(k: Any, v: Any = None, counts: Any = None, *, into: type[KVCache] = KVCache, **options: Any) -> Call:
+    """An append of k and v to a new cache."""
+    make = cache if into is KVCache else paged
+    return lambda: make(**options).append(k, r(2, 2, 1, 64) if v is None else v, counts)
+
+
+def attend(q: Any = None, **options: Any) -> Call:
+    """decode_attention over a new cache."""
+    return lambda: decode_attention(r(2, 4, 1, 64) if q is None else q, cache(), **options)
+
+
+def prefill(q: Any, k: Any, v: Any, **options: Any) -> Call:
+    return lambda: prefill_attention(q, k, v, cache(), **options)
+
+
+def merge(outs: Any, lses: Any, sinks: Any = None) -> Call:
+    return lambda: merge_states(outs, lses, sinks)
+
+
+def weight(name: str = "nf4") -> QuantTensor:
+    return quantize(r(8, 128), name)
+
+
+def fixed(scale: Any, name: str = "int8_tensor") -> Call:
+    return lambda: quantize(r(1, 1, 2, 64), key_format(name), scale=scale)
+
+
+def odd_shape() -> object:
+    made = quantize(r(2, 32), "nvfp4")
+    return QuantTensor(made.format, (2, 33), **made.parts()).dequantize()
+
+
+def negative_lengths_append() -> object:
+    return wrapped(ints(-1, 0)).append(r(2, 2, 1, 64), r(2, 2, 1, 64))
+
+
+def mixed_devices() -> object:
+    c = cache()
+    meta = KVCache(2, 2, 64, 64, device="meta")
+    return KVCache.from_buffers(c.keys, meta.values, c.lengths)
+
+
+one = r(2, 2, 1, 64)
+out4, lse4 = r(2, 4, 1, 64), r(2, 4, 1)
+#: name: (the call, what the message must hold). A name says what is wrong.
+REFUSED: dict[str, tuple[Call, str]] = {
+    # -- KVCache, PagedKVCache
+    "cache: batch -1": (lambda: KVCache(-1, 2, 64, 64), "batch=-1"),
+    "cache: kv_heads 0": (lambda: KVCache(1, 0, 64, 64), "kv_heads=0"),
+    "cache: head_dim 0": (lambda: KVCache(1, 1, 0, 64), "head_dim=0"),
+    "cache: capacity 0": (lambda: KVCache(1, 1, 64, 0), "capacity=0"),
+    "cache: capacity a float": (lambda: KVCache(1, 1, 64, 2.5), "capacity=2.5"),  # type: ignore[arg-type]
+    "cache: keys unknown": (lambda: cache(keys="int5"), r"keys='int5' is not a format; choose one of: fp16.*int4_channel"),
+    "cache: keys None": (lambda: cache(keys=None), "keys=None"),
+    "cache: values per channel": (lambda: cache(values="int8_channel"), "values='int8_channel' is for keys only"),
+    "cache: weight format by name": (lambda: cache(keys="nf4"), "keys='nf4'"),
+    "cache: groups do not divide": (lambda: KVCache(1, 1, 40, 8), "groups of 32"),
+    "cache: int4 and an odd head": (lambda: KVCache(1, 1, 59, 8, values="int4"), "even"),
+    "cache: dtype fp32": (lambda: cache(dtype=torch.float32), "dtype=torch.float32"),
+    "cache: dtype by name": (lambda: cache(dtype="float16"), "dtype=float16"),
+    "cache: rotation of 40": (lambda: KVCache(1, 1, 40, 8, values="int8", rotate_keys=True), "head_dim=40"),
+    "cache: k_scale of per head": (lambda: cache(k_scale=1.0), "fixed scale"),
+    "cache: k_scale NaN": (lambda: cache(keys="int8_tensor", k_scale=float("nan")), "fixed scale of nan"),
+    "cache: k_scale 0": (lambda: cache(keys="int8_tensor", k_scale=0.0), "fixed scale of 0"),
+    "cache: k_scale too large": (lambda: cache(keys="int8_tensor", k_scale=1e6), "fixed scale of 1000000"),
+    "cache: an option that does not exist": (lambda: cache(key="int4"), "key"),
+    "cache: value_dim 0": (lambda: cache(value_dim=0), "value_dim"),
+    "cache: device unknown": (lambda: cache(device="foo"), "device"),
+    "cache: k_scale a string": (lambda: cache(keys="int8_tensor", k_scale="a"), "scale"),
+    "cache: a weight format for keys": (lambda: cache(keys=WEIGHT_FORMATS["int4_g32"]), "keys"),
+    "cache: nf4 for values": (lambda: KVCache(2, 2, 64, 64, values=WEIGHT_FORMATS["nf4"]), "values"),
+    "paged: page_size 48": (lambda: PagedKVCache(1, 1, 64, 64, page_size=48), "page_size=48"),
+    "paged: pages -1": (lambda: paged(pages=-1), "pages=-1"),
+    "paged: pages a string": (lambda: paged(pages="a"), "pages='a'"),
+    # -- append
+    "append: k of rank 2": (kv(r(2, 64)), r"k has shape \[2, 64\]"),
+    "append: k of other heads": (kv(r(2, 3, 1, 64)), "k has shape"),
+    "append: k of another batch": (kv(r(3, 2, 1, 64)), "k has shape"),
+    "append: v of another head_dim": (kv(one, r(2, 2, 1, 32)), "v has shape"),
+    "append: k and v of other lengths": (kv(one, r(2, 2, 2, 64)), "k has 1 tokens and v 2"),
+    "append: k of integers": (kv(one.int()), r"k is torch\.int32"),
+    "append: k complex": (kv(one.to(torch.complex64)), r"k is torch\.complex64"),
+    "append: k on another device": (kv(one.to(META)), "k is on meta"),
+    "append: v on another device": (kv(one, one.to(META)), "v is on meta"),
+    "append: counts too short": (kv(one, counts=ints(1)), "counts is"),
+    "append: counts floating": (kv(one, counts=torch.ones(2)), "counts is"),
+    "append: counts on another device": (kv(one, counts=ints(1, 1).to(META)), "counts is"),
+    "append: counts of rank 2": (kv(one, counts=torch.ones(2, 1, dtype=torch.int32)), "counts is"),
+    "append: counts negative": (kv(one, counts=ints(-1, 1)), "counts runs from -1"),
+    "append: counts above L": (kv(one, counts=ints(2, 1)), "counts runs from 1 to 2"),
+    "append: k of float8": (kv(one.to(FP8)), "k is"),
+    "append: k beyond fp32": (kv(one.double() * 1e300, keys="fp16"), "k rounded to fp16"),
+    "append: k beyond fp32, per head": (kv(one.double() * 1e300), "too large"),
+    "append: k beyond fp32, per tensor": (kv(one.double() * 1e300, keys="int8_tensor", k_scale=1.0), "k"),
+    "append: negative lengths of an engine": (negative_lengths_append, "lengths"),
+    "append: lengths beyond the capacity": (lambda: wrapped(ints(65, 0)).append(one, one), "capacity"),
+    "paged append: k of rank 2": (kv(r(2, 64), into=PagedKVCache), "k has shape"),
+    "paged append: counts of rank 0": (kv(one, counts=torch.tensor(1), into=PagedKVCache), "counts"),
+    "paged append: counts of rank 2": (kv(one, counts=torch.ones(2, 1, dtype=torch.int32), into=PagedKVCache), "counts"),
+    "paged append: counts on another device": (kv(one, counts=ints(1, 1).to(META), into=PagedKVCache), "counts"),
+    "paged append: counts NaN": (kv(one, counts=torch.tensor([1, torch.nan]), into=PagedKVCache), "counts"),
+    "paged append: counts too long": (kv(one, counts=ints(1, 1, 1), into=PagedKVCache), "counts is"),
+    "paged append: counts negative": (kv(one, counts=ints(-1, 1), into=PagedKVCache), "counts runs from -1"),
+    # -- the rest of a cache
+    "crop: -1": (lambda: cache().crop(-1), "length=-1"),
+    "crop: a negative entry": (lambda: cache().crop(ints(1, -1)), "length="),
+    "crop: a fraction": (lambda: cache().crop(2.5), "length"),  # type: ignore[arg-type]
+    "crop: a floating tensor": (lambda: cache().crop(torch.tensor([1.5, 2.0])), "length"),
+    "crop: of another batch": (lambda: cache().crop(ints(1, 2, 3)), "length"),
+    "crop: rank 2": (lambda: cache().crop(torch.ones(2, 1, dtype=torch.int32)), "length"),
+    "crop: NaN": (lambda: cache().crop(float("nan")), "length"),  # type: ignore[arg-type]
+    "crop: None": (lambda: cache().crop(None), "length"),  # type: ignore[arg-type]
+    "reorder: out of range": (lambda: cache().reorder(ints(0, 2)), "index names a sequence outside"),
+    "reorder: negative": (lambda: cache().reorder(ints(0, -1)), "index names a sequence outside"),
+    "reorder: too short": (lambda: cache().reorder(ints(0)), "index has 1"),
+    "reorder: floating": (lambda: cache().reorder(torch.zeros(2)), r"index is torch\.float32"),
+    "reorder: rank 0": (lambda: cache().reorder(torch.tensor(0)), "index is"),
+    "reorder: a mask": (lambda: cache().reorder(torch.tensor([True, False])), "index"),
+    "reorder: complex": (lambda: cache().reorder(torch.tensor([0, 1j])), "index"),
+    "reorder: another device": (lambda: cache().reorder(ints(0, 1).to(META)), "index"),
+    "paged reorder: out of range": (lambda: paged().reorder(ints(0, 2)), "index names a sequence outside"),
+    "select: a mask": (lambda: cache().select(torch.tensor([True, False])), "index"),
+    "select: out of range": (lambda: cache().select(ints(2)), "index names a sequence outside"),
+    "repeat_interleave: -1": (lambda: cache().repeat_interleave(-1), "repeats"),
+    "repeat_interleave: 1.5": (lambda: cache().repeat_interleave(1.5), "repeats"),  # type: ignore[arg-type]
+    "from_buffers: lengths on another device": (lambda: wrapped(ints(0, 0).to(META)), "lengths"),
+    "from_buffers: page table on another device": (lambda: wrapped(ints(0, 0), torch.zeros(2, 1).int().to(META)), "page_table"),
+    "from_buffers: planes on two devices": (mixed_devices, "values"),
+    "from_buffers: lengths of 64 bits": (lambda: wrapped(ints(0, 0).long()), "lengths is"),
+    "from_buffers: page table of another batch": (lambda: wrapped(ints(0, 0), torch.zeros(3, 1).int()), "page_table is"),
+    # -- decode_attention
+    "attend: q of rank 3": (attend(r(2, 4, 64)), "q has shape"),
+    "attend: q of another batch": (attend(r(3, 4, 1, 64)), "q has a batch of 3"),
+    "attend: q of another head_dim": (attend(r(2, 4, 1, 32)), "q has a head_dim of 32"),
+    "attend: heads do not divide": (attend(r(2, 3, 1, 64)), "q has 3 heads"),
+    "attend: no heads": (attend(r(2, 0, 1, 64)), "q has 0 heads"),
+    "attend: q of integers": (attend(r(2, 4, 1, 64).int()), r"q is torch\.int32"),
+    "attend: q of float8": (attend(r(2, 4, 1, 64).to(FP8)), "q is"),
+    "attend: q complex": (attend(r(2, 4, 1, 64).to(torch.complex64)), "q is"),
+    "attend: q on another device": (attend(r(2, 4, 1, 64).to(META)), "q is on meta"),
+    "attend: window 0": (attend(window=0), "window=0"),
+    "attend: window -3": (attend(window=-3), "window=-3"),
+    "attend: window a fraction": (attend(window=2.5), "window"),
+    "attend: window beyond 64 bits": (attend(window=2**63), "window"),
+    "attend: window a string": (attend(window="a"), "window"),
+    "attend: softcap 0": (attend(softcap=0.0), "softcap=0"),
+    "attend: softcap NaN": (attend(softcap=float("nan")), "softcap=nan"),
+    "attend: softcap infinite": (attend(softcap=float("inf")), "softcap"),
+    "attend: softcap a string": (attend(softcap="a"), "softcap"),
+    "attend: sm_scale NaN": (attend(sm_scale=float("nan")), "sm_scale=nan"),
+    "attend: sm_scale infinite": (attend(sm_scale=float("inf")), "sm_scale=inf"),
+    "attend: sm_scale a string": (attend(sm_scale="a"), "sm_scale"),
+    "attend: slopes too few": (attend(alibi_slopes=r(2)), "alibi_slopes is"),
+    "attend: slopes of integers": (attend(alibi_slopes=ints(1, 1, 1, 1)), "alibi_slopes is"),
+    "attend: slopes on another device": (attend(alibi_slopes=r(4).to(META)), "alibi_slopes is"),
+    "attend: sinks too many": (attend(sinks=r(5)), "sinks is"),
+    "attend: sinks of rank 2": (attend(sinks=r(1, 4)), "sinks is"),
+    "attend: starts floating": (attend(starts=r(2)), "starts is"),
+    "attend: starts a mask": (attend(starts=torch.tensor([True, False])), "starts"),
+    "attend: starts too long": (attend(starts=ints(0, 0, 0)), "starts is"),
+    "attend: query_start floating": (attend(query_start=r(2)), "query_start is"),
+    "attend: impl unknown": (attend(impl="triton"), "impl='triton' does not exist"),
+    "attend: negative lengths": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(-1, 0))), "lengths run from -1"),
+    "attend: lengths beyond the capacity": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(0, 65))), "to 65"),
+    # -- prefill_attention
+    "prefill: chunk longer than the cache's": (prefill(r(2, 4, 6, 64), r(2, 2, 6, 64), r(2, 2, 6, 64)), "lengths run from -1"),
+    "prefill: k of rank 3": (prefill(r(2, 4, 5, 64), r(2, 5, 64), r(2, 2, 5, 64)), "k has shape"),
+    "prefill: k of query heads": (prefill(r(2, 4, 5, 64), r(2, 4, 5, 64), r(2, 2, 5, 64)), "k has shape"),
+    "prefill: v shorter": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 4, 64)), "v has shape"),
+    "prefill: k on another device": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64).to(META), r(2, 2, 5, 64)), "k is on meta"),
+    "prefill: k of integers": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64).int(), r(2, 2, 5, 64)), "int32"),
+    "prefill: v of float8": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 5, 64).to(FP8)), "float8"),
+    "prefill: window 0": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 5, 64), window=0), "window=0"),
+    # -- merge_states
+    "merge: nothing": (merge([], []), "outs has 0 parts"),
+    "merge: one lse missing": (merge([out4, out4], [lse4]), "outs has 2 parts and lses 1"),
+    "merge: other shapes": (merge([out4, out4[:1]], [lse4, lse4[:1]]), "part 1 has"),
+    "merge: lse of rank 4": (merge([out4], [lse4[..., None]]), "part 0 has"),
+    "merge: sinks of other heads": (merge([out4], [lse4], r(3)), "sinks"),
+    "merge: sinks on another device": (merge([out4], [lse4], r(4).to(META)), "sinks"),
+    "merge: parts on two devices": (merge([out4, out4.to(META)], [lse4, lse4]), "part 1"),
+    "merge: outs of integers": (merge([out4.int()], [lse4]), "outs|part 0"),
+    "merge: lses of integers": (merge([out4], [lse4.int()]), "lses|part 0"),
+    # -- quantize, dequantize, QuantTensor
+    "quantize: format unknown": (
+        lambda: quantize(r(2, 128), "int3"),
+        r"fmt='int3' is not a format; choose one of: int4_g32.*nvfp4",
+    ),
+    "quantize: a KV name": (lambda: quantize(r(2, 128), "int8"), "key_format"),
+    "quantize: a scalar": (lambda: quantize(torch.tensor(1.0), "int8_col"), "scalar"),
+    "quantize: integers": (lambda: quantize(torch.ones(2, 128).int(), "nf4"), r"x is torch\.int32"),
+    "quantize: complex": (lambda: quantize(torch.ones(2, 128).to(torch.complex64), "nf4"), "x is"),
+    "quantize: float8": (lambda: quantize(r(2, 128).to(FP8), "nf4"), "x is"),
+    "quantize: groups do not divide": (lambda: quantize(r(2, 96), "nf4"), "x has a last axis of 96"),
+    "quantize: an odd axis": (lambda: quantize(r(2, 33), "int4_col"), "even"),
+    "quantize: per channel of rank 2": (lambda: quantize(r(32, 64), key_format("int8_channel")), "x has 2 axes"),
+    "quantize: per token of rank 3": (lambda: quantize(r(2, 32, 64), key_format("int8_token")), "x has 3 axes"),
+    "quantize: beyond fp16": (lambda: quantize(r(2, 128) * 1e6, key_format("fp16")), "x"),
+    "quantize: beyond fp32, mxfp4": (lambda: quantize(torch.full((2, 128), 1e300, dtype=torch.float64), "mxfp4"), "x"),
+    "quantize: beyond fp32, nvfp4": (lambda: quantize(torch.full((2, 128), 1e200, dtype=torch.float64), "nvfp4"), "x"),
+    "quantize: scale of mxfp4": (lambda: quantize(r(2, 128), "mxfp4", scale=torch.ones(1)), "scale"),
+    "quantize: scale of nvfp4": (lambda: quantize(r(2, 128), "nvfp4", scale=torch.ones(1)), "scale"),
+    "quantize: scale of nf4": (lambda: quantize(r(2, 128), "nf4", scale=torch.ones(1)), "scale"),
+    "quantize: scale of per head": (fixed(torch.ones(1), "int8"), "scale"),
+    "quantize: scale 0": (fixed(torch.zeros(1)), "scale"),
+    "quantize: scale negative": (fixed(-torch.ones(1)), "scale"),
+    "quantize: scale NaN": (fixed(torch.tensor([torch.nan])), "scale"),
+    "quantize: scale below fp16": (fixed(torch.tensor([1e-9])), "scale"),
+    "quantize: scale beyond fp16": (fixed(torch.tensor([1e6])), "scale"),
+    "quantize: two scales": (fixed(torch.ones(2)), "scale"),
+    "quantize: scale a float": (fixed(1.0), "scale"),
+    "quantize: on the meta device": (lambda: quantize(r(2, 128).to(META), "nf4"), "x"),
+    "dequantize: to integers": (lambda: dequantize(weight(), torch.int32), "dtype"),
+    "dequantize: dtype by name": (lambda: dequantize(weight(), "float16"), "dtype"),  # type: ignore[arg-type]
+    "QuantTensor: scales missing": (lambda: replace(weight(), scales=None), "scales is missing"),
+    "QuantTensor: offsets too many": (lambda: replace(weight(), offsets=torch.zeros(8, 2).byte()), "offsets was given"),
+    "QuantTensor: codes of another type": (lambda: replace(weight(), codes=weight().codes.char()), "codes is"),
+    "QuantTensor: another shape": (lambda: replace(weight(), shape=(8, 64)), "codes is"),
+    "QuantTensor: two devices": (lambda: replace(weight(), scales=r(8, 2).to(META)), "scales is on meta"),
+    "QuantTensor: a shape the format does not divide": (odd_shape, "33"),
+    "QuantTensor: format by name": (lambda: replace(weight(), format="nf4"), "format"),  # type: ignore[arg-type]
+    # -- linear, qkv_projection
+    "linear: not quantised": (lambda: linear(r(2, 128), r(8, 128)), "weight is Tensor"),  # type: ignore[arg-type]
+    "linear: weight None": (lambda: linear(r(2, 128), None), "weight is NoneType"),  # type: ignore[arg-type]
+    "linear: x of integers": (lambda: linear(torch.ones(2, 128).int(), weight()), r"x is torch\.int32"),
+    "linear: x of float8": (lambda: linear(r(2, 128).to(FP8), weight()), "x is"),
+    "linear: x too wide": (lambda: linear(r(2, 129), weight()), "x has shape"),
+    "linear: x a scalar": (lambda: linear(torch.tensor(1.0), weight()), "x has shape"),
+    "linear: x on another device": (lambda: linear(r(2, 128).to(META), weight()), "x is on meta"),
+    "linear: bias of another size": (lambda: linear(r(2, 128), weight(), r(3)), "bias is"),
+    "linear: bias of integers": (lambda: linear(r(2, 128), weight(), torch.ones(8).int()), "bias is"),
+    "linear: bias on another device": (lambda: linear(r(2, 128), weight(), r(8).to(META)), "bias is"),
+    "linear: impl unknown": (lambda: linear(r(2, 128), weight(), impl="x"), "impl='x'"),
+    "linear: a KV format": (lambda: linear(r(2, 128), quantize(r(8, 128), key_format("int8"))), "int8"),
+    "linear: a KV format of a weight's name": (lambda: linear(r(2, 128), quantize(r(8, 128), key_format("int4_g32"))), "offsets"),
+    "linear: a weight of rank 3": (lambda: linear(r(2, 128), quantize(r(2, 8, 128), "nf4")), "weight has shape"),
+    "qkv: two weights": (lambda: qkv_projection(r(2, 128), (weight(), weight())), "weights has 2 parts"),  # type: ignore[arg-type]
+    "qkv: one unquantised": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
+    "qkv: one of another width": (lambda: qkv_projection(r(2, 128), (weight(), quantize(r(8, 64), "nf4"), weight())), "k weight"),
+    "qkv: a bias of another size": (lambda: qkv_projection(r(2, 128), (weight(),) * 3, (None, None, r(3))), "v bias"),
+    # -- format names
+    "key_format: unknown": (lambda: key_format("nope"), "keys='nope' is not a format; choose one of: fp16"),
+    "key_format: a number": (lambda: key_format(3), "keys=3"),  # type: ignore[arg-type]
+}
+
+#: What does not hold yet, and what comes instead.
+DEFECTS = {
+    "cache: an option that does not exist": "silently ignored: a mistyped keys= gives the default format",
+    "cache: value_dim 0": "silently means head_dim",
+    "cache: device unknown": "RuntimeError of torch",
+    "cache: k_scale a string": "TypeError",
+    "cache: a weight format for keys": "accepted; the op then takes the KV format of that name: float offsets stored as uint8",
+    "cache: nf4 for values": "accepted at construction; every append then fails",
+    "append: k of float8": "NotImplementedError of torch",
+    "append: k beyond fp32, per tensor": "becomes infinite in fp32 and is silently saturated",
+    "append: negative lengths of an engine": "silently writes the last row, Python's index -1",
+    "paged append: k of rank 2": "IndexError",
+    "paged append: counts of rank 0": "TypeError",
+    "paged append: counts of rank 2": "TypeError",
+    "paged append: counts on another device": "NotImplementedError of torch",
+    "paged append: counts NaN": "ValueError of Python",
+    "crop: a fraction": "silently rounded down",
+    "crop: a floating tensor": "silently rounded down",
+    "crop: of another batch": "RuntimeError of torch",
+    "crop: rank 2": "RuntimeError of torch",
+    "crop: NaN": "RuntimeError of torch",
+    "crop: None": "TypeError",
+    "reorder: a mask": "taken for the indices 1, 0",
+    "reorder: complex": "the imaginary part is dropped",
+    "reorder: another device": "NotImplementedError of torch",
+    "select: a mask": "taken for the indices 1, 0",
+    "repeat_interleave: -1": "RuntimeError of torch",
+    "repeat_interleave: 1.5": "TypeError of torch",
+    "from_buffers: lengths on another device": "accepted",
+    "from_buffers: page table on another device": "accepted",
+    "from_buffers: planes on two devices": "accepted",
+    "attend: window a fraction": "RuntimeError of torch",
+    "attend: window beyond 64 bits": "RuntimeError of torch",
+    "attend: window a string": "TypeError",
+    "attend: softcap infinite": "NaN everywhere (inf * tanh(0))",
+    "attend: softcap a string": "TypeError",
+    "attend: sm_scale a string": "ValueError of Python",
+    "attend: starts a mask": "taken for 1 and 0",
+    "merge: sinks of other heads": "RuntimeError of torch",
+    "merge: sinks on another device": "RuntimeError of torch",
+    "merge: parts on two devices": "RuntimeError of torch",
+    "merge: outs of integers": "silently truncated to integers",
+    "merge: lses of integers": "accepted",
+    "quantize: beyond fp16": "infinity is stored in a format that promises finite numbers",
+    "quantize: beyond fp32, mxfp4": "IndexError",
+    "quantize: beyond fp32, nvfp4": "NaN everywhere",
+    "quantize: scale of mxfp4": "silently ignored",
+    "quantize: scale of nvfp4": "silently ignored",
+    "quantize: scale of nf4": "RuntimeError of torch",
+    "quantize: scale 0": "every code saturates",
+    "quantize: scale negative": "accepted; int8 only",
+    "quantize: scale below fp16": "rounds to 0 in fp16: every code saturates",
+    "quantize: two scales": "RuntimeError of torch",
+    "quantize: scale a float": "AttributeError",
+    "quantize: on the meta device": "RuntimeError of torch",
+    "dequantize: to integers": "silently truncates",
+    "dequantize: dtype by name": "RuntimeError of torch",
+    "QuantTensor: a shape the format does not divide": "accepted; dequantises to [2, 32]",
+    "QuantTensor: format by name": "AttributeError",
+}
+
+
+def _marked() -> list[Any]:
+    assert set(DEFECTS) <= set(REFUSED), set(DEFECTS) - set(REFUSED)
+    return [
+        pytest.param(name, id=name, marks=pytest.mark.xfail(strict=True, reason=DEFECTS[name]) if name in DEFECTS else ())
+        for name in REFUSED
+    ]
+
+
+@pytest.mark.parametrize("name", _marked())
+def test_refused_by_name(name: str) -> None:
+    call, says = REFUSED[name]
+    with pytest.raises(HalfbyteError, match=says):
+        call()
+
+
+def test_everything_public_is_exercised() -> None:
+    """A new public name must come with its bad input."""
+    here = {name.split(":")[0].split()[0] for name in REFUSED}
+    covered = {
+        "KVCache": "cache",
+        "PagedKVCache": "paged",
+        "decode_attention": "attend",
+        "prefill_attention": "prefill",
+        "merge_states": "merge",
+        "quantize": "quantize",
+        "dequantize": "dequantize",
+        "QuantTensor": "QuantTensor",
+        "linear": "linear",
+        "qkv_projection": "qkv",
+        "key_format": "key_format",
+    }
+    data = {"Format", "KV_FORMATS", "WEIGHT_FORMATS", "HalfbyteError"}
+    assert set(halfbyte.__all__) == set(covered) | data
+    assert set(covered.values()) <= here
+
+
+# ---------------------------------------------------------------------------------------------------- odd, but right
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=pytest.mark.xfail(strict=True, reason="RuntimeError"))])
+def test_no_queries(impl: str) -> None:
+    out, lse = decode_attention(r(2, 4, 0, 64), cache(), return_lse=True, impl=impl)
+    assert out.shape == (2, 4, 0, 64)
+    assert lse.shape == (2, 4, 0)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_no_sequences(impl: str) -> None:
+    empty = KVCache(0, 2, 64, 64)
+    empty.append(r(0, 2, 3, 64), r(0, 2, 3, 64))
+    empty.crop(1)
+    empty.reorder(torch.zeros(0, dtype=torch.long))
+    assert decode_attention(r(0, 4, 2, 64), empty, impl=impl).shape == (0, 4, 2, 64)  # type: ignore[union-attr]
+    assert prefill_attention(r(0, 4, 2, 64), r(0, 2, 2, 64), r(0, 2, 2, 64), empty, impl=impl).shape == (0, 4, 2, 64)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_lengths_of_nothing(impl: str) -> None:
+    out, lse = decode_attention(r(2, 4, 3, 64), KVCache(2, 2, 64, 8), return_lse=True, impl=impl, sinks=r(4))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_positions_outside_the_cache(impl: str) -> None:
+    """Queries before everything see nothing; queries behind everything see everything; starts behind everything hide it all."""
+    q = r(2, 4, 1, 64)
+    everything = decode_attention(q, cache(), impl=impl)
+    far = decode_attention(q, cache(), query_start=torch.tensor([-(2**40), 2**40]), impl=impl)
+    assert not far[0].any()  # type: ignore[index]
+    torch.testing.assert_close(far[1], everything[1])  # type: ignore[index]
+    hidden = decode_attention(q, cache(), starts=ints(-7, 99), impl=impl)
+    torch.testing.assert_close(hidden[0], everything[0])  # type: ignore[index]
+    assert not hidden[1].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_infinite_sinks(impl: str) -> None:
+    q = r(2, 4, 1, 64)
+    plain = decode_attention(q, cache(), impl=impl)
+    none = decode_attention(q, cache(), sinks=torch.full((4,), -torch.inf), impl=impl)
+    torch.testing.assert_close(none, plain)
+    swallowed = decode_attention(q, cache(), sinks=torch.full((4,), torch.inf), impl=impl)
+    assert not swallowed.any()  # type: ignore[union-attr]
+
+
+def test_crop_to_more_than_there_is() -> None:
+    c = cache()
+    c.crop(10_000)
+    assert c.lengths.tolist() == [5, 5]
+
+
+@pytest.mark.xfail(strict=True, reason="RuntimeError: value cannot be converted to type int32 without overflow")
+def test_crop_to_more_than_int32_holds() -> None:
+    c = cache()
+    c.crop(2**40)
+    assert c.lengths.tolist() == [5, 5]
+
+
+@pytest.mark.xfail(strict=True, reason="g underflows to 0, 0 / 0 is NaN, and the table is indexed out of range (IndexError)")
+def test_nvfp4_of_subnormal_numbers() -> None:
+    q = quantize(torch.full((2, 16), 1e-44), "nvfp4")
+    assert dequantize(q).isfinite().all()
+
+
+@pytest.mark.xfail(strict=True, reason="an append outside no_grad ties the cache to the graph of k and v: it grows with every step")
+def test_gradients_do_not_enter_a_cache() -> None:
+    for keys in KV_FORMATS:
+        c = KVCache(2, 2, 64, 64, keys=keys)
+        c.append(r(2, 2, 33, 64).requires_grad_(), r(2, 2, 33, 64).requires_grad_())
+        assert not any(t.requires_grad for t in c.tensors())
+
+
+def test_offset_views_of_an_engine_are_read_at_any_byte() -> None:
+    """Codes at odd byte addresses."""
+    source = cache(keys="int8", values="int8")
+    for shift in (1, 2, 4, 8):
+        planes = []
+        for plane in (source.keys, source.values):
+            codes = torch.empty(plane.codes.numel() + shift, dtype=torch.int8)[shift:].view_as(plane.codes)
+            codes.copy_(plane.codes)
+            planes.append(Plane(plane.format, codes, plane.scales))
+        moved = KVCache.from_buffers(*planes, source.lengths)
+        q = r(2, 4, 1, 64)
+        for impl in ("cpu", "reference"):
+            assert torch.equal(decode_attention(q, moved, impl=impl), decode_attention(q, source, impl=impl))  # type: ignore[arg-type]

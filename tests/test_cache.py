@@ -1,0 +1,561 @@
+"""KVCache: what is stored does not depend on how it arrived, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.cache import KVCache
+from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
+from halfbyte.formats import KV_FORMATS, key_format
+from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.paging import PagedKVCache
+from halfbyte.planes import Plane
+from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.quantize import dequantize, quantize
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+KEYS = list(KV_FORMATS)
+VALUES = [name for name, f in KV_FORMATS.items() if not f.token_block]
+DIMS = [40, 64, 80, 96, 128, 256, 59]
+
+
+def fits(name: str, dim: int) -> bool:
+    fmt = KV_FORMATS[name]
+    grouped = fmt.granularity == "group" and fmt.scale is not None and dim % (fmt.scale.group or 1) != 0
+    return not grouped and dim % fmt.code.per_byte == 0
+
+
+def rows(t: torch.Tensor, cache: KVCache, b: int, count: int) -> torch.Tensor:
+    """The first `count` rows (tokens, or blocks of tokens) of sequence b, through the page table if there is one."""
+    axis = 1 if t.ndim == 2 else 2
+    if cache.page_table is None:
+        return t[b].narrow(axis - 1, 0, count)
+    size = t.shape[axis]
+    pages = [t[int(p)] for p in cache.page_table[b, : -(-count // size)]]
+    return torch.cat(pages, axis - 1).narrow(axis - 1, 0, count) if pages else t.new_zeros(t.shape[1:]).narrow(axis - 1, 0, 0)
+
+
+def stored(cache: KVCache, b: int) -> list[torch.Tensor]:
+    """Everything that sequence b holds: codes, scales, offsets and the tail, and nothing behind its length."""
+    n, parts = int(cache.lengths[b]), []
+    for plane in (cache.keys, cache.values):
+        block = plane.format.token_block or 1
+        done = n // block
+        parts.append(rows(plane.codes, cache, b, done * block))
+        for t in (plane.scales, plane.offsets):
+            if t is not None:
+                parts.append(t if t.ndim == 1 else rows(t, cache, b, done))
+        if plane.tail is not None:
+            parts.append(plane.tail[b, :, : n - done * block])
+    return parts
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def assert_same(a: KVCache, b: KVCache) -> None:
+    assert torch.equal(a.lengths, b.lengths)
+    for sequence in range(a.batch):
+        for s, t in zip(stored(a, sequence), stored(b, sequence), strict=True):
+            assert same_bits(s, t)
+
+
+def snapshot(cache: KVCache) -> tuple[list[torch.Tensor], object]:
+    host = ()
+    if isinstance(cache, PagedKVCache):
+        host = ([list(h) for h in cache._held], list(cache._tokens), list(cache._holders), sorted(cache._free))
+    return [t.clone() for t in cache.tensors()], host
+
+
+def assert_unchanged(cache: KVCache, before: tuple[list[torch.Tensor], object]) -> None:
+    tensors, host = snapshot(cache)
+    assert all(same_bits(a, b) for a, b in zip(tensors, before[0], strict=True))
+    assert host == before[1]
+
+
+def make(paged: bool, batch: int, heads: int, dim: int, capacity: int, **options: Any) -> KVCache:
+    if paged:
+        return PagedKVCache(batch, heads, dim, capacity, page_size=32, **options)
+    return KVCache(batch, heads, dim, capacity, **options)
+
+
+def tokens(batch: int, heads: int, count: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randn(batch, heads, count, dim, generator=generator)
+    return k * torch.logspace(-1, 1, dim), torch.randn(batch, heads, count, dim, generator=generator)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> dict[str, Any]:
+    dim = draw(st.sampled_from(DIMS))
+    keys = draw(st.sampled_from([k for k in KEYS if fits(k, dim)]))
+    values = draw(st.sampled_from([v for v in VALUES if fits(v, dim)]))
+    options: dict[str, Any] = {"keys": keys, "values": values}
+    if keys.endswith("_tensor"):
+        options["k_scale"] = 0.125
+    if values.endswith("_tensor"):
+        options["v_scale"] = 0.03125
+    options["rotate_keys"] = draw(st.booleans()) and dim % 16 == 0
+    options["dtype"] = draw(st.sampled_from([torch.float16, torch.bfloat16]))
+    return {"batch": draw(st.integers(0, 4)), "heads": draw(st.integers(1, 3)), "dim": dim, "capacity": 70} | options
+
+
+# ------------------------------------------------------------------------------------------------------------------ append
+
+
+@settings(max_examples=60)
+@given(layout=layouts(), cuts=st.lists(st.integers(0, 40), max_size=5), paged=st.booleans(), seed=st.integers(0, 999))
+def test_any_cut_stores_the_same_bits(layout: dict[str, Any], cuts: list[int], paged: bool, seed: int) -> None:
+    one, many = make(paged, **layout), make(paged, **layout)
+    k, v = tokens(layout["batch"], layout["heads"], 70, layout["dim"], seed)
+    one.append(k, v)
+    for lo, hi in zip([0, *sorted(cuts)], [*sorted(cuts), 70], strict=True):
+        many.append(k[:, :, lo:hi], v[:, :, lo:hi])
+    assert many.lengths.tolist() == [70] * layout["batch"]
+    assert_same(one, many)
+    for a, b in zip(one.dequantized(), many.dequantized(), strict=True):
+        assert torch.equal(a, b)
+
+
+@settings(max_examples=60)
+@given(layout=layouts(), data=st.data(), seed=st.integers(0, 999))
+def test_counts_store_what_each_sequence_alone_would(layout: dict[str, Any], data: st.DataObject, seed: int) -> None:
+    """Ragged appends, whatever lies beyond the counts, contiguous and paged: the same bits as one sequence at a time."""
+    batch = layout["batch"]
+    caches = [make(paged, **layout) for paged in (False, True)]
+    alone = [KVCache(**{**_arguments(layout), "batch": 1}) for _ in range(batch)]
+    for step in range(2):
+        count = data.draw(st.integers(0, 35))
+        counts = torch.tensor(data.draw(st.lists(st.integers(0, count), min_size=batch, max_size=batch)), dtype=torch.int32)
+        k, v = tokens(batch, layout["heads"], count, layout["dim"], seed + step)
+        for b, n in enumerate(counts.tolist()):
+            k[b, :, n:], v[b, :, n:] = torch.nan, torch.inf
+            alone[b].append(k[b : b + 1, :, :n], v[b : b + 1, :, :n])
+        for cache in caches:
+            cache.append(k, v, counts)
+    assert_same(*caches)
+    for b, single in enumerate(alone):
+        assert caches[0].lengths[b] == single.lengths[0]
+        assert all(same_bits(s, t) for s, t in zip(stored(caches[0], b), stored(single, 0), strict=True))
+
+
+def _arguments(layout: dict[str, Any]) -> dict[str, Any]:
+    renamed = {"heads": "kv_heads", "dim": "head_dim"}
+    return {renamed.get(name, name): value for name, value in layout.items()}
+
+
+@pytest.mark.parametrize("keys", [k for k in KEYS if not k.endswith("_tensor")])
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_cache_holds_what_quantise_makes(keys: str, paged: bool) -> None:
+    k, v = tokens(2, 2, 64, 64)
+    k = k.bfloat16().float()  # the tail rounds
+    cache = make(paged, 2, 2, 64, 96, keys=keys, values="int4")
+    cache.append(k, v)
+    got_k, got_v = cache.dequantized()
+    assert torch.equal(got_k[:, :, :64], dequantize(quantize(k, key_format(keys))))
+    assert torch.equal(got_v[:, :, :64], dequantize(quantize(v, key_format("int4"))))
+    assert not got_k[:, :, 64:].any()
+
+
+def test_the_tail_is_the_input_in_sixteen_bits() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        cache = KVCache(1, 2, 64, 64, keys="int4_channel", dtype=dtype)
+        k, v = tokens(1, 2, 40, 64)
+        cache.append(k, v)
+        assert torch.equal(cache.dequantized()[0][:, :, 32:40], k[:, :, 32:].to(dtype).float())
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "fp16"])
+def test_rotated_keys_are_rotated_before_they_are_quantised(keys: str) -> None:
+    cache, k = KVCache(1, 2, 64, 8, keys=keys, rotate_keys=True), tokens(1, 2, 8, 64)[0]
+    cache.append(k, k)
+    expected = dequantize(quantize(rotate(k), key_format(keys)))
+    assert torch.equal(cache.dequantized()[0], rotate(expected))
+    assert not torch.equal(expected, dequantize(quantize(k, key_format(keys))))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", ["int8", "int4_channel", "int8_tensor", "fp16"])
+def test_an_append_past_the_capacity_changes_nothing(paged: bool, keys: str) -> None:
+    cache = make(paged, 3, 2, 64, 64, keys=keys)
+    k, v = tokens(3, 2, 40, 64)
+    cache.append(k, v, torch.tensor([40, 3, 0]))
+    before = snapshot(cache)
+    with pytest.raises(CapacityError, match=r"sequence 0 holds 40 tokens and 25 more.*capacity of 64"):
+        cache.append(k, v, torch.tensor([25, 5, 5]))
+    assert_unchanged(cache, before)
+    cache.append(k, v, torch.tensor([24, 40, 40]))  # exactly full is fine
+    assert cache.lengths.tolist() == [64, 43, 40]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", ["int8", "int4_g32", "int4_channel", "int8_tensor", "fp8", "fp16", "bf16"])
+@pytest.mark.parametrize("values", ["int8_tensor", "fp16", "int4"])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_infinity_change_nothing(paged: bool, keys: str, values: str, which: str, bad: float) -> None:
+    cache = make(paged, 2, 2, 64, 64, keys=keys, values=values)
+    k, v = tokens(2, 2, 33, 64)
+    before = snapshot(cache)  # also nothing calibrated
+    for _ in range(2):
+        x = {"k": k.clone(), "v": v.clone()}
+        x[which][1, 1, 32, 7] = bad
+        with pytest.raises(InvalidArgument, match=f"{which} holds 1 NaN or infinite"):
+            cache.append(x["k"], x["v"])
+        assert_unchanged(cache, before)
+        cache.reset()
+        cache.append(k[:, :, :7], v[:, :, :7])
+        before = snapshot(cache)
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp16"])
+def test_numbers_beyond_sixteen_bits_change_nothing(keys: str) -> None:
+    cache = KVCache(1, 1, 64, 64, keys=keys, dtype=torch.float16)
+    before = snapshot(cache)
+    k, v = tokens(1, 1, 32, 64)
+    k[0, 0, 5, 5] = 1e8
+    with pytest.raises(InvalidArgument, match=r"too large|rounded to"):
+        cache.append(k, v)
+    assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("counts", [[-1, 1], [4, 1], [0, 5]])
+@pytest.mark.parametrize("paged", [False, True])
+def test_counts_outside_the_tokens_given_change_nothing(counts: list[int], paged: bool) -> None:
+    cache = make(paged, 2, 2, 64, 64)
+    before = snapshot(cache)
+    with pytest.raises(InvalidArgument, match="counts runs from"):
+        cache.append(*tokens(2, 2, 3, 64), torch.tensor(counts))
+    assert_unchanged(cache, before)
+
+
+def test_the_per_tensor_scale_is_measured_once() -> None:
+    cache = KVCache(2, 2, 64, 64, keys="int8_tensor", values="fp8_tensor")
+    k, v = tokens(2, 2, 5, 64)
+    cache.append(k, v)
+    assert cache.keys.scales is not None
+    expected = quantize(k, key_format("int8_tensor"))
+    assert expected.scales is not None
+    assert torch.equal(cache.keys.scales, expected.scales)
+    assert cache.keys.saturated is not None
+    assert cache.keys.saturated.item() == 0
+    cache.append(k * 2, v)
+    assert torch.equal(cache.keys.scales, expected.scales)
+    beyond = ((k * 2 / expected.scales.float()).round().abs() > 127).sum()
+    assert cache.keys.saturated.item() == beyond > 0
+    cache.reset()
+    assert not cache.keys.scales.any()
+    assert not cache.keys.saturated.any()
+    fixed = KVCache(2, 2, 64, 64, keys="int8_tensor", k_scale=0.5)
+    fixed.append(k, v)
+    fixed.reset()
+    assert fixed.keys.scales is not None
+    assert fixed.keys.scales.tolist() == [0.5]
+
+
+@pytest.mark.xfail(strict=True, reason="an append of nothing calibrates the scale to its floor, 2^-24: everything after saturates")
+@pytest.mark.parametrize("how", ["no tokens", "counts of 0"])
+def test_an_append_of_nothing_measures_nothing(how: str) -> None:
+    cache = KVCache(2, 2, 64, 64, keys="int8_tensor", values="fp8_tensor")
+    k, v = tokens(2, 2, 5, 64)
+    if how == "no tokens":
+        cache.append(k[:, :, :0], v[:, :, :0])
+    else:
+        cache.append(k, v, torch.tensor([0, 0]))
+    cache.append(k, v)
+    assert (cache.dequantized()[0][:, :, :5] - k).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_an_append_of_no_tokens_changes_nothing(keys: str) -> None:
+    options = {"k_scale": 1.0} if keys.endswith("_tensor") else {}
+    for paged in (False, True):
+        cache = make(paged, 2, 2, 64, 64, keys=keys, **options)
+        k, v = tokens(2, 2, 35, 64)
+        cache.append(k, v)
+        before = snapshot(cache)
+        cache.append(k[:, :, :0], v[:, :, :0])
+        assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_type_of_the_input_does_not_matter(dtype: torch.dtype) -> None:
+    k, v = (x.to(dtype) for x in tokens(1, 2, 33, 64))
+    a, b = (KVCache(1, 2, 64, 64, keys="int4_channel", values="int4_g32") for _ in range(2))
+    a.append(k, v)
+    b.append(k.float(), v.float())
+    assert_same(a, b)
+
+
+def test_strides_of_the_input_do_not_matter() -> None:
+    base = torch.randn(40, 2, 3, 130)
+    k = base.permute(2, 1, 0, 3)[..., 1:129]
+    for keys in ("int8", "int4_channel", "int8_token"):
+        a, b = KVCache(3, 2, 128, 64, keys=keys), KVCache(3, 2, 128, 64, keys=keys)
+        a.append(k, k[:1].expand(3, -1, -1, -1))
+        b.append(k.contiguous(), k[:1].expand(3, -1, -1, -1).contiguous())
+        assert_same(a, b)
+
+
+# ------------------------------------------------------------------------------------------- reset, crop, reorder, select
+
+
+@settings(max_examples=40)
+@given(layout=layouts(), data=st.data(), paged=st.booleans())
+def test_crop_keeps_the_first_tokens(layout: dict[str, Any], data: st.DataObject, paged: bool) -> None:
+    layout = {**layout, "batch": 2}
+    cache, short = make(paged, **layout), make(paged, **layout)
+    k, v = tokens(2, layout["heads"], 70, layout["dim"])
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, 70), min_size=2, max_size=2)), dtype=torch.int32)
+    keep = data.draw(st.one_of(st.integers(0, 80), st.lists(st.integers(0, 80), min_size=2, max_size=2).map(torch.tensor)))
+    cache.append(k, v, counts)
+    whole = cache.dequantized()
+    cache.crop(keep)
+    left = torch.minimum(counts, torch.as_tensor(keep, dtype=torch.int32))
+    assert torch.equal(cache.lengths, left)
+    for got, full in zip(cache.dequantized(), whole, strict=True):
+        mask = (torch.arange(full.shape[2]) < left.view(-1, 1)).view(2, 1, -1, 1)
+        expected = full * mask
+        if cache.keys.tail is not None and got is not None:  # a block that came back is rounded to the tail's 16 bits
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-6 + (2**-7 * 40 if layout["rotate_keys"] else 0))
+        else:
+            assert torch.equal(got, expected)
+    if cache.keys.tail is None:  # and goes on as if the others had never been there
+        short.append(k, v, left)
+        more = tokens(2, layout["heads"], 3, layout["dim"], 9)
+        limit = torch.minimum(70 - left, torch.tensor(3))
+        for c in (cache, short):
+            c.append(*more, limit)
+        assert_same(cache, short)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
+def test_crop_into_a_finished_block_brings_it_back(paged: bool, keys: str) -> None:
+    k, v = tokens(2, 2, 70, 64)
+    cache = make(paged, 2, 2, 64, 128, keys=keys, dtype=torch.float16)
+    cache.append(k, v)
+    before = cache.dequantized()[0]
+    cache.crop(torch.tensor([40, 70]))
+    assert cache.keys.tail is not None
+    assert torch.equal(cache.keys.tail[0, :, :8].float(), before[0, :, 32:40].half().float())
+    assert torch.equal(cache.dequantized()[0][1], before[1])  # the other sequence is as it was
+    # New tokens finish the block from what the tail holds, and from nothing that lay behind it.
+    mixed = torch.cat([cache.dequantized()[0][:1, :, 32:40], k[:1, :, :24].half().float()], 2)
+    cache.append(k[:, :, :24], v[:, :, :24], torch.tensor([24, 0]))
+    assert torch.equal(cache.dequantized()[0][:1, :, 32:64], dequantize(quantize(mixed, key_format(keys))))
+
+
+def test_crop_of_poisoned_rows_leaks_nothing() -> None:
+    k, v = tokens(1, 2, 64, 64)
+    cache = KVCache(1, 2, 64, 96, keys="int8_channel", values="fp16")
+    cache.append(k, v)
+    cache.crop(33)
+    assert cache.keys.scales is not None
+    cache.keys.scales[:, :, 1:] = torch.nan
+    cache.values.codes[:, :, 33:] = torch.nan
+    out = decode_attention(torch.randn(1, 4, 1, 64), cache)
+    assert isinstance(out, torch.Tensor)
+    assert out.isfinite().all()
+
+
+def test_reset_forgets() -> None:
+    for paged in (False, True):
+        for keys in ("int4", "int4_channel"):
+            cache, fresh = make(paged, 2, 2, 64, 64, keys=keys), make(paged, 2, 2, 64, 64, keys=keys)
+            cache.append(*tokens(2, 2, 40, 64, 1))
+            cache.reset()
+            assert cache.lengths.tolist() == [0, 0]
+            assert not cache.dequantized()[0].any()
+            for c in (cache, fresh):
+                c.append(*tokens(2, 2, 35, 64, 2))
+            assert_same(cache, fresh)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_reorder(paged: bool, keys: str) -> None:
+    cache = make(paged, 3, 2, 64, 96, keys=keys)
+    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    before = [[t.clone() for t in stored(cache, b)] for b in range(3)]
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert cache.lengths.tolist() == [33, 33, 40]
+    for b, source in enumerate([1, 1, 0]):
+        assert all(same_bits(s, t) for s, t in zip(stored(cache, b), before[source], strict=True))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_select_and_repeat_copy(keys: str) -> None:
+    cache = KVCache(3, 2, 64, 96, keys=keys)
+    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    before = snapshot(cache)
+    made = cache.select(torch.tensor([2, 0, 0, 1]))
+    assert (made.batch, made.lengths.tolist()) == (4, [0, 40, 40, 33])
+    for i, source in enumerate([2, 0, 0, 1]):
+        assert all(same_bits(s, t) for s, t in zip(stored(made, i), stored(cache, source), strict=True))
+    assert cache.repeat_interleave(2).lengths.tolist() == [40, 40, 33, 33, 0, 0]
+    made.append(*tokens(4, 2, 9, 64, 3))
+    made.crop(1)
+    assert_unchanged(cache, before)  # its own memory
+    assert cache.select(torch.tensor([], dtype=torch.long)).batch == 0
+
+
+# ----------------------------------------------------------------------------------------------------- memory of an engine
+
+
+def rehoused(t: torch.Tensor | None, how: str) -> torch.Tensor | None:
+    """The same numbers in other memory: [B, T, H, D] inside, or a view in the middle of something larger."""
+    if t is None or t.ndim < 3:
+        return None if t is None else t.clone()
+    if how == "transposed":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    larger = torch.full([n + 3 for n in t.shape], 77, dtype=torch.float32).to(t.dtype)
+    view = larger[tuple(slice(1, n + 1) for n in t.shape)]
+    view.copy_(t)
+    return view
+
+
+@pytest.mark.parametrize("how", ["transposed", "offset"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_wrapped_memory_gives_the_same_bits(how: str, paged: bool, keys: str) -> None:
+    options = {"k_scale": 0.5} if keys.endswith("_tensor") else {}
+    native = make(paged, 2, 2, 64, 96, keys=keys, values="int4_g32", **options)
+    native.append(*tokens(2, 2, 40, 64), torch.tensor([40, 0]))
+    planes = [
+        Plane(p.format, *(rehoused(t, how) for t in (*p.tensors(), p.saturated)))  # type: ignore[arg-type]
+        for p in (native.keys, native.values)
+    ]
+    table = native.page_table
+    if table is not None:  # an engine hands out pages: give each sequence its share
+        table = torch.tensor([native._held[0] + [2], [3, 4, 5]], dtype=torch.int32)  # type: ignore[attr-defined]
+        assert sorted(table.flatten().tolist()) == [0, 1, 2, 3, 4, 5]
+    wrapped = KVCache.from_buffers(*planes, native.lengths.clone(), page_table=table)
+    assert wrapped.keys.codes.data_ptr() == planes[0].codes.data_ptr()
+    assert (wrapped.capacity, wrapped.batch, wrapped.kv_heads, wrapped.head_dim) == (96, 2, 2, 64)
+    more = tokens(2, 2, 9, 64, 4)
+    for cache in (native, wrapped):
+        cache.append(*more, torch.tensor([9, 5]))
+    assert_same(native, wrapped)
+    q = torch.randn(2, 4, 3, 64)
+    assert torch.equal(decode_attention(q, native), decode_attention(q, wrapped))  # type: ignore[arg-type]
+    wrapped.crop(33)
+    native.crop(33)
+    assert_same(native, wrapped)
+
+
+def test_wrapped_pages_are_the_engines() -> None:
+    native = PagedKVCache(2, 2, 64, 64, page_size=32)
+    wrapped = KVCache.from_buffers(native.keys, native.values, native.lengths, page_table=native.page_table)
+    before = snapshot(wrapped)
+    with pytest.raises(InvalidArgument, match="page_table names a page outside"):  # -1: nothing allocated yet
+        wrapped.append(*tokens(2, 2, 1, 64))
+    assert_unchanged(wrapped, before)
+    with pytest.raises(InvalidArgument, match="belong to an engine"):
+        wrapped.reorder(torch.tensor([1, 0]))
+
+
+def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
+    cache = KVCache(2, 2, 64, 64, keys="int4_channel", values="int4_g32")
+    k, v, n = cache.keys, cache.values, cache.lengths
+    assert k.scales is not None
+    bad = {
+        "keys.codes": (Plane(k.format, k.codes.to(torch.int8), k.scales, k.offsets, k.tail), v, n),
+        "keys.codes has": (Plane(k.format, k.codes[0], k.scales, k.offsets, k.tail), v, n),
+        "keys.scales": (Plane(k.format, k.codes, k.scales[:, :, :1], k.offsets, k.tail), v, n),
+        "keys.offsets": (Plane(k.format, k.codes, k.scales, None, k.tail), v, n),
+        "keys.tail": (Plane(k.format, k.codes, k.scales, k.offsets), v, n),
+        "values.tail": (k, Plane(v.format, v.codes, v.scales, v.offsets, k.tail), n),
+        "keys and values differ": (k, Plane(v.format, v.codes[:, :1], v.scales[:, :1], v.offsets[:, :1]), n),  # type: ignore[index]
+        "lengths is": (k, v, n.long()),
+        r"needs .* \[1, 2, 32, 64\]": (k, v, n[:1]),
+        "for keys only": (k, k, n),
+    }
+    for says, (keys, values, lengths) in bad.items():
+        with pytest.raises(InvalidArgument, match=says):
+            KVCache.from_buffers(keys, values, lengths)
+    with pytest.raises(InvalidArgument, match=r"page_table is"):
+        KVCache.from_buffers(k, v, n, page_table=torch.zeros(2, dtype=torch.int32))
+
+
+# ------------------------------------------------------------------------------------------------------------ a long life
+
+
+@pytest.mark.parametrize("keys", [k for k in KEYS if not key_format(k).token_block and not k.endswith("_tensor")])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None:
+    """Contiguous and paged side by side against plain lists of tokens, each quantised for itself."""
+    batch, heads, dim, capacity = 3, 2, 64, 64
+    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32") for paged in (False, True)]
+    model: list[torch.Tensor] = [torch.zeros(heads, 0, dim)] * batch
+    for step in range(data.draw(st.integers(1, 6))):
+        match data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder", "reset"])):
+            case "append":
+                k = tokens(batch, heads, 25, dim, step)[0]
+                counts = data.draw(st.lists(st.integers(0, 25), min_size=batch, max_size=batch))
+                fits_in = all(m.shape[1] + n <= capacity for m, n in zip(model, counts, strict=True))
+                for cache in caches:
+                    if fits_in:
+                        cache.append(k, k, torch.tensor(counts))
+                    else:
+                        with pytest.raises(CapacityError):
+                            cache.append(k, k, torch.tensor(counts))
+                if fits_in:
+                    model = [torch.cat([m, k[b, :, :n]], 1) for b, (m, n) in enumerate(zip(model, counts, strict=True))]
+            case "crop":
+                keep = data.draw(st.lists(st.integers(0, 70), min_size=batch, max_size=batch))
+                for cache in caches:
+                    cache.crop(torch.tensor(keep))
+                model = [m[:, :n] for m, n in zip(model, keep, strict=True)]
+            case "reorder":
+                index = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+                for cache in caches:
+                    cache.reorder(torch.tensor(index))
+                model = [model[i] for i in index]
+            case "reset":
+                for cache in caches:
+                    cache.reset()
+                model = [m[:, :0] for m in model]
+        for cache in caches:
+            got_k, got_v = cache.dequantized()
+            for b, m in enumerate(model):
+                assert cache.lengths[b] == m.shape[1]
+                for got, name in ((got_k, keys), (got_v, "int4_g32")):
+                    expected = dequantize(quantize(m[None], key_format(name)))[0]
+                    assert torch.equal(got[b, :, : m.shape[1]], expected)
+
+
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_life_in_pages_is_a_life_in_one_piece(keys: str, data: st.DataObject) -> None:
+    caches = [make(paged, 3, 2, 64, 96, keys=keys) for paged in (False, True)]
+    for step in range(data.draw(st.integers(1, 6))):
+        action = data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder"]))
+        numbers = torch.tensor(data.draw(st.lists(st.integers(0, 40), min_size=3, max_size=3)), dtype=torch.int32)
+        for cache in caches:
+            if action == "append":
+                room = torch.minimum(numbers, 96 - cache.lengths)
+                cache.append(*tokens(3, 2, 40, 64, step), room)
+            elif action == "crop":
+                cache.crop(numbers * 2)
+            else:
+                cache.reorder(numbers % 3)
+        assert_same(*caches)
+
+
+def test_what_a_cache_says_of_itself() -> None:
+    cache = KVCache(2, 3, 64, 50, keys="int8_channel", values="int4", value_dim=32)
+    assert (cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim) == (2, 3, 64, 32)
+    assert cache.capacity == 64  # whole blocks
+    assert "int8_channel" in repr(cache)
+    assert KVCache(1, 1, 64, 50).capacity == 50
+    with pytest.raises(HalfbyteError):
+        KVCache(1, 1, 40, 50, values="int4_g32")

@@ -1,0 +1,136 @@
+"""The command line: quick help, one-line errors, plain and JSON output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+from halfbyte import cli
+from halfbyte.bench import records, session
+from halfbyte.bench.timing import Effort
+from halfbyte.cli.shared import human_bytes
+
+
+def run(*arguments: str) -> int:
+    """The exit code of `halfbyte ...` in this process."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["memory", "--help"], ["bench", "decode", "--help"]])
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        f"import sys\nfrom halfbyte.cli import main\ntry: main({arguments!r})\nexcept SystemExit as e: code = e.code\n"
+        "heavy = sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules))\nprint('heavy:', heavy, 'code:', code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("heavy: [] code: 0")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"halfbyte {halfbyte.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["memory", "/no/such/folder"], "there is no folder"),
+        (["memory", "demo", "--keys", "int9"], "keys='int9'"),
+        (["memory", "demo", "--memory", "lots"], "memory='lots'"),
+        (["memory", "demo", "--skip-layers", "a"], "--skip-layers 'a'"),
+        (["bench", "decode", "--heads", "32"], "--heads '32'"),
+        (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
+        (["bench", "linear", "--formats", "int3"], "formats='int3'"),
+        (["bench", "linear", "--filter", "("], "filter='('"),
+    ],
+)
+def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("halfbyte: ")
+    assert output.err.count("\n") == 1
+    assert named in output.err
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("halfbyte.doctor.diagnose", fail)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["doctor"])
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--json") == 0
+    assert {"versions", "machine", "ops", "settings", "problems"} <= set(json.loads(capsys.readouterr().out))
+    assert run("doctor") == 0
+    assert "decode_attention" in capsys.readouterr().out
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["memory", "demo", "--batch", "8", "--context", "32768", "--weights", "nf4", "--memory", "1GB"]
+    assert run(*command, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["kv_layers"] == 6
+    assert data["total_bytes"] == data["weight_bytes"] + data["kv_bytes"]
+    assert run(*command) == 0
+    shown = capsys.readouterr().out
+    assert f"{data['tokens_that_fit']:,}" in shown
+    assert "\x1b[" not in shown  # no colour where there is no terminal
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to no repeats: what is measured does not matter here."""
+    monkeypatch.setattr(session, "QUICK", Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
+
+
+@pytest.mark.usefixtures("brief")
+def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, page = tmp_path / "r.jsonl", tmp_path / "p.html"
+    command = ["bench", "linear", "--size", "64x64", "--formats", "nf4", "--quick", "--device", "cpu", "--threads", "1"]
+    command += ["--output", str(output)]
+    assert run(*command, "--json", "--html", str(page)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = records.read(output).records
+    assert [records.Record.from_json(line) for line in lines] == found
+    assert [r.formats for r in found] == ["bf16", "nf4"]
+    assert page.read_text().startswith("<!doctype html>")
+    assert run(*command) == 0
+    shown = capsys.readouterr().out
+    assert "Roofs at" in shown
+    assert "halfbyte cpu" in shown
+    assert len(records.read(output).records) == 4  # appended
+
+
+def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "bench",
+        "linear",
+        "--size",
+        "64x64",
+        "--formats",
+        "nf4",
+        "--quick",
+        "--device",
+        "cpu",
+        "--json",
+        "--filter",
+        "none such",
+    ]
+    assert run(*command) == 1
+    assert "leaves nothing to measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "text"), [(999, "999 B"), (1500, "1.50 kB"), (24e9, "24.00 GB"), (3.2e15, "3200.00 TB")])
+def test_bytes_are_readable(value: float, text: str) -> None:
+    assert human_bytes(value) == text

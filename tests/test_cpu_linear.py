@@ -1,0 +1,125 @@
+"""The cpu level of `linear` against float64, for every weight format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.cpu import codes
+from halfbyte.cpu import linear as cpu
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
+from halfbyte.reference.quantize import decode_unit, quantize
+from halfbyte.tensors import QuantTensor
+
+CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
+
+
+def build(name: str, n: int, k: int, seed: int = 0) -> QuantTensor:
+    return quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.1, name)
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, block: int = cpu.BLOCK) -> None:
+    """The promise: twice the relative L2 error of torch's own product with the dequantised weight in x's dtype.
+
+    That product rounds the weight to 16 bits first. In fp32 it rounds only its sums, in another order than ours, so there the
+    bound is the roundings that a sum of K terms can see.
+    """
+    with mock.patch.object(cpu, "BLOCK", block):
+        y = cpu.linear(x, weight, bias)
+    full = weight.dequantize(torch.float64)
+    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
+    base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    assert y.dtype is x.dtype
+    assert y.shape == truth.shape
+    size = truth.norm().item()
+    allowed = 2 * (base.double() - truth).norm().item() / size if size else 0.0
+    if x.dtype in (torch.float32, torch.float64):
+        terms = x.double().abs() @ full.abs().mT  # the size of what is summed
+        allowed += weight.shape[1] ** 0.5 * torch.finfo(x.dtype).eps * terms.norm().item() / size if size else 0.0
+    assert (y.double() - truth).norm().item() <= allowed * size
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("block", [1, 1000, cpu.BLOCK])
+def test_every_format(name: str, dtype: torch.dtype, block: int) -> None:
+    check(inputs(5, 256, dtype=dtype), build(name, 37, 256), inputs(37), block)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=str)
+def test_every_code_means_what_the_reference_says(code: Code) -> None:
+    if code.bits == 16:
+        stored = torch.arange(-(2**15), 2**15).to(torch.int16).view(code.dtype)
+        stored = stored[stored.isfinite()]
+    else:
+        stored = torch.arange(256).to(torch.uint8)
+        stored = stored.view(torch.int8) if code.dtype is torch.int8 else stored
+    truth = decode_unit(stored, code)
+    out = torch.full_like(truth, torch.nan)
+    codes.unpack_into(out, stored, code)
+    assert out.isnan().sum() == (2 if code.name == "e4m3" else 0)
+    assert torch.equal(out.nan_to_num(nan=1e9), truth.nan_to_num(nan=1e9))
+
+
+def test_the_last_block_of_rows_is_its_own_size() -> None:
+    for n in (1, 63, 64, 65, 127):
+        check(inputs(3, 64), build("int4_g32", n, 64), inputs(n), 64 * 64)
+
+
+def test_leading_axes_strides_and_empty_inputs() -> None:
+    weight = build("nf4", 40, 128)
+    check(inputs(2, 3, 4, 128), weight, None)
+    check(inputs(128), weight, None)
+    check(inputs(128, 7).mT, weight, inputs(40))
+    check(inputs(9, 256)[:, ::2], weight, inputs(80)[::2])
+    for shape in ((0, 128), (2, 0, 128)):
+        assert cpu.linear(inputs(*shape), weight, None).shape == (*shape[:-1], 40)
+    assert cpu.linear(inputs(3, 128), build("nf4", 0, 128), None).shape == (3, 0)
+
+
+def test_a_bias_is_added_before_rounding() -> None:
+    weight = build("int8_col", 64, 256)
+    x = inputs(8, 256, dtype=torch.bfloat16)
+    bias = inputs(64) * 100
+    exact = x.double() @ weight.dequantize(torch.float64).mT + bias.double()
+    assert torch.equal(cpu.linear(x, weight, bias), exact.float().to(torch.bfloat16)) or (
+        (cpu.linear(x, weight, bias).double() - exact).abs().max() <= (exact.to(torch.bfloat16).double() - exact).abs().max()
+    )
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int8_g128", "nf4", "mxfp4", "nvfp4"])
+def test_extreme_scales(name: str) -> None:
+    for factor in (1e-4, 1e3):
+        weight = quantize(inputs(16, 256) * factor, name)
+        check(inputs(4, 256, dtype=torch.bfloat16), weight, None)
+
+
+def test_strided_weights_are_read_through_their_strides() -> None:
+    weight = build("int4_g64", 24, 128)
+    parts = {name: part.mT.contiguous().mT for name, part in weight.parts().items()}
+    other = replace(weight, **parts)
+    assert not other.codes.is_contiguous()
+    assert torch.equal(cpu.linear(inputs(3, 128), other, None), cpu.linear(inputs(3, 128), weight, None))
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(
+    st.sampled_from(list(WEIGHT_FORMATS)),
+    st.integers(1, 70),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 5), max_size=3),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.booleans(),
+    st.sampled_from([1, 2000, cpu.BLOCK]),
+)
+def test_awkward_shapes(name: str, n: int, width: int, lead: list[int], dtype: torch.dtype, biased: bool, block: int) -> None:
+    check(inputs(*lead, 128 * width, dtype=dtype), build(name, n, 128 * width), inputs(n) if biased else None, block)

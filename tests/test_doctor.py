@@ -1,0 +1,73 @@
+"""The doctor: says what is there, and survives everything being broken."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+
+import pytest
+
+import halfbyte
+from halfbyte import device, doctor
+
+
+def test_it_finds_what_is_here() -> None:
+    found = doctor.diagnose()
+    assert found.versions["torch"].startswith("2.")
+    assert found.versions["halfbyte"] == halfbyte.__version__
+    assert "threads" in found.machine["cpu"]
+    for op in ("append", "decode_attention", "linear", "qkv_projection"):
+        assert found.ops[op].startswith("on cpu: ")
+    assert "agrees with the reference" in found.ops["decode_attention"]
+    assert found.problems == []
+    json.dumps(found.to_dict())
+
+
+def test_a_wrong_kernel_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = halfbyte.linear
+    monkeypatch.setattr(halfbyte, "linear", lambda x, w, impl: right(x, w, impl=impl) + (impl == "auto"))
+    found = doctor.diagnose()
+    assert "differs from the reference by 1" in found.ops["linear"]
+    assert any("linear failed" in problem for problem in found.problems)
+
+
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("transformers", "matplotlib"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    problems = doctor.diagnose().problems
+    assert "transformers not installed: pip install 'halfbyte[hf]'" in problems
+    assert "matplotlib not installed: pip install 'halfbyte[bench]'" in problems
+
+
+@pytest.mark.parametrize("error", [RuntimeError("driver too old"), OSError("no"), SystemExit(3), MemoryError()])
+def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    for target in ("describe", "gpu_count"):
+        monkeypatch.setattr(device, target, fail)
+    monkeypatch.setattr(halfbyte, "KVCache", fail)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setenv("HALFBYTE_IMPL", "nonsense")
+    found = doctor.diagnose()
+    assert found.machine["cpu"].startswith(f"failed: {type(error).__name__}")
+    assert found.versions["torch"].startswith("failed")
+    assert "HALFBYTE_IMPL" in found.settings["HALFBYTE_IMPL"]
+    assert len(found.problems) >= 5
+
+
+def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = device.Device("cuda", "NVIDIA H200", 141 * 2**30, 60 * 2**20, 8, 8, 0, (9, 0), 132, "580.1")
+    cpu = device.describe("cpu")
+    monkeypatch.setattr(device, "gpu_count", lambda: 1)
+    monkeypatch.setattr(device, "describe", lambda which: cpu if which == "cpu" else fake)
+    found = doctor.diagnose()
+    assert found.machine["gpu 0"] == "NVIDIA H200, sm_90, 132 SMs, 141 GiB memory, 60 MiB L2, driver 580.1"
+    assert "on cuda: " in found.ops["decode_attention"]

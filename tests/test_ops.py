@@ -1,0 +1,238 @@
+"""The ops: torch.library's own checks, torch.compile, and the levels against each other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte import plans
+from halfbyte.cache import KVCache
+from halfbyte.errors import InvalidArgument
+from halfbyte.formats import WEIGHT_FORMATS, plain_format
+from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.linear import linear, qkv_projection
+from halfbyte.paging import PagedKVCache
+from halfbyte.reference.quantize import dequantize, quantize
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+LAYOUTS: list[dict[str, Any]] = [
+    {"keys": "int8", "values": "int4_g32"},
+    {"keys": "int4_channel", "values": "fp8"},
+    {"keys": "int8_tensor", "values": "fp8_tensor", "k_scale": 0.1, "v_scale": 0.1},
+    {"keys": "int8_token", "values": "fp16", "rotate_keys": True},
+    {"keys": "int8", "values": "int8", "paged": True},
+    {"keys": "int8_channel", "values": "int4", "paged": True},
+]
+IDS = ["-".join(str(v) for v in layout.values()) for layout in LAYOUTS]
+
+
+def build(layout: dict[str, Any], count: int = 37) -> KVCache:
+    options = {name: value for name, value in layout.items() if name != "paged"}
+    kind = PagedKVCache if layout.get("paged") else KVCache
+    cache = kind(2, 2, 64, 128, **options)
+    cache.append(*random_tokens(count), torch.tensor([count, count - 1], dtype=torch.int32))
+    return cache
+
+
+def random_tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    k, v = (torch.randn(2, 2, count, 64, generator=generator) for _ in range(2))
+    return k, v
+
+
+def flat(cache: KVCache) -> dict[str, Any]:
+    k, v = cache.keys, cache.values
+    return {
+        "k": (k.codes, k.scales, k.offsets, k.tail),
+        "v": (v.codes, v.scales, v.offsets),
+        "formats": (k.format.name, v.format.name),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_opcheck_append(layout: dict[str, Any]) -> None:
+    cache, (k, v) = build(layout), random_tokens(3)
+    parts = flat(cache)
+    if isinstance(cache, PagedKVCache):  # the op writes where the page table says: give each sequence another page
+        cache.append(*random_tokens(1))
+    counts = torch.tensor([3, 1], dtype=torch.int32)
+    for given in (counts, None):
+        arguments = (
+            *(k, v, given, *parts["k"], cache.keys.saturated, *parts["v"], cache.values.saturated),
+            *(cache.lengths, cache.page_table, *parts["formats"], cache.rotate_keys),
+        )
+        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("level", ["cpu", "reference"])
+def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:
+    cache, q = build(layout), torch.randn(2, 4, 3, 64).bfloat16()
+    parts, heads = flat(cache), torch.rand(4)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    for options in ((None, None, None, 0.125, None, None), (starts, heads, heads, 0.125, 20.0, 7)):
+        arguments = (
+            *(q, *parts["k"], *parts["v"], cache.lengths, cache.lengths - 3, cache.page_table),
+            *(*options, cache.rotate_keys, *parts["formats"], level),
+        )
+        torch.library.opcheck(torch.ops.halfbyte.decode_attention.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int4_sym_col", "int8_col", "nf4_dq", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("level", ["cpu", "reference"])
+def test_opcheck_linear(name: str, level: str) -> None:
+    weight, x = quantize(torch.randn(24, 128), name), torch.randn(2, 3, 128).half()
+    parts = list(weight.parts().values())
+    for bias in (None, torch.randn(24)):
+        torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts, bias, name, level))
+
+
+def test_opcheck_qkv_projection() -> None:
+    names = ("nf4", "int4_g32", "nvfp4")
+    parts = [list(quantize(torch.randn(n, 128), name).parts().values()) for n, name in zip((32, 16, 8), names, strict=True)]
+    biases = (torch.randn(32), None, torch.randn(8))
+    torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (torch.randn(5, 128), *parts, *biases, ",".join(names), "cpu"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=IDS[:4])
+def test_a_compiled_step_is_the_eager_step(layout: dict[str, Any], backend: str) -> None:
+    torch._dynamo.reset()
+
+    def step(cache: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache.append(k, v)
+        out, lse = decode_attention(q, cache, window=20, softcap=30.0, return_lse=True)
+        return out * 2, lse
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    a, b = build(layout, 30), build(layout, 30)
+    for i in range(4):  # past the end of a block of tokens
+        k, v = random_tokens(1)
+        q = torch.randn(2, 4, 1, 64, generator=torch.Generator().manual_seed(i))
+        for got, expected in zip(compiled(a, q, k + i, v), step(b, q, k + i, v), strict=True):
+            assert torch.equal(got, expected)
+    for got, expected in zip(a.tensors(), b.tensors(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_compiled_linear_is_the_eager_linear() -> None:
+    torch._dynamo.reset()
+    weights = tuple(quantize(torch.randn(n, 64), name) for n, name in ((32, "nf4"), (16, "int4_g32"), (8, "mxfp4")))
+    x = torch.randn(3, 64)
+    compiled = torch.compile(lambda x: qkv_projection(x, weights), fullgraph=True, backend="aot_eager")  # type: ignore[arg-type]
+    for got, expected in zip(compiled(x), qkv_projection(x, weights), strict=True):  # type: ignore[arg-type]
+        assert torch.equal(got, expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_linear_is_the_product_with_the_dequantised_weight(name: str, impl: str, dtype: torch.dtype) -> None:
+    weight = quantize(torch.randn(33, 256), name)
+    x, bias = torch.randn(2, 5, 256).to(dtype), torch.randn(33)
+    exact = x.double() @ dequantize(weight, torch.float64).T + bias.double()
+    y = linear(x, weight, bias, impl=impl)
+    assert y.dtype is dtype
+    assert y.shape == (2, 5, 33)
+    base = (x @ dequantize(weight, dtype).T + bias.to(dtype)).double()
+    allowed = 2 * (base - exact).norm() + 1e-6 * exact.norm()
+    assert (y.double() - exact).norm() <= allowed
+    if impl == "reference":
+        assert torch.equal(y, exact.to(dtype))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_qkv_projection_is_three_products(impl: str) -> None:
+    names = ("nvfp4", "int4_sym_g64", "nf4_dq")
+    weights = tuple(quantize(torch.randn(n, 128) * n, name) for n, name in zip((32, 16, 8), names, strict=True))
+    biases = (torch.randn(32), None, torch.randn(8))
+    x = torch.randn(4, 128).bfloat16()
+    got = qkv_projection(x, weights, biases, impl=impl)  # type: ignore[arg-type]
+    for y, weight, bias in zip(got, weights, biases, strict=True):
+        assert torch.equal(y, linear(x, weight, bias, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_views_multiply_like_their_copies(impl: str) -> None:
+    weight = quantize(torch.randn(16, 64), "int4_g32")
+    base = torch.randn(66, 7, 5)
+    for x in (
+        base.permute(1, 2, 0)[..., 1:65],
+        base[:64].transpose(0, 2),
+        torch.randn(1, 64).expand(6, 64),
+        torch.randn(130)[1:65],
+    ):
+        torch.testing.assert_close(linear(x, weight, impl=impl), linear(x.contiguous(), weight, impl=impl))
+    assert linear(torch.zeros(0, 3, 64), weight, impl=impl).shape == (0, 3, 16)
+
+
+def test_views_of_queries_and_options_attend_like_their_copies() -> None:
+    cache = build(LAYOUTS[0])
+    base = torch.randn(66, 5, 4, 2)
+    q = base.permute(3, 2, 1, 0)[..., 1:65]
+    slopes = torch.rand(8)[::2]
+    for impl in ("cpu", "reference"):
+        a = decode_attention(q, cache, alibi_slopes=slopes, sinks=slopes, impl=impl)
+        b = decode_attention(q.contiguous(), cache, alibi_slopes=slopes.contiguous(), sinks=slopes.contiguous(), impl=impl)
+        torch.testing.assert_close(a, b)
+
+
+# ----------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_every_level_of_every_op_can_be_asked_for() -> None:
+    for op, levels in plans.LEVELS.items():
+        for level, device in itertools.product(levels, ("cpu", "cuda")):
+            assert plans.plan(op, level, device).level == level
+        for device in ("cpu", "cuda"):
+            chosen = plans.plan(op, "auto", device)
+            assert chosen.level == levels[0]
+            assert device in chosen.why or "GPU" in chosen.why
+
+
+@pytest.mark.parametrize("impl", ["triton", "", "Cpu", None])
+def test_a_level_that_does_not_exist_is_refused(impl: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"impl=.*choose auto or one of: cpu, reference"):
+        plans.plan("decode_attention", impl, "cpu")
+    with pytest.raises(InvalidArgument, match="impl="):
+        decode_attention(torch.randn(2, 4, 1, 64), build(LAYOUTS[0]), impl=impl)
+
+
+def test_the_environment_picks_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, q = build(LAYOUTS[0]), torch.randn(2, 4, 1, 64).double()
+    reference, cpu = (decode_attention(q, cache, impl=impl) for impl in ("reference", "cpu"))
+    assert not torch.equal(reference, cpu)  # else this test could not tell
+    for value, expected in (("reference", reference), ("cpu", cpu), ("", cpu), ("auto", cpu)):
+        monkeypatch.setenv("HALFBYTE_IMPL", value)
+        assert torch.equal(decode_attention(q, cache), expected)
+    monkeypatch.setenv("HALFBYTE_IMPL", "reference")
+    assert torch.equal(decode_attention(q, cache, impl="cpu"), cpu)  # what is asked for wins
+    monkeypatch.setenv("HALFBYTE_IMPL", "fast")
+    with pytest.raises(InvalidArgument, match=r"HALFBYTE_IMPL='fast'; choose one of: auto, reference, cpu"):
+        decode_attention(q, cache)
+
+
+def test_fp8_nan_codes_of_an_engine() -> None:
+    """The one thing the two levels disagree on by design: E4M3's NaN codes, which no quantiser here writes."""
+    cache = build({"keys": "int8", "values": "fp8"})
+    cache.values.codes[0, 0, 3, 5] = 0x7F
+    q = torch.randn(2, 2, 1, 64)
+    assert decode_attention(q, cache, impl="reference")[0, 0, 0, 5].isnan()  # type: ignore[union-attr]
+
+
+@pytest.mark.xfail(strict=True, reason="the cpu level decodes the E4M3 codes 0x7F and 0xFF to +-480: a finite wrong number")
+def test_fp8_nan_codes_stay_nan_on_the_cpu_level() -> None:
+    cache = build({"keys": "int8", "values": "fp8"})
+    cache.values.codes[0, 0, 3, 5] = 0x7F
+    assert decode_attention(torch.randn(2, 2, 1, 64), cache, impl="cpu")[0, 0, 0, 5].isnan()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_plain_keys_pass_through(dtype: torch.dtype) -> None:
+    assert plain_format(dtype).nbytes((2, 3, 4, 8)) == 2 * 3 * 4 * 8 * dtype.itemsize

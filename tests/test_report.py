@@ -1,0 +1,152 @@
+"""The report writer and its charts: escaping, one self-contained file, atomic writing, labels apart, the page's colours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from halfbyte.bench.charts import Box, Point, bars, lines, place_labels, scatter
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.report import Report
+
+SCRIPT = "<script>alert('x')</script>"
+POINTS = [
+    Point("bf16", 512, 1e-4, "16"),
+    Point("int8", 260, 2e-4, "8"),
+    Point("int8_g32", 272, 1.8e-4, "8"),
+    Point("int4 & <b>", 136, 0.03, "4"),
+]
+
+
+def sample() -> Report:
+    return (
+        Report("a < b", "sub & title")
+        .heading("h")
+        .text("one", "two")
+        .facts({"KV": "3.2x"})
+        .table(["name", "bytes", "change"], [("int8", 1234567, "+0.1 %"), ("int4", None, "\u22122 %")], "caption")
+        .figure(scatter(POINTS, x_label="bytes", y_label="KL", log_y=True), "lower left is better")
+        .figure(bars({"a": 1.0, "b": 2.0}, x_label="ms"))
+        .code("x = 1 < 2")
+    )
+
+
+def test_everything_given_is_escaped() -> None:
+    page = (
+        Report(SCRIPT, SCRIPT)
+        .heading(SCRIPT)
+        .text(SCRIPT)
+        .facts({SCRIPT: SCRIPT})
+        .table([SCRIPT], [[SCRIPT]], SCRIPT)
+        .figure(scatter([Point(SCRIPT, 1, 1)], x_label=SCRIPT, y_label=SCRIPT, title=SCRIPT), SCRIPT)
+        .code(SCRIPT, SCRIPT)
+        .to_html()
+    )
+    assert "<script>alert" not in page
+    assert page.count("<script>") == 1  # the page's own
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" in page
+
+
+def test_page_is_self_contained() -> None:
+    page = sample().to_html()
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)|<link|<img|<iframe|src=", without_namespaces)
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+def test_ids_are_unique_and_references_resolve() -> None:
+    chart = lines({"a": [1, 2]}, x_label="layer", y_label="error")
+    page = Report("t").figure(chart).figure(lines({"b": [3, 1]}, x_label="layer", y_label="error")).to_html()
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 10
+    used = re.findall(r'href="#([^"]+)"', page) + re.findall(r"url\(#([^)]+)\)", page)
+    assert used
+    assert set(used) <= set(ids)
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        scatter(POINTS, x_label="bytes", y_label="KL", log_x=True, log_y=True),
+        bars({"int8": 3.0, "bf16": 1.0}, x_label="ms", title="times"),
+        lines({f"s{i}": [1.0, 2.0, i + 1.0] for i in range(8)}, x_label="layer", y_label="error", log_y=True),
+    ],
+    ids=["scatter", "bars", "lines"],
+)
+def test_charts_are_text_in_the_colours_of_the_page(chart: str) -> None:
+    root = ElementTree.fromstring(chart)
+    texts = [t for e in root.iter("{http://www.w3.org/2000/svg}text") if (t := "".join(e.itertext()).strip())]
+    assert len(texts) > 4  # text, not outlines
+    assert "var(--ink)" in chart
+    assert "var(--s1)" in chart
+    assert "var(--quiet)" in chart
+    assert not re.search(r"#[0-9a-fA-F]{6}", chart)  # nothing keeps a colour of its own
+    assert "DejaVu" not in chart
+    assert root.get("width") is None  # it scales
+    assert root.get("viewBox")
+
+
+def test_labels_stay_apart() -> None:
+    anchors = [(100.0 + 3 * i, 100.0 + (i % 3)) for i in range(8)]
+    boxes = place_labels(anchors, [(60.0, 12.0)] * 8, Box(0, 0, 400, 300))
+    assert sum(a.overlap(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :]) == 0
+    assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= 400 and b.y1 <= 300 for b in boxes)
+    naive = [Box(x + 10, y - 6, x + 70, y + 6) for x, y in anchors]
+    assert sum(a.overlap(b) for i, a in enumerate(naive) for b in naive[i + 1 :]) > 0  # the case is a hard one
+
+
+def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unsupported, match=r"halfbyte\[bench\]"):
+        bars({"a": 1.0}, x_label="x")
+
+
+def test_numbers_carry_their_sort_key_and_go_right() -> None:
+    page = Report("t").table(["n", "v"], [("a", 1234567), ("b", 0.5), ("c", None)]).to_html()
+    assert '<td class="r" data-sort="1234567">1,234,567</td>' in page
+    assert 'data-sort="0.5"' in page
+    assert '<td class="r">\u2013</td>' in page
+    assert '<td class="l">a</td>' in page
+
+
+def test_floats_of_a_column_share_their_decimals() -> None:
+    page = Report("t").table(["v"], [(26.0,), (3.04,)]).to_html()
+    assert ">26.00<" in page
+    assert ">3.04<" in page
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: Report("t").table(["a", "b"], [("x",)]), r"rows\[0\] has 1 cells for 2 headers"),
+        (lambda: Report("t").table(["a"], [("x",)], align="c"), "align='c'"),
+        (lambda: Report("t").figure("<img>"), "svg begins with"),
+        (lambda: scatter([], x_label="x", y_label="y"), "points is empty"),
+        (lambda: scatter([Point("zero", 0, 1)], x_label="x", y_label="y", log_x=True), "'zero' has x=0"),
+        (lambda: lines({"a": [1], "b": [1, 2]}, x_label="x", y_label="y"), "'b' has 2 values, expected 1"),
+        (lambda: bars({}, x_label="x"), "values is empty"),
+    ],
+)
+def test_bad_input_is_named(call: object, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        call()  # type: ignore[operator]
+
+
+def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "report.html"
+    assert Report("first").write(path) == path
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk gone"):
+        Report("second").write(path)
+    assert path.read_text() == before
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]  # no leftovers
