@@ -1,7 +1,7 @@
 """Write the generated tables of README.md: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
 
-    python scripts/make_tables.py            rewrite the tables
-    python scripts/make_tables.py --check    exit 1 if a table is out of date
+python scripts/make_tables.py            rewrite the tables
+python scripts/make_tables.py --check    exit 1 if a table is out of date
 """
 
 from __future__ import annotations
@@ -65,7 +65,14 @@ def quality() -> str:
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
     rows = [
-        (r["kv"], r["weights"] or "bf16", f"{r['change']:+.2f} %", f"{r['kl_mean']:.1e}", f"{100 * r['top1']:.1f} %", _sizes(r, records[0]))
+        (
+            r["kv"],
+            r["weights"] or "bf16",
+            f"{r['change']:+.2f} %",
+            f"{r['kl_mean']:.1e}",
+            f"{100 * r['top1']:.1f} %",
+            _sizes(r, records[0]),
+        )
         for r in [*caches, *weights]
     ]
     return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
@@ -77,16 +84,29 @@ def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
 
 
 def speed() -> str:
-    """The CPU benchmark's records, losses included."""
-    rows = [
-        (r["op"].replace("_", " "), r["case"], r["formats"], r["implementation"], f"{1e3 * r['seconds']:.2f} ms", r["against"])
-        for r in _speed_records()
-    ]
-    return markdown(("op", "case", "format", "implementation", "time", "against 16-bit torch"), rows)
+    """The CPU benchmark's records, each beside the fastest 16-bit operator of torch on the same shape in the same run."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in _records("cpu.jsonl"):
+        if record["seconds"] is not None:
+            case = " ".join(f"{name}={size}" for name, size in record["shape"].items())
+            groups.setdefault((record["op"], case), []).append(record)
+    rows: list[tuple[str, ...]] = []
+    for (op, case), records in groups.items():
+        peer = min((r for r in records if r["implementation"].startswith("torch")), key=lambda r: r["seconds"])
+        ours = sorted((r for r in records if not r["implementation"].startswith("torch")), key=lambda r: r["formats"])
+        rows += [(op.replace("_", " "), case, *_speed_cells(r, peer)) for r in [peer, *ours]]
+    return markdown(("op", "shape", "format", "by", "time", "x the time of 16 bits", "bytes"), rows)
 
 
-def _speed_records() -> list[dict[str, Any]]:
-    return []
+def _speed_cells(record: dict[str, Any], peer: dict[str, Any]) -> tuple[str, ...]:
+    ratio = f"{record['seconds'] / peer['seconds']:.2f}x"
+    return (
+        record["formats"],
+        record["implementation"],
+        f"{1e3 * record['seconds']:.2f} ms",
+        ratio,
+        f"{record['nbytes'] / 1e6:.1f} MB",
+    )
 
 
 def _records(name: str) -> list[dict[str, Any]]:

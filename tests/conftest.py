@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "halfbyte",
@@ -14,6 +14,10 @@ settings.register_profile(
     max_examples=25,
     print_blob=True,  # a failure prints what repeats it
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# For tests that are meant to fail: found is enough, no search for the smallest example, and the same every time.
+settings.register_profile(
+    "mutants", settings.get_profile("halfbyte"), derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("halfbyte")
 

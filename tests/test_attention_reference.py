@@ -185,11 +185,35 @@ def test_every_ratio_of_heads(group: int, kv_heads: int) -> None:
 def test_alibi_of_any_number_of_heads(heads: int) -> None:
     cache = filled([9, 4], 1, 16, 9)
     q = torch.randn(2, heads, 3, 16).double()
-    (out, _), arguments = with_loops(q, cache, {**BASE, "alibi": True})
-    got = decode_attention(q, cache, impl="reference", **arguments)
+    (out, lse), arguments = with_loops(q, cache, {**BASE, "alibi": True})
+    got, got_lse = decode_attention(q, cache, return_lse=True, impl="reference", **arguments)
     torch.testing.assert_close(got, out, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=1e-5)  # an offset of all positions shows only here
     plain = decode_attention(q, cache, impl="reference")
     assert (got - plain).abs().max() > 1e-3  # never zero at decode
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_a_window_holds_the_query_and_those_before_it(impl: str) -> None:
+    cache = KVCache(1, 1, 16, 9, keys="fp16", values="fp16")
+    cache.append(torch.zeros(1, 1, 9, 16), torch.arange(9.0).view(1, 1, 9, 1).expand(1, 1, 9, 16))  # value j at position j
+    q = torch.randn(1, 1, 3, 16)
+    for window, expected in ((1, [6.0, 7.0, 8.0]), (2, [5.5, 6.5, 7.5]), (3, [5.0, 6.0, 7.0]), (100, [3.0, 3.5, 4.0])):
+        out = decode_attention(q, cache, window=window, impl=impl)
+        torch.testing.assert_close(out[0, 0, :, 0], torch.tensor(expected))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_softcap_comes_before_alibi_and_after_the_scale(impl: str) -> None:
+    cache = KVCache(1, 1, 16, 2, keys="fp16", values="fp16")
+    k = torch.zeros(1, 1, 2, 16)
+    k[0, 0, 0, 0], k[0, 0, 1, 0] = 3.0, -1.0
+    cache.append(k, torch.randn(1, 1, 2, 16))
+    q = torch.zeros(1, 1, 1, 16)
+    q[..., 0] = 1
+    lse = decode_attention(q, cache, sm_scale=2.0, softcap=1.5, alibi_slopes=torch.tensor([0.7]), return_lse=True, impl=impl)[1]
+    scores = [1.5 * math.tanh(6.0 / 1.5) - 0.7, 1.5 * math.tanh(-2.0 / 1.5)]
+    assert lse.item() == pytest.approx(math.log(sum(math.exp(s) for s in scores)), abs=1e-5)
 
 
 def test_a_decode_row_is_the_last_row_of_all_rows() -> None:
@@ -216,12 +240,14 @@ def test_very_low_scores_are_scores(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_an_empty_sequence_gives_zero_and_minus_infinity(impl: str) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4), torch.full((4,), -math.inf)], ids=["plain", "sinks", "no sinks"])
+def test_an_empty_sequence_gives_zero_and_minus_infinity(impl: str, sinks: torch.Tensor | None) -> None:
     cache = filled([0, 3], 2, 16, 8)
-    out, lse = decode_attention(torch.randn(2, 4, 2, 16), cache, return_lse=True, sinks=torch.randn(4), impl=impl)
-    assert not out[0].any()
+    out, lse = decode_attention(torch.randn(2, 4, 2, 16), cache, return_lse=True, sinks=sinks, impl=impl)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))  # not NaN, which any() would take for something
     assert (lse[0] == -math.inf).all()
     assert lse[1].isfinite().all()
+    assert out[1].isfinite().all()
     assert out[1].any()
 
 

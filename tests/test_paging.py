@@ -186,8 +186,11 @@ def test_no_sequences() -> None:
     assert decode_attention(torch.zeros(0, 4, 1, 64), cache).shape == (0, 4, 1, 64)  # type: ignore[union-attr]
 
 
-@pytest.mark.xfail(strict=True, reason="a pool of 0 pages: the reference indexes page -1 of nothing (IndexError)")
-def test_a_pool_without_pages_is_empty() -> None:
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_a_pool_without_pages_is_empty(impl: str) -> None:
     cache = PagedKVCache(2, 2, 64, 64, pages=0)
-    out = decode_attention(torch.randn(2, 2, 1, 64), cache, impl="reference")
+    out = decode_attention(torch.randn(2, 2, 1, 64), cache, impl=impl)
     assert not out.any()  # type: ignore[union-attr]
+    assert not cache.dequantized()[0].any()
+    with pytest.raises(CapacityError, match="all 0 of the pool"):
+        cache.append(*tokens(2, 2, 1, 64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -60,7 +60,7 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""
-        return replace(self, **{name: part.to(device) for name, part in self.parts().items()})
+        return QuantTensor(self.format, self.shape, **{name: part.to(device) for name, part in self.parts().items()})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, [*shape] in `dtype`; see `halfbyte.dequantize`."""

@@ -126,6 +126,26 @@ def test_wrong_parts(folder, change, message):
             load(folder)
 
 
+def test_missing_and_misshapen_tensors(folder):
+    """transformers warns and makes up random numbers; here it is an error."""
+    _edit(folder, lambda t: t.pop("model.layers.1.input_layernorm.weight"))
+    with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.1\.input_layernorm\.weight"):
+        hf.load(folder)
+    _edit(folder, lambda t: t.update({"model.layers.1.input_layernorm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="mismatched"):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 10**6}, {"hidden_size": 2**40}, {"vocab_size": 2**50}, {"vocab_size": "x"}]
+)
+def test_configuration_larger_than_the_files(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        hf.load(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -238,11 +238,12 @@ def test_the_models_own_cache_implementation_gives_way(build, prompt, greedy):
 def test_default_cache_is_packed_and_can_be_refused(build, prompt):
     model, ids = build("llama"), prompt()
     plain = build("llama").generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    hf.quantize(model, keys="int8", values="int4_g32", skip_layers=[-1])
+    hf.quantize(model, keys="int8", values="int4_g32", skip_layers=[-1], rotate_keys=True)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     cache = model.generate(ids, **options).past_key_values
     assert isinstance(cache, hf.PackedCache)
     assert [layer.key_format.name for layer in cache.layers] == ["int8", "bf16"]
+    assert all(layer.kv.rotate_keys for layer in cache.layers)
     assert cache.capacity == 64
     for own in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {"cache_implementation": "static"}):
         assert torch.equal(model.generate(ids, **options, **own).sequences, plain), own

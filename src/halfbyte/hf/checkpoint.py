@@ -7,6 +7,7 @@ config.json a `quantization_config` that says which module has which format.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -15,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.safetensors_files import check_parts, check_scales, read_files, read_folder
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_scales, read_files, read_folder
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
@@ -164,20 +165,21 @@ def load(
 
     folder = local_folder(folder_or_id)
     method = read_method(folder)
-    read_folder(folder)
+    infos = read_folder(folder)
     if method not in (None, METHOD):
         raise Unsupported(
             f"{folder}: its weights are quantised as {method!r}; halfbyte.hf.load reads 16-bit weights and its own format"
         )
     if method == METHOD and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
+    _check_size(folder, infos)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, KeyError, ValueError) as error:
-        if isinstance(error, InvalidArgument | CheckpointError):
-            raise
+    except (HalfbyteError, torch.OutOfMemoryError):
+        raise
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
     if weights is not None or keys is not None or values is not None:
@@ -185,6 +187,29 @@ def load(
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
     return model
+
+
+def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
+    """The configuration must not describe far more than the files hold: what is missing would be allocated and made up."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
+        if layers > len(infos):
+            raise CheckpointError(f"{folder}: config.json describes {layers} layers, the files hold {len(infos)} tensors")
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
+        raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error
+    wanted = sum(p.numel() for p in model.parameters())
+    held = sum(math.prod(i.shape) * (2 if i.dtype is torch.uint8 else 1) for i in infos.values())  # uint8 may be two 4-bit codes
+    if wanted > 2 * held:  # less than that is found and named while loading
+        raise CheckpointError(
+            f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
+        )
 
 
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:

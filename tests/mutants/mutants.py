@@ -1,0 +1,324 @@
+"""Seeded faults, one each: (name, file below src/halfbyte, the text to replace, what with, the tests that must notice)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One fault. `old` must occur in the file exactly once, so that a stale mutant is seen."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
+OPS = "ops/decode_attention.py"
+
+
+def attention(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_attention_reference.py::{name}" for name in names)
+
+
+def caches(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_cache.py::{name}" for name in names)
+
+
+def codecs(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_quantize.py::{name}" for name in names)
+
+
+def tables(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_formats.py::{name}" for name in names)
+
+
+def pages(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_paging.py::{name}" for name in names)
+
+
+def ops(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_ops.py::{name}" for name in names)
+
+
+MUTANTS = [
+    # -- attention
+    Mutant(
+        "no causal mask",
+        ATTENTION,
+        "(tokens <= queries) &",
+        "(tokens <= queries + 10**6) &",
+        attention("test_every_ratio_of_heads"),
+    ),
+    Mutant(
+        "one key too many",
+        ATTENTION,
+        "(tokens <= queries) & (tokens < lengths",
+        "(tokens <= queries) & (tokens <= lengths",
+        ("test_bad_input.py::test_positions_outside_the_cache",),
+    ),
+    Mutant(
+        "no guard for what sees nothing",
+        ATTENTION,
+        "total.masked_fill(total == -torch.inf, 0)",
+        "total",
+        attention("test_an_empty_sequence_gives_zero_and_minus_infinity"),
+    ),
+    Mutant(
+        "ALiBi off by one",
+        ATTENTION,
+        "* (tokens - queries)",
+        "* (tokens - queries + 1)",
+        attention("test_alibi_of_any_number_of_heads"),
+    ),
+    Mutant(
+        "ALiBi is zero", ATTENTION, "* (tokens - queries)", "* (tokens - tokens)", attention("test_alibi_of_any_number_of_heads")
+    ),
+    Mutant(
+        "window off by one",
+        ATTENTION,
+        "tokens > queries - options.window",
+        "tokens >= queries - options.window",
+        attention("test_a_window_holds_the_query_and_those_before_it"),
+    ),
+    Mutant(
+        "softcap without its factor",
+        ATTENTION,
+        "s = options.softcap * torch.tanh",
+        "s = torch.tanh",
+        attention("test_softcap_comes_before_alibi_and_after_the_scale"),
+    ),
+    Mutant(
+        "query heads on the wrong KV head",
+        ATTENTION,
+        "k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
+        "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
+        attention("test_every_ratio_of_heads"),
+    ),
+    Mutant(
+        "padding is read",
+        ATTENTION,
+        "return torch.where(stored_tokens(column, lengths, oldest), values, 0.0)",
+        "return values",
+        attention("test_nothing_behind_a_length_is_seen"),
+    ),
+    Mutant(
+        "the tail is not read",
+        ATTENTION,
+        "if plane.tail is not None:",
+        "if False:",
+        caches("test_the_tail_is_the_input_in_sixteen_bits"),
+    ),
+    Mutant(
+        "sinks twice",
+        OPS,
+        "before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)",
+        "before = _attend(q, cache, past, past, options, chosen)",
+        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+    ),
+    Mutant(
+        "starts not shifted",
+        OPS,
+        "(starts - past).clamp_min(0)",
+        "starts",
+        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+    ),
+    Mutant(
+        "every block of queries at the first position",
+        OPS,
+        "query_start + i * QUERY_BLOCK",
+        "query_start",
+        attention("test_queries_by_blocks_are_queries_at_once"),
+    ),
+    Mutant(
+        "parts merged without weights",
+        "reference/merge.py",
+        "torch.exp(part_lse.float() - finite)",
+        "torch.exp(part_lse.float() * 0)",
+        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+    ),
+    Mutant(
+        "sinks as a part of lse",
+        "reference/merge.py",
+        "return out.to(outs[0].dtype), lse",
+        "return out.to(outs[0].dtype), lse if sinks is None else torch.logaddexp(lse, sinks.view(1, -1, 1).expand_as(lse))",
+        attention("test_a_sink_is_applied_once_and_is_not_part_of_lse"),
+    ),
+    Mutant(
+        "rotation not normalised",
+        "reference/hadamard.py",
+        "size**-0.5",
+        "1.0",
+        attention("test_rotation_is_its_own_inverse_and_keeps_products"),
+    ),
+    # -- formats and quantisers
+    Mutant(
+        "wrong group index",
+        QUANTIZE,
+        "scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)",
+        "scales.repeat((1,) * (scales.ndim - 1) + (fmt.group_size(shape[-1]),))",
+        codecs("test_kv_formats_are_exact"),
+    ),
+    Mutant(
+        "nibbles swapped",
+        "packing.py",
+        "torch.stack([packed & 15, packed >> 4], dim=-1)",
+        "torch.stack([packed >> 4, packed & 15], dim=-1)",
+        ("test_packing.py",),
+    ),
+    Mutant(
+        "nibbles swapped both ways",
+        "packing.py",
+        "return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)",
+        "return (codes[..., 1::2] & 15) | (codes[..., 0::2] << 4)",
+        ("test_packing.py",),
+    ),
+    Mutant(
+        "ties to the lower code", QUANTIZE, 'if code.ties == "even":', "if False:", tables("test_e2m1_ties_go_to_the_even_code")
+    ),
+    Mutant(
+        "half up",
+        QUANTIZE,
+        "unit.round().clamp(code.lo",
+        "(unit + 0.5).floor().clamp(code.lo",
+        tables("test_integer_ties_go_to_even"),
+    ),
+    Mutant("truncated", QUANTIZE, "unit.round().clamp(code.lo", "unit.trunc().clamp(code.lo", codecs("test_kv_formats_are_exact")),
+    Mutant(
+        "zero point off by one",
+        QUANTIZE,
+        "zeros = (-low / scales.float()).round()",
+        "zeros = (-low / scales.float()).round().add(1)",
+        codecs("test_integer_weights_are_exact"),
+    ),
+    Mutant(
+        "no floor of scales",
+        QUANTIZE,
+        "keepdim=keep) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored)",
+        "keepdim=keep) / fmt.code.reach).to(stored)",
+        codecs("test_kv_formats_are_exact"),
+    ),
+    Mutant(
+        "E8M0 subnormal flushed",
+        QUANTIZE,
+        "return value.masked_fill(stored == 255, torch.nan)",
+        "return value.masked_fill(stored == 255, torch.nan).masked_fill(stored == 0, 0)",
+        tables("test_every_e8m0_scale"),
+    ),
+    Mutant(
+        "E8M0 NaN is finite",
+        QUANTIZE,
+        "return value.masked_fill(stored == 255, torch.nan)",
+        "return value.nan_to_num(0, 0, 0)",
+        tables("test_every_e8m0_scale", "test_every_mxfp4_scale_through_a_tensor"),
+    ),
+    Mutant(
+        "MX exponent off by one",
+        QUANTIZE,
+        "(exponent - 2).clamp(0, 254)",
+        "(exponent - 1).clamp(0, 254)",
+        codecs("test_mxfp4_is_exact"),
+    ),
+    Mutant("NVFP4 blocks vanish", QUANTIZE, "wanted.clamp_min(2.0**-9)", "wanted", codecs("test_nvfp4_special_blocks")),
+    Mutant(
+        "double quantisation loses the mean", QUANTIZE, "flat * spread + mean", "flat * spread", codecs("test_double_quantisation")
+    ),
+    Mutant("NaN is quantised", QUANTIZE, '    check_finite(x, "x")\n', "", codecs("test_nan_and_infinity_raise")),
+    Mutant(
+        "a range beyond fp16 is stored",
+        QUANTIZE,
+        "    check_range(scales, offsets, fmt)\n    codes",
+        "    codes",
+        codecs("test_a_scale_or_offset_beyond_fp16_raises"),
+    ),
+    # -- caches
+    Mutant("counts ignored", APPEND, " if counts is None else counts.to(lengths.dtype)", "", caches("test_select_and_repeat_copy")),
+    Mutant(
+        "no capacity check",
+        APPEND,
+        "    check_capacity(lengths, new, capacity(keys, page_table))\n",
+        "",
+        caches("test_an_append_past_the_capacity_changes_nothing"),
+    ),
+    Mutant(
+        "one token too many fits",
+        APPEND,
+        "int(total.max()) > limit",
+        "int(total.max()) >= limit",
+        caches("test_an_append_past_the_capacity_changes_nothing"),
+    ),
+    Mutant(
+        "keys written before values are checked",
+        APPEND,
+        "        writes += prepare(plane, x, fresh, lengths, page_table, name)\n",
+        "        for write in prepare(plane, x, fresh, lengths, page_table, name):\n            write()\n",
+        caches("test_nan_and_infinity_change_nothing"),
+    ),
+    Mutant(
+        "what lies beyond counts is looked at",
+        APPEND,
+        "x = x.masked_fill(~fresh[:, None, :, None], 0)",
+        "x = x * 1",
+        caches("test_counts_store_what_each_sequence_alone_would"),
+    ),
+    Mutant(
+        "the scale of a tensor follows the data",
+        APPEND,
+        "torch.where(plane.scales == 0, measured, plane.scales)",
+        "measured",
+        caches("test_the_per_tensor_scale_is_measured_once"),
+    ),
+    Mutant(
+        "blocks quantised from unrounded keys",
+        APPEND,
+        "    x = x.to(plane.tail.dtype)\n",
+        "    x = x.float()\n",
+        caches("test_any_cut_stores_the_same_bits"),
+    ),
+    Mutant(
+        "the block is not brought back by crop",
+        "cache.py",
+        "        _reopen_block(self.keys, self.lengths, kept, self.page_table)\n",
+        "",
+        caches("test_crop_into_a_finished_block_brings_it_back"),
+    ),
+    Mutant(
+        "shared pages are written",
+        "paging.py",
+        "if count and used % self.page_size and self._holders[held[-1]] > 1:",
+        "if False:",
+        pages("test_shared_pages_are_copied_before_they_are_written"),
+    ),
+    Mutant(
+        "a new page for a shared one, but empty",
+        "paging.py",
+        "            self._copy_page(shared, held[-1])\n",
+        "",
+        pages("test_shared_pages_are_copied_before_they_are_written"),
+    ),
+    Mutant(
+        "pages taken by a refused append are lost",
+        "paging.py",
+        "            self._held, self._holders, self._free = before\n",
+        "",
+        pages("test_a_pool_that_is_too_small_changes_nothing"),
+    ),
+    # -- ops
+    Mutant("an undeclared mutation", "ops/append.py", "Tensor(a!) k_codes", "Tensor k_codes", ops("test_opcheck_append")),
+    Mutant(
+        "a fake of the wrong shape",
+        OPS,
+        "dim = v_codes.shape[-1] * _format(values).code.per_byte",
+        "dim = v_codes.shape[-1]",
+        ops("test_opcheck_decode_attention"),
+    ),
+    Mutant(
+        "the bias of another shard",
+        "ops/linear.py",
+        "_weight(v, v_fmt), v_bias",
+        "_weight(v, v_fmt), None",
+        ops("test_qkv_projection_is_three_products"),
+    ),
+]

@@ -1,0 +1,205 @@
+"""The architecture, kept by reading the source: where imports point, what importing costs, what is public, how long a file is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "halfbyte"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+#: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
+LAYERS = (
+    {"cli"},
+    {"hf", "bench", "evals", "report", "doctor", "memory"},
+    {"checkpoints", "device"},
+    {"cache", "paging", "nn"},
+    {"ops"},
+    {"plans", "kernels", "cpu", "settings"},
+    {"reference"},
+    {"planes", "tensors"},
+    {"packing"},
+    {"formats"},
+    {"errors", "paths"},
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+#: The heavy or optional packages, and who may import them.
+ONLY = {
+    "transformers": {"hf", "evals", "bench", "cli", "memory"},
+    "matplotlib": {"bench", "report", "cli"},
+    "triton": {"kernels", "device", "bench"},
+    "typer": {"cli"},
+    "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
+}
+
+
+def unit(path: Path) -> str:
+    """The first part of a module's name below halfbyte: its file or its folder."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it runs when the module is imported) of every import in a file, `TYPE_CHECKING` blocks left out."""
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: a relative import"
+                yield from ((f"{child.module}.{alias.name}", top) for alias in child.names)
+            yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    return walk(ast.parse(path.read_text()), True)
+
+
+def inner(path: Path) -> Iterator[str]:
+    """The units of halfbyte that a file imports, at the top or inside functions."""
+    for name, _ in imports(path):
+        parts = name.split(".")
+        if parts[0] == "halfbyte" and len(parts) > 1:
+            yield parts[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    here = unit(path)
+    if path == SOURCE / "__init__.py":
+        assert not {"hf", "cli", "bench", "evals"} & set(inner(path))
+        return
+    if here == "__main__":
+        return
+    assert here in RANK, f"{here} has no layer: give it one in LAYERS"
+    for name in inner(path):
+        if name not in RANK:  # `from halfbyte import X`: the face, which only the top may use
+            assert RANK[here] <= 1, f"{path.name} imports halfbyte.{name} from the package itself"
+            continue
+        # The one place where an object of a layer offers an operation of the next: QuantTensor.dequantize, KVCache.dequantized.
+        if (here, name) == ("tensors", "reference"):
+            continue
+        assert RANK[name] >= RANK[here], f"{path.relative_to(SOURCE)} imports {name}, which lies above it"
+
+
+def test_the_levels_keep_to_themselves() -> None:
+    """The reference and the cpu level know nothing of what calls them, and neither knows Triton."""
+    for path in FILES:
+        if unit(path) in ("reference", "cpu"):
+            assert not {"ops", "cache", "paging", "nn", "kernels"} & set(inner(path)), path
+        if unit(path) == "reference":
+            assert "cpu" not in set(inner(path)), path
+        if unit(path) == "kernels":
+            assert not {"ops", "cache", "plans"} & set(inner(path)), path
+        if unit(path) not in ("hf", "cli"):
+            top = [name for name, at_top in imports(path) if at_top and name.startswith("halfbyte.hf")]
+            assert not top, f"{path}: only the command line imports hf"
+
+
+@pytest.mark.parametrize("package", ONLY)
+def test_optional_packages_stay_where_they_belong(package: str) -> None:
+    for path in FILES:
+        if any(name.split(".")[0] == package for name, _ in imports(path)):
+            assert unit(path) in ONLY[package], f"{path.relative_to(SOURCE)} imports {package}"
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_light() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+torch.cuda.is_available = lambda: (_ for _ in ()).throw(AssertionError("asked for a GPU"))
+import halfbyte
+heavy = {"triton", "transformers", "matplotlib", "typer", "rich", "halfbyte.hf", "halfbyte.cli"}
+print(sorted((set(sys.modules) - before) & heavy), torch.cuda.is_initialized())
+"""
+    assert run(code).split("\n")[0] == "[] False"
+
+
+def test_the_public_face_is_small_and_complete() -> None:
+    assert len(halfbyte.__all__) <= 15
+    assert len(set(halfbyte.__all__)) == len(halfbyte.__all__)
+    for name in halfbyte.__all__:
+        assert hasattr(halfbyte, name)
+    assert all(name in halfbyte.__all__ for name in re.findall(r"halfbyte\.([a-z_]+)\(", halfbyte.__doc__ or ""))
+
+
+def test_the_version_is_said_twice_alike() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == halfbyte.__version__
+    assert project["requires-python"] == ">=3.11"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_are_short_and_documented(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    tree = ast.parse(text)
+    assert not text.strip() or ast.get_docstring(tree), f"{path}: no docstring"
+    missing = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not missing, f"{path}: without a docstring: {missing}"
+
+
+@pytest.mark.parametrize("name", [n for n in halfbyte.__all__ if callable(getattr(halfbyte, n))])
+def test_public_objects_say_what_they_do(name: str) -> None:
+    found = getattr(halfbyte, name)
+    assert len((found.__doc__ or "").strip()) > 20
+    if isinstance(found, type):
+        methods = [m for m, f in vars(found).items() if not m.startswith("_") and callable(getattr(f, "__func__", f))]
+        undocumented = [m for m in methods if not (getattr(found, m).__doc__ or "").strip()]
+        assert not undocumented
+
+
+def tracked() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in done.stdout.splitlines()]
+
+
+def test_nothing_of_a_machine_is_in_the_repository() -> None:
+    """No path of somebody's machine, no package index of somebody's company."""
+    home = re.compile(r"(?<![\w.])/(?:work|home|Users|root|mnt)/\w+")
+    hosts = re.compile(r"https?://[\w.-]*(?:artifactory|nexus|jfrog|\.internal|\.corp|localhost|127\.0\.0\.1)[\w./:-]*")
+    index = re.compile(r"--?(?:extra-)?index-url\s+(?!https://(?:pypi\.org|download\.pytorch\.org))\S+")
+    found = []
+    for path in tracked():
+        if not path.is_file() or path.stat().st_size > 1_000_000 or path == Path(__file__):
+            continue
+        if SOURCE / "data" in path.parents or path.suffix in (".safetensors", ".png"):  # a shipped text may quote any path
+            continue
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+            if any(pattern.search(line) for pattern in (home, hosts, index)):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
+
+
+def test_only_registries_name_formats() -> None:
+    """No code below the top asks for a format by its name: what it needs is a property of the Format."""
+    names = {*halfbyte.KV_FORMATS, *halfbyte.WEIGHT_FORMATS} - {"fp16", "bf16"}
+    for path in FILES:
+        if unit(path) not in ("reference", "cpu", "ops", "kernels", "planes", "tensors", "packing", "paging"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                literals = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+                assert not names & set(literals), f"{path}:{node.lineno} compares with a format's name"

@@ -1,0 +1,26 @@
+"""Every example runs, and says what it is there to say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAYS = {
+    "01_cache_and_attention.py": "lengths after crop and reorder [1005, 1005]",
+    "02_weights.py": "q [4, 512], k [4, 128], v [4, 128]",
+    "03_transformers.py": "loaded again: the same tokens",
+    "04_engine_memory.py": "merged equals whole within",
+}
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
+def test_example(name: str) -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout
+    if name == "04_engine_memory.py":
+        assert float(done.stdout.split("within")[1]) < 1e-5
