@@ -116,14 +116,14 @@ MUTANTS = [
         OPS,
         "before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)",
         "before = _attend(q, cache, past, past, options, chosen)",
-        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+        attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-sinks]"),
     ),
     Mutant(
         "starts not shifted",
         OPS,
         "(starts - past).clamp_min(0)",
         "starts",
-        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+        attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-starts]"),
     ),
     Mutant(
         "every block of queries at the first position",
@@ -137,7 +137,7 @@ MUTANTS = [
         "reference/merge.py",
         "torch.exp(part_lse.float() - finite)",
         "torch.exp(part_lse.float() * 0)",
-        attention("test_prefill_is_decode_when_the_cache_is_exact"),
+        attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-starts]"),
     ),
     Mutant(
         "sinks as a part of lse",
@@ -306,13 +306,15 @@ MUTANTS = [
         pages("test_a_pool_that_is_too_small_changes_nothing"),
     ),
     # -- ops
-    Mutant("an undeclared mutation", "ops/append.py", "Tensor(a!) k_codes", "Tensor k_codes", ops("test_opcheck_append")),
+    Mutant(
+        "an undeclared mutation", "ops/append.py", "Tensor(a!) k_codes", "Tensor k_codes", ops("test_opcheck_append[int8-int4_g32]")
+    ),
     Mutant(
         "a fake of the wrong shape",
         OPS,
         "dim = v_codes.shape[-1] * _format(values).code.per_byte",
         "dim = v_codes.shape[-1]",
-        ops("test_opcheck_decode_attention"),
+        ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),
     Mutant(
         "the bias of another shard",

@@ -17,6 +17,8 @@ import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import pytest
 import torch
+import torch._inductor.config  # what use_deterministic_algorithms would import in every child
+import torch.testing._internal.optests
 
 
 def child(source: str, tests: list[str], log: Path) -> int:
@@ -32,7 +34,7 @@ def child(source: str, tests: list[str], log: Path) -> int:
             import halfbyte
 
             assert str(halfbyte.__file__).startswith(source), halfbyte.__file__
-            options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", "--tb=line", "-W", "ignore", "--durations=5"]
+            options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", "--tb=line", "-W", "ignore"]
             return int(pytest.main([*options, *tests]))
         except BaseException:
             traceback.print_exc()

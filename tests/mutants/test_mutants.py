@@ -48,7 +48,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     assert done.returncode == 0, done.stderr
     logs = [(folder / "logs" / str(n)).read_text()[-3000:] for n in range(len(jobs))]
     names = [CONTROL, *(m.name for m in MUTANTS)]
-    for n,l in zip(names,logs): print(n, l[-500:])
     return dict(zip(names, zip(json.loads(done.stdout), logs, strict=True), strict=True))
 
 

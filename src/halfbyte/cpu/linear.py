@@ -43,4 +43,4 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
         y -= (scales * weight.offsets) @ sums.mT
     if bias is not None:
         y += bias.unsqueeze(-1)
-    return y.mT.to(x.dtype, memory_format=torch.contiguous_format).view(*x.shape[:-1], features)
+    return y.mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)
