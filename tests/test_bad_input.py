@@ -1,7 +1,4 @@
-"""Bad input: every public function answers with an error of the library's own that names the argument, or with the right result.
-
-`DEFECTS` lists what does not yet; take a line out when it is repaired (a repaired one fails here until then).
-"""
+"""Bad input: every public function answers with an error of the library's own that names the argument, or with the right result."""
 
 from __future__ import annotations
 
@@ -121,10 +118,10 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "cache: dtype fp32": (lambda: cache(dtype=torch.float32), "dtype=torch.float32"),
     "cache: dtype by name": (lambda: cache(dtype="float16"), "dtype=float16"),
     "cache: rotation of 40": (lambda: KVCache(1, 1, 40, 8, values="int8", rotate_keys=True), "head_dim=40"),
-    "cache: k_scale of per head": (lambda: cache(k_scale=1.0), "fixed scale"),
-    "cache: k_scale NaN": (lambda: cache(keys="int8_tensor", k_scale=float("nan")), "fixed scale of nan"),
-    "cache: k_scale 0": (lambda: cache(keys="int8_tensor", k_scale=0.0), "fixed scale of 0"),
-    "cache: k_scale too large": (lambda: cache(keys="int8_tensor", k_scale=1e6), "fixed scale of 1000000"),
+    "cache: k_scale of per head": (lambda: cache(k_scale=1.0), "k_scale"),
+    "cache: k_scale NaN": (lambda: cache(keys="int8_tensor", k_scale=float("nan")), "k_scale=nan"),
+    "cache: k_scale 0": (lambda: cache(keys="int8_tensor", k_scale=0.0), "k_scale=0.0"),
+    "cache: k_scale too large": (lambda: cache(keys="int8_tensor", k_scale=1e6), "k_scale=1000000.0"),
     "cache: an option that does not exist": (lambda: cache(key="int4"), "key"),
     "cache: value_dim 0": (lambda: cache(value_dim=0), "value_dim"),
     "cache: device unknown": (lambda: cache(device="foo"), "device"),
@@ -144,15 +141,15 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "append: k complex": (kv(one.to(torch.complex64)), r"k is torch\.complex64"),
     "append: k on another device": (kv(one.to(META)), "k is on meta"),
     "append: v on another device": (kv(one, one.to(META)), "v is on meta"),
-    "append: counts too short": (kv(one, counts=ints(1)), "counts is"),
+    "append: counts too short": (kv(one, counts=ints(1)), "counts has shape"),
     "append: counts floating": (kv(one, counts=torch.ones(2)), "counts is"),
     "append: counts on another device": (kv(one, counts=ints(1, 1).to(META)), "counts is"),
-    "append: counts of rank 2": (kv(one, counts=torch.ones(2, 1, dtype=torch.int32)), "counts is"),
+    "append: counts of rank 2": (kv(one, counts=torch.ones(2, 1, dtype=torch.int32)), "counts has shape"),
     "append: counts negative": (kv(one, counts=ints(-1, 1)), "counts runs from -1"),
     "append: counts above L": (kv(one, counts=ints(2, 1)), "counts runs from 1 to 2"),
     "append: k of float8": (kv(one.to(FP8)), "k is"),
-    "append: k beyond fp32": (kv(one.double() * 1e300, keys="fp16"), "k rounded to fp16"),
-    "append: k beyond fp32, per head": (kv(one.double() * 1e300), "too large"),
+    "append: k beyond fp32": (kv(one.double() * 1e300, keys="fp16"), "k rounded to fp32"),
+    "append: k beyond fp32, per head": (kv(one.double() * 1e300), "k rounded to fp32"),
     "append: k beyond fp32, per tensor": (kv(one.double() * 1e300, keys="int8_tensor", k_scale=1.0), "k"),
     "append: negative lengths of an engine": (negative_lengths_append, "lengths"),
     "append: lengths beyond the capacity": (lambda: wrapped(ints(65, 0)).append(one, one), "capacity"),
@@ -161,7 +158,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "paged append: counts of rank 2": (kv(one, counts=torch.ones(2, 1, dtype=torch.int32), into=PagedKVCache), "counts"),
     "paged append: counts on another device": (kv(one, counts=ints(1, 1).to(META), into=PagedKVCache), "counts"),
     "paged append: counts NaN": (kv(one, counts=torch.tensor([1, torch.nan]), into=PagedKVCache), "counts"),
-    "paged append: counts too long": (kv(one, counts=ints(1, 1, 1), into=PagedKVCache), "counts is"),
+    "paged append: counts too long": (kv(one, counts=ints(1, 1, 1), into=PagedKVCache), "counts has shape"),
     "paged append: counts negative": (kv(one, counts=ints(-1, 1), into=PagedKVCache), "counts runs from -1"),
     # -- the rest of a cache
     "crop: -1": (lambda: cache().crop(-1), "length=-1"),
@@ -176,7 +173,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "reorder: negative": (lambda: cache().reorder(ints(0, -1)), "index names a sequence outside"),
     "reorder: too short": (lambda: cache().reorder(ints(0)), "index has 1"),
     "reorder: floating": (lambda: cache().reorder(torch.zeros(2)), r"index is torch\.float32"),
-    "reorder: rank 0": (lambda: cache().reorder(torch.tensor(0)), "index is"),
+    "reorder: rank 0": (lambda: cache().reorder(torch.tensor(0)), "index has shape"),
     "reorder: a mask": (lambda: cache().reorder(torch.tensor([True, False])), "index"),
     "reorder: complex": (lambda: cache().reorder(torch.tensor([0, 1j])), "index"),
     "reorder: another device": (lambda: cache().reorder(ints(0, 1).to(META)), "index"),
@@ -192,8 +189,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "from_buffers: page table of another batch": (lambda: wrapped(ints(0, 0), torch.zeros(3, 1).int()), "page_table is"),
     # -- decode_attention
     "attend: q of rank 3": (attend(r(2, 4, 64)), "q has shape"),
-    "attend: q of another batch": (attend(r(3, 4, 1, 64)), "q has a batch of 3"),
-    "attend: q of another head_dim": (attend(r(2, 4, 1, 32)), "q has a head_dim of 32"),
+    "attend: q of another batch": (attend(r(3, 4, 1, 64)), r"q has shape \[3, 4, 1, 64\]; expected \[2"),
+    "attend: q of another head_dim": (attend(r(2, 4, 1, 32)), r"q has shape .* 64\]"),
     "attend: heads do not divide": (attend(r(2, 3, 1, 64)), "q has 3 heads"),
     "attend: no heads": (attend(r(2, 0, 1, 64)), "q has 0 heads"),
     "attend: q of integers": (attend(r(2, 4, 1, 64).int()), r"q is torch\.int32"),
@@ -212,14 +209,14 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "attend: sm_scale NaN": (attend(sm_scale=float("nan")), "sm_scale=nan"),
     "attend: sm_scale infinite": (attend(sm_scale=float("inf")), "sm_scale=inf"),
     "attend: sm_scale a string": (attend(sm_scale="a"), "sm_scale"),
-    "attend: slopes too few": (attend(alibi_slopes=r(2)), "alibi_slopes is"),
+    "attend: slopes too few": (attend(alibi_slopes=r(2)), "alibi_slopes has shape"),
     "attend: slopes of integers": (attend(alibi_slopes=ints(1, 1, 1, 1)), "alibi_slopes is"),
     "attend: slopes on another device": (attend(alibi_slopes=r(4).to(META)), "alibi_slopes is"),
-    "attend: sinks too many": (attend(sinks=r(5)), "sinks is"),
-    "attend: sinks of rank 2": (attend(sinks=r(1, 4)), "sinks is"),
+    "attend: sinks too many": (attend(sinks=r(5)), "sinks has shape"),
+    "attend: sinks of rank 2": (attend(sinks=r(1, 4)), "sinks has shape"),
     "attend: starts floating": (attend(starts=r(2)), "starts is"),
     "attend: starts a mask": (attend(starts=torch.tensor([True, False])), "starts"),
-    "attend: starts too long": (attend(starts=ints(0, 0, 0)), "starts is"),
+    "attend: starts too long": (attend(starts=ints(0, 0, 0)), "starts has shape"),
     "attend: query_start floating": (attend(query_start=r(2)), "query_start is"),
     "attend: impl unknown": (attend(impl="triton"), "impl='triton' does not exist"),
     "attend: negative lengths": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(-1, 0))), "lengths run from -1"),
@@ -236,13 +233,13 @@ REFUSED: dict[str, tuple[Call, str]] = {
     # -- merge_states
     "merge: nothing": (merge([], []), "outs has 0 parts"),
     "merge: one lse missing": (merge([out4, out4], [lse4]), "outs has 2 parts and lses 1"),
-    "merge: other shapes": (merge([out4, out4[:1]], [lse4, lse4[:1]]), "part 1 has"),
-    "merge: lse of rank 4": (merge([out4], [lse4[..., None]]), "part 0 has"),
+    "merge: other shapes": (merge([out4, out4[:1]], [lse4, lse4[:1]]), r"outs\[1\] has shape"),
+    "merge: lse of rank 4": (merge([out4], [lse4[..., None]]), r"lses\[0\] has shape"),
     "merge: sinks of other heads": (merge([out4], [lse4], r(3)), "sinks"),
     "merge: sinks on another device": (merge([out4], [lse4], r(4).to(META)), "sinks"),
-    "merge: parts on two devices": (merge([out4, out4.to(META)], [lse4, lse4]), "part 1"),
-    "merge: outs of integers": (merge([out4.int()], [lse4]), "outs|part 0"),
-    "merge: lses of integers": (merge([out4], [lse4.int()]), "lses|part 0"),
+    "merge: parts on two devices": (merge([out4, out4.to(META)], [lse4, lse4]), r"outs\[1\] is on meta"),
+    "merge: outs of integers": (merge([out4.int()], [lse4]), "outs"),
+    "merge: lses of integers": (merge([out4], [lse4.int()]), "lses"),
     # -- quantize, dequantize, QuantTensor
     "quantize: format unknown": (
         lambda: quantize(r(2, 128), "int3"),
@@ -270,7 +267,6 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "quantize: scale below fp16": (fixed(torch.tensor([1e-9])), "scale"),
     "quantize: scale beyond fp16": (fixed(torch.tensor([1e6])), "scale"),
     "quantize: two scales": (fixed(torch.ones(2)), "scale"),
-    "quantize: scale a float": (fixed(1.0), "scale"),
     "quantize: on the meta device": (lambda: quantize(r(2, 128).to(META), "nf4"), "x"),
     "dequantize: to integers": (lambda: dequantize(weight(), torch.int32), "dtype"),
     "dequantize: dtype by name": (lambda: dequantize(weight(), "float16"), "dtype"),  # type: ignore[arg-type]
@@ -289,14 +285,17 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "linear: x too wide": (lambda: linear(r(2, 129), weight()), "x has shape"),
     "linear: x a scalar": (lambda: linear(torch.tensor(1.0), weight()), "x has shape"),
     "linear: x on another device": (lambda: linear(r(2, 128).to(META), weight()), "x is on meta"),
-    "linear: bias of another size": (lambda: linear(r(2, 128), weight(), r(3)), "bias is"),
+    "linear: bias of another size": (lambda: linear(r(2, 128), weight(), r(3)), "bias has shape"),
     "linear: bias of integers": (lambda: linear(r(2, 128), weight(), torch.ones(8).int()), "bias is"),
     "linear: bias on another device": (lambda: linear(r(2, 128), weight(), r(8).to(META)), "bias is"),
     "linear: impl unknown": (lambda: linear(r(2, 128), weight(), impl="x"), "impl='x'"),
     "linear: a KV format": (lambda: linear(r(2, 128), quantize(r(8, 128), key_format("int8"))), "int8"),
-    "linear: a KV format of a weight's name": (lambda: linear(r(2, 128), quantize(r(8, 128), key_format("int4_g32"))), "offsets"),
+    "linear: a KV format of a weight's name": (
+        lambda: linear(r(2, 128), quantize(r(8, 128), key_format("int4_g32"))),
+        "int4_g32 .a Format",
+    ),
     "linear: a weight of rank 3": (lambda: linear(r(2, 128), quantize(r(2, 8, 128), "nf4")), "weight has shape"),
-    "qkv: two weights": (lambda: qkv_projection(r(2, 128), (weight(), weight())), "weights has 2 parts"),  # type: ignore[arg-type]
+    "qkv: two weights": (lambda: qkv_projection(r(2, 128), (weight(), weight())), "weights and biases must be three"),  # type: ignore[arg-type]
     "qkv: one unquantised": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
     "qkv: one of another width": (lambda: qkv_projection(r(2, 128), (weight(), quantize(r(8, 64), "nf4"), weight())), "k weight"),
     "qkv: a bias of another size": (lambda: qkv_projection(r(2, 128), (weight(),) * 3, (None, None, r(3))), "v bias"),
@@ -305,77 +304,9 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "key_format: a number": (lambda: key_format(3), "keys=3"),  # type: ignore[arg-type]
 }
 
+
 #: What does not hold yet, and what comes instead.
-DEFECTS = {
-    "cache: an option that does not exist": "silently ignored: a mistyped keys= gives the default format",
-    "cache: value_dim 0": "silently means head_dim",
-    "cache: device unknown": "RuntimeError of torch",
-    "cache: k_scale a string": "TypeError",
-    "cache: a weight format for keys": "accepted; the op then takes the KV format of that name: float offsets stored as uint8",
-    "cache: nf4 for values": "accepted at construction; every append then fails",
-    "append: k of float8": "NotImplementedError of torch",
-    "append: k beyond fp32, per tensor": "becomes infinite in fp32 and is silently saturated",
-    "append: negative lengths of an engine": "silently writes the last row, Python's index -1",
-    "paged append: k of rank 2": "IndexError",
-    "paged append: counts of rank 0": "TypeError",
-    "paged append: counts of rank 2": "TypeError",
-    "paged append: counts on another device": "NotImplementedError of torch",
-    "paged append: counts NaN": "ValueError of Python",
-    "crop: a fraction": "silently rounded down",
-    "crop: a floating tensor": "silently rounded down",
-    "crop: of another batch": "RuntimeError of torch",
-    "crop: rank 2": "RuntimeError of torch",
-    "crop: NaN": "RuntimeError of torch",
-    "crop: None": "TypeError",
-    "reorder: a mask": "taken for the indices 1, 0",
-    "reorder: complex": "the imaginary part is dropped",
-    "reorder: another device": "NotImplementedError of torch",
-    "select: a mask": "taken for the indices 1, 0",
-    "repeat_interleave: -1": "RuntimeError of torch",
-    "repeat_interleave: 1.5": "TypeError of torch",
-    "from_buffers: lengths on another device": "accepted",
-    "from_buffers: page table on another device": "accepted",
-    "from_buffers: planes on two devices": "accepted",
-    "attend: window a fraction": "RuntimeError of torch",
-    "attend: window beyond 64 bits": "RuntimeError of torch",
-    "attend: window a string": "TypeError",
-    "attend: softcap infinite": "NaN everywhere (inf * tanh(0))",
-    "attend: softcap a string": "TypeError",
-    "attend: sm_scale a string": "ValueError of Python",
-    "attend: starts a mask": "taken for 1 and 0",
-    "merge: sinks of other heads": "RuntimeError of torch",
-    "merge: sinks on another device": "RuntimeError of torch",
-    "merge: parts on two devices": "RuntimeError of torch",
-    "merge: outs of integers": "silently truncated to integers",
-    "merge: lses of integers": "accepted",
-    "quantize: beyond fp16": "infinity is stored in a format that promises finite numbers",
-    "quantize: beyond fp32, mxfp4": "IndexError",
-    "quantize: beyond fp32, nvfp4": "NaN everywhere",
-    "quantize: scale of mxfp4": "silently ignored",
-    "quantize: scale of nvfp4": "silently ignored",
-    "quantize: scale of nf4": "RuntimeError of torch",
-    "quantize: scale 0": "every code saturates",
-    "quantize: scale negative": "accepted; int8 only",
-    "quantize: scale below fp16": "rounds to 0 in fp16: every code saturates",
-    "quantize: two scales": "RuntimeError of torch",
-    "quantize: scale a float": "AttributeError",
-    "quantize: on the meta device": "RuntimeError of torch",
-    "dequantize: to integers": "silently truncates",
-    "dequantize: dtype by name": "RuntimeError of torch",
-    "QuantTensor: a shape the format does not divide": "accepted; dequantises to [2, 32]",
-    "QuantTensor: format by name": "AttributeError",
-}
-
-
-def _marked() -> list[Any]:
-    assert set(DEFECTS) <= set(REFUSED), set(DEFECTS) - set(REFUSED)
-    return [
-        pytest.param(name, id=name, marks=pytest.mark.xfail(strict=True, reason=DEFECTS[name]) if name in DEFECTS else ())
-        for name in REFUSED
-    ]
-
-
-@pytest.mark.parametrize("name", _marked())
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
     call, says = REFUSED[name]
     with pytest.raises(HalfbyteError, match=says):
@@ -406,7 +337,7 @@ def test_everything_public_is_exercised() -> None:
 # ---------------------------------------------------------------------------------------------------- odd, but right
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=pytest.mark.xfail(strict=True, reason="RuntimeError"))])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_no_queries(impl: str) -> None:
     out, lse = decode_attention(r(2, 4, 0, 64), cache(), return_lse=True, impl=impl)
     assert out.shape == (2, 4, 0, 64)
@@ -459,20 +390,17 @@ def test_crop_to_more_than_there_is() -> None:
     assert c.lengths.tolist() == [5, 5]
 
 
-@pytest.mark.xfail(strict=True, reason="RuntimeError: value cannot be converted to type int32 without overflow")
 def test_crop_to_more_than_int32_holds() -> None:
     c = cache()
     c.crop(2**40)
     assert c.lengths.tolist() == [5, 5]
 
 
-@pytest.mark.xfail(strict=True, reason="g underflows to 0, 0 / 0 is NaN, and the table is indexed out of range (IndexError)")
 def test_nvfp4_of_subnormal_numbers() -> None:
     q = quantize(torch.full((2, 16), 1e-44), "nvfp4")
     assert dequantize(q).isfinite().all()
 
 
-@pytest.mark.xfail(strict=True, reason="an append outside no_grad ties the cache to the graph of k and v: it grows with every step")
 def test_gradients_do_not_enter_a_cache() -> None:
     for keys in KV_FORMATS:
         c = KVCache(2, 2, 64, 64, keys=keys)

@@ -147,7 +147,6 @@ def test_counts_store_what_each_sequence_alone_would(layout: dict[str, Any], dat
         assert all(same_bits(s, t) for s, t in zip(stored(caches[0], b), stored(single, 0), strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="rotate() is a matrix product in fp32, whose last bits depend on the number of rows")
 def test_rotated_keys_do_not_depend_on_the_cut() -> None:
     k, v = tokens(1, 1, 256, 256)
     one, many = (KVCache(1, 1, 256, 256, keys="fp16", rotate_keys=True) for _ in range(2))
@@ -189,7 +188,7 @@ def test_rotated_keys_are_rotated_before_they_are_quantised(keys: str) -> None:
     cache, k = KVCache(1, 2, 64, 8, keys=keys, rotate_keys=True), tokens(1, 2, 8, 64)[0]
     cache.append(k, k)
     expected = dequantize(quantize(rotate(k), key_format(keys)))
-    assert torch.equal(cache.dequantized()[0], rotate(expected))
+    assert torch.equal(cache.dequantized()[0], rotate(expected.double()).float())
     assert not torch.equal(expected, dequantize(quantize(k, key_format(keys))))
 
 
@@ -272,7 +271,6 @@ def test_the_per_tensor_scale_is_measured_once() -> None:
     assert fixed.keys.scales.tolist() == [0.5]
 
 
-@pytest.mark.xfail(strict=True, reason="an append of nothing calibrates the scale to its floor, 2^-24: everything after saturates")
 @pytest.mark.parametrize("how", ["no tokens", "counts of 0"])
 def test_an_append_of_nothing_measures_nothing(how: str) -> None:
     cache = KVCache(2, 2, 64, 64, keys="int8_tensor", values="fp8_tensor")
@@ -282,7 +280,8 @@ def test_an_append_of_nothing_measures_nothing(how: str) -> None:
     else:
         cache.append(k, v, torch.tensor([0, 0]))
     cache.append(k, v)
-    assert (cache.dequantized()[0][:, :, :5] - k).abs().max() < 0.1
+    half_a_step = k.abs().max() / 254
+    assert (cache.dequantized()[0][:, :, :5] - k).abs().max() < 1.01 * half_a_step
 
 
 @pytest.mark.parametrize("keys", KEYS)

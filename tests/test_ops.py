@@ -90,16 +90,12 @@ def test_opcheck_linear(name: str, level: str) -> None:
         torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts, bias, name, level))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="cpu level, x of fp32: .to(same dtype, memory_format=...) copies nothing, strides are (1, M)"
-)
 @pytest.mark.parametrize("name", ["nf4", "int8_col"])
 def test_opcheck_linear_of_fp32(name: str) -> None:
     parts = list(quantize(torch.randn(24, 128), name).parts().values())
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, name, "cpu"))
 
 
-@pytest.mark.xfail(strict=True, reason="as test_opcheck_linear_of_fp32")
 def test_opcheck_qkv_projection() -> None:
     names = ("nf4", "int4_g32", "nvfp4")
     parts = [list(quantize(torch.randn(n, 128), name).parts().values()) for n, name in zip((32, 16, 8), names, strict=True)]
@@ -128,7 +124,6 @@ def test_a_compiled_step_is_the_eager_step(layout: dict[str, Any], backend: str)
         assert torch.equal(got, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="QuantTensor.parts: dynamo cannot read the walrus in its comprehension (Unsupported)")
 def test_a_compiled_linear_is_the_eager_linear() -> None:
     torch._dynamo.reset()
     weights = tuple(quantize(torch.randn(n, 64), name) for n, name in ((32, "nf4"), (16, "int4_g32"), (8, "mxfp4")))

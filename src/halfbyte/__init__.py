@@ -5,8 +5,8 @@
     out = halfbyte.decode_attention(q, cache)
     y = halfbyte.linear(x, halfbyte.quantize(weight, "nf4"))
 
-`halfbyte.hf` (extra `hf`) brings both to transformers models. Importing this package needs no GPU, no Triton and, until a name is used,
-no torch.
+`halfbyte.hf` (extra `hf`) brings both to transformers models. Importing this package needs no GPU, no Triton and, until
+a name is used, no torch.
 """
 
 from __future__ import annotations

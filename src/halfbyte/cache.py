@@ -11,12 +11,13 @@ from typing import TypedDict, Unpack
 
 import torch
 
+from halfbyte.arguments import check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, Shape, key_format, value_format
 from halfbyte.ops.append import append_
 from halfbyte.planes import Plane
 from halfbyte.reference.hadamard import block_size
-from halfbyte.reference.quantize import decode
+from halfbyte.reference.quantize import decode, fixed_scale
 from halfbyte.tensors import expected_parts
 
 #: What a cache stores unless told otherwise: keys need more bits than values.
@@ -60,15 +61,21 @@ class KVCache:
 
     def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, options: CacheOptions) -> None:
         """Planes for `rows` (sequences or pages, heads, tokens in each) and everything that belongs to a sequence."""
+        unknown = set(options) - set(CacheOptions.__annotations__)
+        check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
         k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
-        value_dim, dtype = options.get("value_dim") or head_dim, options.get("dtype", torch.bfloat16)
-        device, self.rotate_keys = options.get("device", "cpu"), options.get("rotate_keys", False)
+        value_dim, dtype = options.get("value_dim"), options.get("dtype", torch.bfloat16)
+        value_dim = head_dim if value_dim is None else value_dim
+        device, self.rotate_keys = device_of(options.get("device", "cpu")), options.get("rotate_keys", False)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
         if self.rotate_keys:
             block_size(head_dim)
         tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
         self._fixed = options.get("k_scale"), options.get("v_scale")
+        for name, fmt, scale in (("k_scale", k_fmt, self._fixed[0]), ("v_scale", v_fmt, self._fixed[1])):
+            if scale is not None:
+                fixed_scale(scale, fmt, device, name)
         self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, self._fixed[0])
         self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, self._fixed[1])
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -149,8 +156,8 @@ class KVCache:
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
-        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. Raises `CapacityError` when a sequence
-        would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
+        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. Raises `CapacityError` when a
+        sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
         """
         append_(
             *(k, v, self.keys, self.values, self.lengths),
@@ -173,11 +180,17 @@ class KVCache:
 
         Cropping into a finished block of per-channel keys brings that block back, dequantised, as the 16-bit tail.
         """
-        wanted = torch.as_tensor(length, dtype=torch.int32, device=self.device).expand(self.batch)
+        if isinstance(length, torch.Tensor) and length.ndim == 1:
+            check_tensor("length", length, (self.batch,), "integer", self.device)
+            wanted = length.clamp_max(2**31 - 1).to(torch.int32)
+        else:
+            number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
+            kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
+            wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
-        kept = torch.minimum(self.lengths, wanted)
-        _reopen_block(self.keys, self.lengths, kept, self.page_table)
-        self.lengths.copy_(kept)
+        left = torch.minimum(self.lengths, wanted)
+        _reopen_block(self.keys, self.lengths, left, self.page_table)
+        self.lengths.copy_(left)
 
     def reorder(self, index: torch.Tensor) -> None:
         """Sequence b becomes what sequence index[b] was (beam search), in place. index: integer [B]."""
@@ -198,6 +211,7 @@ class KVCache:
 
     def repeat_interleave(self, repeats: int) -> KVCache:
         """A new cache with every sequence `repeats` times in a row."""
+        integer("repeats", repeats, 0, 2**31 - 1, "a number of copies, 0 or more")
         return self.select(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,10 +225,8 @@ class KVCache:
     # --------------------------------------------------------------------------------------------------------- details
 
     def _index(self, index: torch.Tensor) -> torch.Tensor:
-        check(
-            index.ndim == 1 and not index.is_floating_point(), f"index is {index.dtype} {list(index.shape)}; expected integers [n]"
-        )
-        index = index.to(self.device).long()
+        check_tensor("index", index, ("n",), "integer", self.device)
+        index = index.long()
         check(
             index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch),
             f"index names a sequence outside 0..{self.batch - 1}",
@@ -242,9 +254,6 @@ def new_plane(
     """An empty plane for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
     fmt.check_shape(shape, "the cache")
     per_tensor = fmt.granularity == "tensor"
-    if scale is not None:
-        check(per_tensor, f"a fixed scale was given, but {fmt.name} has one scale per {fmt.granularity}; leave it out")
-        check(2.0**-24 <= scale <= 65504, f"a fixed scale of {scale} does not fit fp16; expected 6e-8 to 65504")
 
     def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
         return torch.zeros(s, dtype=dt, device=device)
@@ -266,7 +275,10 @@ def check_sizes(**sizes: int) -> None:
     """Every named size must be a positive integer; the batch may be 0."""
     for name, size in sizes.items():
         least = 0 if name == "batch" else 1
-        check(isinstance(size, int) and size >= least, f"{name}={size!r}; expected an integer of at least {least}")
+        check(
+            isinstance(size, int) and not isinstance(size, bool) and size >= least,
+            f"{name}={size!r}; expected an integer of at least {least}",
+        )
 
 
 def check_buffers(keys: Plane, values: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
@@ -275,6 +287,8 @@ def check_buffers(keys: Plane, values: Plane, lengths: torch.Tensor, page_table:
         lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
     )
     batch = lengths.shape[0]
+    for name, t in (("keys", keys.codes), ("values", values.codes), ("page_table", lengths if page_table is None else page_table)):
+        check(t.device == lengths.device, f"{name} is on {t.device} and lengths on {lengths.device}; move one of them")
     if page_table is not None:
         check(
             page_table.dtype is torch.int32 and page_table.ndim == 2 and page_table.shape[0] == batch,

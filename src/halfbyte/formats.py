@@ -288,8 +288,10 @@ def plain_format(name: str | torch.dtype) -> Format:
 
 
 def _lookup(registry: dict[str, Format], name: str | Format, argument: str) -> Format:
-    if isinstance(name, Format):
+    if isinstance(name, Format) and registry.get(name.name) == name:
         return name
+    if isinstance(name, Format):
+        name = f"{name.name} (a Format that is not the registered one)"
     if not isinstance(name, str) or name not in registry:
         raise InvalidArgument(f"{argument}={name!r} is not a format; choose one of: {', '.join(registry)}")
     return registry[name]

@@ -12,7 +12,8 @@ from halfbyte.errors import check
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Codes 0..15, one a byte, uint8 [..., K] -> uint8 [..., K/2]. K must be even."""
-    check(codes.dtype is torch.uint8, f"codes is {codes.dtype}; 4-bit codes to pack are torch.uint8, one a byte")
+    good = isinstance(codes, torch.Tensor) and codes.dtype is torch.uint8 and codes.ndim > 0
+    check(good, f"codes is {getattr(codes, 'dtype', type(codes))}; 4-bit codes to pack are torch.uint8 [..., K], one a byte")
     check(codes.shape[-1] % 2 == 0, f"codes has a last axis of {codes.shape[-1]}; two codes share a byte, it must be even")
     return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
 

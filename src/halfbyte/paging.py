@@ -13,6 +13,7 @@ import torch
 from halfbyte.cache import KEYS, CacheOptions, KVCache, check_sizes
 from halfbyte.errors import CapacityError, Unsupported, check
 from halfbyte.formats import key_format
+from halfbyte.ops.append import check_new
 
 
 class PagedKVCache(KVCache):
@@ -62,11 +63,12 @@ class PagedKVCache(KVCache):
         return len(self._free)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """As `KVCache.append`; takes the pages it needs first. Raises `CapacityError` when the pool has too few; nothing changes."""
+        """As `KVCache.append`, after taking the pages it needs. `CapacityError` when the pool has too few; then nothing changes."""
+        check_new(k, v, self.keys, self.values, self.lengths, counts)
         new = [k.shape[2]] * self.batch if counts is None else [int(n) for n in counts.tolist()]
         before = ([list(held) for held in self._held], list(self._holders), list(self._free))
         try:
-            for sequence, count in enumerate(new[: self.batch]):
+            for sequence, count in enumerate(new):
                 self._make_room(sequence, count)
             self._write_table()
             super().append(k, v, counts)

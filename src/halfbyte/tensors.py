@@ -31,6 +31,8 @@ class QuantTensor:
     nested: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        check(isinstance(self.format, Format), f"format={self.format!r}; expected a Format, such as halfbyte.WEIGHT_FORMATS['nf4']")
+        self.format.check_shape(self.shape, "a tensor")
         for name, (shape, dtype) in expected_parts(self.format, self.shape).items():
             part = getattr(self, name)
             check(part is not None, f"{name} is missing; {self.format.name} of shape {list(self.shape)} needs it")
@@ -56,7 +58,8 @@ class QuantTensor:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The stored tensors by name; `QuantTensor(format, shape, **parts)` is the inverse."""
-        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
+        named = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in named.items() if part is not None}
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""

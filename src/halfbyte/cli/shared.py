@@ -38,10 +38,12 @@ def print_table(table: Table) -> None:
 
 
 def words(text: str) -> list[str]:
+    """The parts of a list between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def integers(text: str, option: str) -> list[int]:
+    """Whole numbers between commas."""
     try:
         return [int(word) for word in words(text)]
     except ValueError:
@@ -49,6 +51,7 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
+    """Pairs of whole numbers, such as 32/8,8/1, between commas."""
     try:
         return [(int(a), int(b)) for a, b in (word.split(separator) for word in words(text))]
     except ValueError:

@@ -79,7 +79,9 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
             for r in weights
         ]
         chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label="mean KL divergence (nats)", log_y=True)
-        report.figure(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, everything of the model counted")
+        report.figure(
+            chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, everything of the model counted"
+        )
 
 
 def write_report(results: Sequence[Quality], title: str, path: Path) -> None:

@@ -118,9 +118,10 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.is_quantized, model.quantization_method = True, METHOD
 
 
-def save(model: Any, folder: str | os.PathLike[str]) -> Path:
+def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
     """Write a model, quantised or not, as safetensors with its configuration; `load` gives the same bits again.
 
+    tokenizer: a folder or Hub id whose tokenizer is saved along.
     All or nothing: written beside the folder and renamed at the end. A folder that exists is refused.
     """
     target = Path(folder)
@@ -132,6 +133,8 @@ def save(model: Any, folder: str | os.PathLike[str]) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))
     try:
         model.save_pretrained(temporary, safe_serialization=True)
+        if tokenizer is not None:
+            _copy_tokenizer(local_folder(tokenizer), temporary)
         os.chmod(temporary, 0o755)
         for file in temporary.iterdir():
             _sync(file)
@@ -140,6 +143,14 @@ def save(model: Any, folder: str | os.PathLike[str]) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what a tokenizer is made of, and nothing that is code or weights."""
+    names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
+    for file in source.iterdir():
+        if file.is_file() and file.stem.startswith(names) and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            shutil.copyfile(file, target / file.name)
 
 
 def _sync(file: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from halfbyte.plans import plan
+from halfbyte.errors import Unsupported
+from halfbyte.plans import LEVELS, plan
 from halfbyte.settings import default_impl
 
 NAMESPACE = "halfbyte"
@@ -17,21 +18,31 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op."""
+    """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op.
+
+    No op here has a gradient: one that returns something raises when a gradient is asked for, instead of giving none.
+    """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.no_grad()(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    if not schema.endswith("-> ()"):
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=_LIBRARY)
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return op
 
 
 def level(op: str, impl: str, device: torch.device) -> str:
     """The level that runs, chosen by the plan; says once when a device has no kernel of its own."""
-    chosen = plan(op, default_impl() if impl == "auto" else impl, device.type)
+    preferred = default_impl()
+    chosen = plan(op, preferred if impl == "auto" and preferred in LEVELS[op] else impl, device.type)
     if device.type != "cpu" and impl == "auto":
         _say_once(chosen.why)
     return chosen.level
+
+
+def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:
+    raise Unsupported(f"{name} has no gradient: halfbyte is for inference; wrap the call in torch.no_grad()")
 
 
 @functools.cache

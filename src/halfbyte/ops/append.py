@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format
-from halfbyte.ops._library import define
+from halfbyte.ops._library import define, level
 from halfbyte.planes import Plane
 from halfbyte.reference import append as reference
 
@@ -14,7 +15,7 @@ _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
     "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
     "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(i!)? v_saturated, "
-    "Tensor(j!) lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys) -> ()"
+    "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys) -> ()"
 )
 
 
@@ -61,20 +62,21 @@ def append_(
     `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
     Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed.
     """
-    batch = lengths.shape[0]
-    for name, x, plane in (("k", k, keys), ("v", v, values)):
-        expected = f"[{batch}, {plane.heads}, L, {plane.dim}]"
-        check(
-            x.ndim == 4 and (x.shape[0], x.shape[1], x.shape[3]) == (batch, plane.heads, plane.dim),
-            f"{name} has shape {list(x.shape)}; this cache takes {expected}",
-        )
-        check(x.is_floating_point(), f"{name} is {x.dtype}; keys and values are floating tensors")
-        check(x.device == plane.codes.device, f"{name} is on {x.device} and the cache on {plane.codes.device}; move one of them")
-    check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
-    if counts is not None:
-        check(
-            tuple(counts.shape) == (batch,) and counts.dtype in (torch.int32, torch.int64) and counts.device == lengths.device,
-            f"counts is {counts.dtype} {list(counts.shape)} on {counts.device}; expected int32 [{batch}] on {lengths.device}",
-        )
+    check_new(k, v, keys, values, lengths, counts)
+    level("append", "auto", lengths.device)
     k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
     _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, keys.format.name, values.format.name, rotate_keys)
+    # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
+    lengths.add_(k.shape[2] if counts is None else counts.to(lengths.dtype))
+
+
+def check_new(
+    k: torch.Tensor, v: torch.Tensor, keys: Plane, values: Plane, lengths: torch.Tensor, counts: torch.Tensor | None
+) -> None:
+    """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
+    batch = lengths.shape[0]
+    check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
+    check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
+    check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
+    if counts is not None:
+        check_tensor("counts", counts, (batch,), "integer", lengths.device)

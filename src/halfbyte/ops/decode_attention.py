@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
+from halfbyte.arguments import Kind, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import check
 from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.ops._library import define, level
 from halfbyte.planes import AttentionOptions, Cache, Plane
@@ -56,6 +57,8 @@ def _run(
     _check_lengths(lengths, key_plane, page_table)
     options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, sinks, rotate_keys)
     attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
+    if q.numel() == 0:
+        return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
     pieces = [
         attend(piece, key_plane, value_plane, lengths, page_table, query_start + i * QUERY_BLOCK, options)
         for i, piece in enumerate(q.split(QUERY_BLOCK, dim=2))
@@ -148,9 +151,7 @@ def prefill_attention(
     """
     options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, None)
     for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
-        expected = [q.shape[0], plane.heads, q.shape[2], plane.dim]
-        check(list(x.shape) == expected, f"{name} has shape {list(x.shape)}; this chunk and cache need {expected}")
-        check(x.device == q.device, f"{name} is on {x.device} and q on {q.device}; move one of them")
+        check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
     chosen = level("decode_attention", impl, q.device)
     past = cache.lengths - q.shape[2]
     before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)
@@ -208,33 +209,24 @@ def _checked(
 ) -> AttentionOptions:
     """The options of a call, after every argument has been looked at."""
     keys, batch = cache.keys, cache.lengths.shape[0]
-    check(q.ndim == 4, f"q has shape {list(q.shape)}; expected [B, Hq, L, D]")
-    check(q.is_floating_point() and q.element_size() > 1, f"q is {q.dtype}; expected float16, bfloat16, float32 or float64")
-    check(q.shape[0] == batch, f"q has a batch of {q.shape[0]} and the cache one of {batch}; they must be equal")
-    check(q.shape[3] == keys.dim, f"q has a head_dim of {q.shape[3]} and the cached keys {keys.dim}; they must be equal")
+    check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
     check(
         q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
     )
-    check(q.device == keys.codes.device, f"q is on {q.device} and the cache on {keys.codes.device}; move one of them")
-    for name, t, size, integer in (
-        ("alibi_slopes", alibi_slopes, q.shape[1], False),
-        ("sinks", sinks, q.shape[1], False),
-        ("starts", starts, batch, True),
-        ("query_start", query_start, batch, True),
+    for name, t, size, kind in (
+        ("alibi_slopes", alibi_slopes, q.shape[1], "floating"),
+        ("sinks", sinks, q.shape[1], "floating"),
+        ("starts", starts, batch, "integer"),
+        ("query_start", query_start, batch, "integer"),
     ):
-        if t is None:
-            continue
-        kind = "integer" if integer else "floating"
-        check(
-            tuple(t.shape) == (size,) and t.is_floating_point() != integer and t.device == q.device,
-            f"{name} is {t.dtype} {list(t.shape)} on {t.device}; expected a {kind} tensor [{size}] on {q.device}",
-        )
-    check(window is None or window >= 1, f"window={window}; expected at least 1 (the query's own key), or None for no window")
-    check(softcap is None or softcap > 0, f"softcap={softcap}; expected a positive number, or None for no softcap")
-    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
-    if not math.isfinite(scale):
-        raise InvalidArgument(f"sm_scale={sm_scale}; expected a finite number")
+        if t is not None:
+            check_tensor(name, t, (size,), cast(Kind, kind), q.device)
+    if window is not None:
+        window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
+    if softcap is not None:
+        softcap = number("softcap", softcap, 1e-30, 1e30, "a positive finite number, or None for no softcap")
+    scale = q.shape[3] ** -0.5 if sm_scale is None else number("sm_scale", sm_scale, -1e30, 1e30, "a finite number")
     if cache.rotate_keys:
         block_size(keys.dim)
     return AttentionOptions(scale, softcap, alibi_slopes, window, starts, sinks, cache.rotate_keys)
@@ -249,9 +241,11 @@ def merge_states(
     for nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
     """
     check(len(outs) == len(lses) and len(outs) > 0, f"outs has {len(outs)} parts and lses {len(lses)}; give one of each a part")
+    check_tensor("outs[0]", outs[0], ("B", "Hq", "L", "Dv"))
+    shape, device = outs[0].shape, outs[0].device
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check(
-            out.ndim == 4 and out.shape == outs[0].shape and lse.shape == out.shape[:3],
-            f"part {i} has out {list(out.shape)} and lse {list(lse.shape)}; expected [B, Hq, L, Dv] and [B, Hq, L], all parts alike",
-        )
+        check_tensor(f"outs[{i}]", out, shape, device=device)
+        check_tensor(f"lses[{i}]", lse, shape[:3], device=device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (shape[1],), device=device)
     return _merge(outs, lses, sinks)

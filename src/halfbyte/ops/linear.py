@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from halfbyte.arguments import check_tensor
 from halfbyte.cpu import linear as cpu
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
@@ -93,7 +94,8 @@ def qkv_projection(
     Returns three tensors [..., N] in x's dtype. Each shard keeps its own scales: taking the largest of three tensor scales would
     silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
     """
-    check(len(weights) == 3 and len(biases) == 3, f"weights has {len(weights)} parts and biases {len(biases)}; expected q, k and v")
+    good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
+    check(good, "weights and biases must be three each: those of q, k and v")
     for name, weight, bias in zip("qkv", weights, biases, strict=True):
         _check(x, weight, bias, f"the {name} weight", f"the {name} bias")
     q, k, v = (_flat(w) for w in weights)
@@ -110,14 +112,8 @@ def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weig
     )
     check(len(weight.shape) == 2, f"{weight_name} has shape {list(weight.shape)}; expected [N, K]")
     out_features, in_features = weight.shape
-    check(x.is_floating_point() and x.element_size() > 1, f"x is {x.dtype}; expected float16, bfloat16, float32 or float64")
-    check(
-        x.ndim >= 1 and x.shape[-1] == in_features,
-        f"x has shape {list(x.shape)}; {weight_name} needs a last axis of {in_features}",
-    )
-    check(x.device == weight.device, f"x is on {x.device} and {weight_name} on {weight.device}; move one of them")
+    weight_format(weight.format, f"the format of {weight_name}")
+    leading = [*map(str, x.shape[:-1])] if isinstance(x, torch.Tensor) else ["..."]
+    check_tensor("x" if weight_name == "weight" else f"x (for {weight_name})", x, (*leading, in_features), device=weight.device)
     if bias is not None:
-        check(
-            tuple(bias.shape) == (out_features,) and bias.is_floating_point() and bias.device == x.device,
-            f"{bias_name} is {bias.dtype} {list(bias.shape)} on {bias.device}; expected a floating tensor [{out_features}] on {x.device}",
-        )
+        check_tensor(bias_name, bias, (out_features,), device=x.device)

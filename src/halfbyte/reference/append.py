@@ -39,7 +39,7 @@ def append_(
     page_table: torch.Tensor | None,
     rotate_keys: bool,
 ) -> None:
-    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L; lengths int32 [B] is advanced in place."""
+    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. The planes change; advancing lengths is the caller's."""
     new = torch.full_like(lengths, k.shape[2]) if counts is None else counts.to(lengths.dtype)
     if new.numel() and not 0 <= int(new.min()) <= int(new.max()) <= k.shape[2]:
         raise InvalidArgument(
@@ -47,17 +47,21 @@ def append_(
         )
     check_capacity(lengths, new, capacity(keys, page_table))
     fresh = torch.arange(k.shape[2], device=k.device) < new.unsqueeze(1)  # [B, L]
+    if not bool(fresh.any()):
+        return  # nothing to store, and nothing to measure a per-tensor scale on
     writes: list[Write] = []
     for plane, x, name in ((keys, k, "k"), (values, v, "v")):
         x = x.masked_fill(~fresh[:, None, :, None], 0)  # tokens beyond counts may hold anything
         check_finite(x, name)
+        if x.dtype is torch.float64:
+            x = x.float()
+            check_finite(x, f"{name} rounded to fp32")
         if name == "k" and rotate_keys:
             x = rotate(x.float())
         prepare = _whole_blocks if plane.format.token_block else _tokens
         writes += prepare(plane, x, fresh, lengths, page_table, name)
     for write in writes:
         write()
-    lengths += new
 
 
 def capacity(plane: Plane, page_table: torch.Tensor | None) -> int:
@@ -69,6 +73,8 @@ def capacity(plane: Plane, page_table: torch.Tensor | None) -> int:
 def check_capacity(lengths: torch.Tensor, new: torch.Tensor, limit: int) -> None:
     """Raise `CapacityError` when some sequence would outgrow the cache. Reads the device."""
     total = lengths + new
+    if total.numel() and int(lengths.min()) < 0:
+        raise InvalidArgument(f"lengths holds {int(lengths.min())}; a sequence has at least 0 tokens")
     if total.numel() and int(total.max()) > limit:
         worst = int(total.argmax())
         raise CapacityError(

@@ -6,8 +6,6 @@ symmetric and its own inverse.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from halfbyte.errors import InvalidArgument
@@ -21,17 +19,14 @@ def block_size(dim: int) -> int:
     return size
 
 
-@functools.cache
-def matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The normalised Hadamard matrix, [size, size]."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while h.shape[0] < size:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return torch.mul(h, size**-0.5).to(dtype=dtype, device=device)
-
-
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis of `x`, [..., D] in fp32 or float64; same shape and dtype. Applying it twice gives `x` back."""
-    size = block_size(x.shape[-1])
-    blocks: torch.Tensor = x.unflatten(-1, (-1, size))
-    return torch.matmul(blocks, matrix(size, x.dtype, x.device)).flatten(-2)
+    """Rotate the last axis of `x`, [..., D] in fp32 or float64; same shape and dtype. Applying it twice gives `x` back.
+
+    By butterflies and not by a matrix product, whose last bits would depend on how many rows are rotated at once.
+    """
+    size, step = block_size(x.shape[-1]), 1
+    while step < size:
+        a, b = torch.unflatten(x, -1, (-1, 2, step)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        step *= 2
+    return torch.mul(x, size**-0.5)

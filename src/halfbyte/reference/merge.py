@@ -18,7 +18,8 @@ def merge_states(
     finite = lse.masked_fill(lse == -torch.inf, 0)
     out = torch.zeros_like(outs[0], dtype=torch.promote_types(outs[0].dtype, torch.float32))
     for part, part_lse in zip(outs, lses, strict=True):
-        out += part * torch.exp(part_lse.float() - finite).unsqueeze(-1)
+        weight = torch.exp(part_lse.float() - finite).unsqueeze(-1)
+        out += part.masked_fill(weight == 0, 0) * weight  # what nobody saw may hold anything, NaN included
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)
     return out.to(outs[0].dtype), lse

@@ -4,8 +4,8 @@
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
     float offset    s = (max - min) / 15         q = round((x - m) / s)      x ~ s * q + m,    m = min
 
-Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and IEEE
-division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
+Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
+IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
 quantisation follow their specifications, cited at each function.
 
 What must not be quantised: NaN and infinity. `quantize` raises on them, and on blocks whose scale or offset leaves fp16.
@@ -17,6 +17,7 @@ import functools
 
 import torch
 
+from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, Shape, weight_format
 from halfbyte.packing import pack_nibbles, unpack_nibbles
@@ -26,26 +27,30 @@ F16_MAX = 65504.0
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def quantize(x: torch.Tensor, fmt: str | Format, *, scale: torch.Tensor | None = None) -> QuantTensor:
+def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None) -> QuantTensor:
     """Quantise a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
 
-    `scale` (float32 [1]) fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate.
+    `scale` (a number) fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate.
     Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format does not divide, and for a scale beyond fp16.
     """
     fmt = any_format(fmt)
-    check(x.dtype in _FLOATS, f"x is {x.dtype}; quantise a floating tensor (float16, bfloat16, float32 or float64)")
+    check_tensor("x", x, [*map(str, range(x.ndim))] if isinstance(x, torch.Tensor) else ["..."])
+    check(x.device.type != "meta", "x is on the meta device and holds no numbers to quantise; load it first")
     fmt.check_shape(tuple(x.shape))
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantises keys or values [B, H, T, D]")
+    fixed = None if scale is None else fixed_scale(scale, fmt, x.device)
     check_finite(x, "x")
+    wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
+    if wide.element_size() > x.element_size():
+        check_finite(x, f"x rounded to {x.dtype}")
     if fmt.scale is None:
-        return QuantTensor(fmt, tuple(x.shape), x.to(fmt.code.dtype))
-    x = x.float()
+        return QuantTensor(fmt, tuple(x.shape), x)
     if fmt.scale.dtype == "e8m0":
         return _quantize_mx(x, fmt)
     if fmt.tensor_scale:
         return _quantize_nvfp4(x, fmt)
-    scales, offsets = measure(x, fmt) if scale is None else (scale.half().reshape(1), None)
+    scales, offsets = measure(x, fmt) if fixed is None else (fixed, None)
     check_range(scales, offsets, fmt)
     codes = encode(x, scales, offsets, fmt)
     if fmt.scale.nested is not None:
@@ -55,6 +60,10 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: torch.Tensor | None =
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once."""
+    check(
+        isinstance(dtype, torch.dtype) and dtype in _FLOATS,
+        f"dtype={dtype!r}; expected torch.float16, bfloat16, float32 or float64",
+    )
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     if q.format.scale is None:
         return q.codes.to(dtype)
@@ -63,9 +72,22 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def any_format(fmt: str | Format) -> Format:
     """A `Format` as it is; a name is looked up among the weight formats (KV formats share some of the names)."""
+    if isinstance(fmt, Format):
+        return fmt
     if isinstance(fmt, str) and fmt in KV_FORMATS and fmt not in WEIGHT_FORMATS:
         raise InvalidArgument(f"fmt={fmt!r} is a format of keys and values; pass halfbyte.key_format({fmt!r})")
     return weight_format(fmt, "fmt")
+
+
+def fixed_scale(scale: float | torch.Tensor, fmt: Format, device: torch.device | str, name: str = "scale") -> torch.Tensor:
+    """A scale given from outside, fp16 [1]. Only per-tensor formats take one."""
+    check(
+        fmt.granularity == "tensor", f"{name} was given, but {fmt.name} does not have one scale for the whole tensor; leave it out"
+    )
+    single = isinstance(scale, torch.Tensor) and scale.numel() == 1 and scale.is_floating_point() and scale.device.type != "meta"
+    value = float(scale) if single else scale
+    value = number(name, value, MIN_SCALE, F16_MAX, f"one number that fp16 holds, {MIN_SCALE:.1e} to {F16_MAX:.0f}")
+    return torch.tensor([value], dtype=torch.float16, device=device)
 
 
 def check_finite(x: torch.Tensor, name: str) -> None:
@@ -133,7 +155,8 @@ def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | 
         return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
     keep = fmt.granularity == "column"
     if fmt.offset == "none":
-        return (blocks.abs().amax(axes, keepdim=keep) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored), None
+        floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
+        return (blocks.abs().amax(axes, keepdim=keep) / fmt.code.reach).clamp_min(floor).to(stored), None
     low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
     if fmt.offset == "int":
         low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
@@ -150,14 +173,21 @@ def encode(x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, 
     scale = over_elements(scales.float(), fmt, shape)
     if fmt.offset == "float" and offsets is not None:
         offset = over_elements(offsets.float(), fmt, shape)
-        # A constant block has the floor as its scale; its one value is the offset, whatever fp16 rounding did to it.
-        constant = over_elements(scales.float() <= MIN_SCALE, fmt, shape)
-        unit = ((x - offset) / scale).masked_fill(constant, 0)
-        return encode_unit(unit, fmt.code)
+        # A constant block's one value is the offset, whatever rounding to fp16 did to it.
+        constant = over_elements(_is_constant(x, fmt), fmt, shape)
+        return encode_unit(((x - offset) / scale).masked_fill(constant, 0), fmt.code)
     if fmt.offset == "int" and offsets is not None:
         q = (x / scale).round() + over_elements(offsets.float(), fmt, shape)
         return encode_unit(q, fmt.code)
     return encode_unit(x / scale, fmt.code)
+
+
+def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Which blocks hold one value only, in the shape of the scales."""
+    blocks, axes = in_blocks(x, fmt)
+    if x.numel() == 0:
+        return torch.ones(fmt.scale_shape(tuple(x.shape)), dtype=torch.bool, device=x.device)
+    return blocks.amax(axes) == blocks.amin(axes)
 
 
 def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
@@ -172,7 +202,7 @@ def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
 
 def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
     """Index of the nearest value of a lookup code; -0 is written as code 0."""
-    sorted_values, order, bounds = _sorted_table(code, unit.device)
+    order, bounds = _sorted_table(code, unit.device)
     signed = code.values is not None and code.values[8] == 0  # sign-magnitude: search magnitudes, add the sign bit
     x = unit.abs() if signed else unit
     index = torch.bucketize(x, bounds)  # a tie goes to the lower value
@@ -184,12 +214,12 @@ def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
 
 
 @functools.cache
-def _sorted_table(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(values in ascending order, their codes, the midpoints between neighbours); magnitudes only for sign-magnitude codes."""
+def _sorted_table(code: Code, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes in the order of their values, the midpoints between neighbours); magnitudes only for sign-magnitude codes."""
     assert code.values is not None
     values = torch.tensor(code.values[:8] if code.values[8] == 0 else code.values, dtype=torch.float32, device=device)
     ascending, order = values.sort()
-    return ascending, order, (ascending[1:] + ascending[:-1]) / 2
+    return order, (ascending[1:] + ascending[:-1]) / 2
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
@@ -252,7 +282,8 @@ def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
     blocks, axes = in_blocks(x, fmt)
     amax = blocks.abs().amax(axes)
     top = amax.max() if amax.numel() else amax.new_zeros(())
-    g = torch.where(top > 0, top / (fmt.code.reach * E4M3.reach), torch.ones_like(top))
+    g = (top / (fmt.code.reach * E4M3.reach)).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
+    g = torch.where(top > 0, g, torch.ones_like(top))
     wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
     wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
     stored = wanted.to(torch.float8_e4m3fn)
@@ -264,7 +295,7 @@ def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
 def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
     """Double quantisation (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`."""
     assert fmt.scale is not None and fmt.scale.nested is not None
-    mean = scales.mean()
+    mean = scales.double().mean().float()
     rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % fmt.scale.nested))
     blocks = rest.reshape(-1, fmt.scale.nested)
     absmax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,50 @@
+"""Looking at arguments: each check names the argument, says what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from halfbyte.errors import InvalidArgument, check
+
+Kind = Literal["floating", "integer"]
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str, t: Any, shape: Sequence[int | str], kind: Kind = "floating", device: torch.device | None = None
+) -> None:
+    """`t` must be a tensor of this shape (a string in it matches any size), kind and device. FP8 and bool are neither kind."""
+    kinds = "integers" if kind == "integer" else "fp16, bf16, fp32 or float64"
+    if not isinstance(t, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
+    fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
+    check(fits, f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
+    right = t.dtype in _INTEGERS if kind == "integer" else t.is_floating_point() and t.dtype.itemsize > 1
+    check(right, f"{name} is {t.dtype}; expected {kinds}")
+    check(device is None or t.device == device, f"{name} is on {t.device}; expected it on {device}: move one of them")
+
+
+def number(name: str, value: Any, low: float, high: float, what: str) -> float:
+    """A finite number in [low, high] as a float."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    check(good, f"{name}={value!r}; expected {what}")
+    return float(value)
+
+
+def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
+    """An integer in [low, high]."""
+    good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    check(good, f"{name}={value!r}; expected {what}")
+    return int(value)
+
+
+def device_of(value: Any, name: str = "device") -> torch.device:
+    """A torch device from whatever names one."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"{name}={value!r} is no device that torch knows; expected cpu, cuda or cuda:N") from error
