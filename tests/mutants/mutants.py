@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "no floor of scales",
         QUANTIZE,
-        "keepdim=keep) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored)",
+        "keepdim=keep) / fmt.code.reach).clamp_min(floor).to(stored)",
         "keepdim=keep) / fmt.code.reach).to(stored)",
         codecs("test_kv_formats_are_exact"),
     ),
@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant(
         "the block is not brought back by crop",
         "cache.py",
-        "        _reopen_block(self.keys, self.lengths, kept, self.page_table)\n",
+        "        _reopen_block(self.keys, self.lengths, left, self.page_table)\n",
         "",
         caches("test_crop_into_a_finished_block_brings_it_back"),
     ),

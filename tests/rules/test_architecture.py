@@ -30,6 +30,7 @@ LAYERS = (
     {"planes", "tensors"},
     {"packing"},
     {"formats"},
+    {"arguments"},
     {"errors", "paths"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -23,7 +23,8 @@ def load(name: str) -> tuple[Any, Tokenizer]:
     logging.disable_progress_bar()  # the caller shows its own progress
     path = resolve_model(name)
     model = hf.load(path, dtype=torch.bfloat16)
-    model = model.cuda() if torch.cuda.is_available() else model.float()
+    # transformers refuses .float() on quantised models; QuantLinear keeps its codes and scales when it is cast
+    model = model.cuda() if torch.cuda.is_available() else torch.nn.Module.float(model)
     return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(
         path, model.config.get_text_config(decoder=True).vocab_size
     )
@@ -65,7 +66,7 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
 def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int]:
     """(equal, compared): greedy tokens of halfbyte's attention over a 16-bit cache and of transformers' own over the same 16 bits.
 
-    ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over a cache whose keys and values are rounded alike.
+    ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over its own cache, with keys and values rounded alike.
     """
     from halfbyte.hf.cache import PackedCache
 
@@ -94,11 +95,26 @@ def _own_attention(model: Any) -> Iterator[None]:
 
 
 def _rounded_cache(model: Any) -> Any:
-    """transformers' own cache, keeping what it is given rounded to bf16 but in the model's dtype."""
+    """transformers' own growing cache, its contents rounded to bf16 but in the model's dtype.
+
+    A chunk of more than `DECODE_QUERIES` tokens sees itself exactly and is rounded for those after it, as ours does.
+    """
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
 
-    class Rounded(DynamicCache):  # type: ignore[misc]
-        def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().update(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), *args, **kwargs)
+    from halfbyte.hf.attention import DECODE_QUERIES
 
-    return Rounded(config=model.config)
+    class Rounded(DynamicLayer):  # type: ignore[misc]
+        def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(k, v)
+            rounded = [x.bfloat16().to(x.dtype) for x in (k, v)]
+            past: tuple[torch.Tensor, torch.Tensor] = (self.keys, self.values)  # type: ignore[has-type]
+            self.keys, self.values = (torch.cat([old, new], -2) for old, new in zip(past, rounded, strict=True))
+            if k.shape[-2] <= DECODE_QUERIES:
+                return self.keys, self.values
+            return torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
+
+    cache = DynamicCache()
+    cache.layers = [Rounded() for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+    return cache

@@ -1,0 +1,212 @@
+"""The evaluation: its figures against direct computation, its command line on random models of many architectures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "hf"))
+import tiny_models
+
+from halfbyte import cli
+from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.evals import model as models
+from halfbyte.evals.present import append_records, write_report
+from halfbyte.evals.quality import Setting, evaluate, every_kv_setting, every_weight_setting, parse_layers, steps, weight_bytes
+from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.paths import shipped_model
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    torch.set_num_threads(1)
+    return models.load("demo")
+
+
+def cut(shipped: Any, count: int = 2, length: int = 96) -> torch.Tensor:
+    return windows(shipped[1].encode(heldout_text()), length, count)
+
+
+def test_the_shipped_model_is_what_it_says(shipped: Any) -> None:
+    """Byte tokens, at most 12 MB, and at most 1.3 bits a byte on text it never saw, with transformers' own attention."""
+    model, tokenizer = shipped
+    text = heldout_text()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert (shipped_model() / "model.safetensors").stat().st_size <= 12_000_000
+    assert 100_000 <= len(text.encode()) <= 200_000
+    ids = cut(shipped, 12, 1024)
+    with torch.no_grad(), models._own_attention(model):
+        logits = model(input_ids=ids).logits
+    nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert float(nll) / math.log(2) <= 1.3
+
+
+def test_figures_against_direct_computation(shipped: Any) -> None:
+    """Perplexity, KL and agreement by hand from two full forward passes; chunks must not matter."""
+    model, ids = shipped[0], cut(shipped)
+    results = evaluate(model, [Setting(), Setting(weights="int4_col")], ids, chunk=7, batch=1)
+    from halfbyte import hf
+
+    quantised = hf.quantize(models.load("demo")[0], weights="int4_col")
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(input_ids=ids, use_cache=False).logits, -1)[:, :-1] for m in (model, quantised))
+    for result, logs in zip(results, (p, q), strict=True):
+        nll = -logs.gather(-1, ids[:, 1:, None]).mean()
+        assert result.perplexity == pytest.approx(float(nll.exp()), rel=3e-3)  # the cache rounds to bf16, the full pass does not
+        assert result.tokens == ids[:, 1:].numel()
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert results[1].kl_mean == pytest.approx(float(kl.mean()), rel=0.05)
+    ranked = kl.flatten().sort().values
+    assert results[1].kl_p99 == pytest.approx(float(ranked[math.ceil(0.99 * len(ranked)) - 1]), rel=0.1)
+    assert results[1].top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.02)
+    assert results[0].kl_mean == 0
+    assert results[0].top1 == 1
+    assert results[0].layer_error == [0.0] * 6
+    assert 0 < results[1].layer_error[0] < 1
+
+
+def test_the_demo_promises(shipped: Any) -> None:
+    """int8 per head within 0.1 % of the 16-bit perplexity, int4 in groups of 32 within 2 %, and each cost where it belongs."""
+    settings = [Setting(), Setting("int8", "int8"), Setting("int4_g32", "int4_g32")]
+    base, int8, int4 = evaluate(shipped[0], settings, cut(shipped, 2, 512))
+    assert abs(int8.change) < 0.1
+    assert abs(int4.change) < 2
+    assert 0 < int8.kl_mean < int4.kl_mean
+    assert int8.layer_error[0] < int4.layer_error[0]
+    assert base.kv_bytes_per_token == 6 * 2 * 2 * 64 * 2
+    assert int8.kv_bytes_per_token == 6 * 2 * 2 * (64 + 2)
+    assert int4.kv_bytes_per_token == 6 * 2 * 2 * (32 + 2 * 4)
+
+
+def test_every_format_has_its_row() -> None:
+    rows = [*every_kv_setting(), *every_weight_setting()]
+    assert {s.keys for s in rows} | {s.values for s in rows} == {n for n in KV_FORMATS if n != "fp16"}
+    assert {s.weights for s in rows} == {None, *WEIGHT_FORMATS}
+    assert len(set(rows)) == len(rows)
+
+
+def test_weights_are_counted_as_stored(shipped: Any) -> None:
+    from halfbyte import hf
+
+    plain = weight_bytes(shipped[0])
+    assert plain == 2 * 5_573_888
+    quantised = hf.quantize(models.load("demo")[0], weights="nf4")
+    linears = 6 * (2 * 256 * 512 + 2 * 256 * 128 + 3 * 256 * 768)
+    assert weight_bytes(quantised) == plain - 2 * linears + linears // 2 + 4 * linears // 64
+
+
+def test_steps_and_the_first_row(shipped: Any) -> None:
+    seen = []
+    settings = [Setting(), Setting("int8", "int8", skip_layers=(0, 5))]
+    ids = cut(shipped, 3, 20)
+    results = evaluate(shipped[0], settings, ids, chunk=6, batch=2, on_step=lambda: seen.append(0))
+    assert len(seen) == steps(settings, ids, 6, 2) == 2 * 2 * 4
+    assert results[1].layer_error[0] == 0  # layer 0 keeps 16 bits
+    assert "2 layers 16-bit" in results[1].setting.kv
+    with pytest.raises(InvalidArgument, match="16-bit run"):
+        evaluate(shipped[0], settings[1:], ids)
+
+
+def test_windows_are_spread_and_checked() -> None:
+    assert windows(list(range(100)), 10, 2).tolist() == [list(range(10)), list(range(50, 60))]
+    assert windows(list(range(25)), 10).shape == (2, 10)
+    for bad in ({"length": 1}, {"length": 200}, {"length": 10, "count": 0}):
+        with pytest.raises(InvalidArgument):
+            windows(list(range(100)), **bad)
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    assert isinstance(load_tokenizer(str(tmp_path), 256), ByteTokenizer)
+    with pytest.raises(InvalidArgument, match="too small for bytes"):
+        load_tokenizer(str(tmp_path), 101)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer does not load"):
+        load_tokenizer(str(tmp_path), 256)
+
+
+def test_skip_layers() -> None:
+    assert parse_layers("0, -1,2", 6) == (0, 2, 5)
+    assert parse_layers("", 6) == ()
+    for bad in ("a", "6", "-7"):
+        with pytest.raises(InvalidArgument, match="skip_layers"):
+            parse_layers(bad, 6)
+
+
+def test_records_and_report(shipped: Any, tmp_path: Path) -> None:
+    settings = [Setting(), Setting("int8", "int8"), Setting("int4", "int4"), Setting(weights="nf4")]
+    results = evaluate(shipped[0], settings, cut(shipped, 1, 32))
+    append_records(results, tmp_path / "r.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [line["kv"] for line in lines] == ["bf16", "int8", "int4", "bf16"]
+    write_report(results, "a title", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") == 3
+    assert "nf4" in page
+
+
+def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
+    model, tokenizer = shipped
+    prompt = "import os\nimport sys\n\n\ndef main():\n"
+    ours = "".join(models.write(model, tokenizer, prompt, Setting(), 40))
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    with models._own_attention(model):
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    assert ours == tokenizer.decode(theirs[0, ids.shape[1] :].tolist())
+    drawn = ["".join(models.write(model, tokenizer, prompt, Setting(), 40, temperature=1.0, seed=s)) for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss", "gpt2"])
+def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A folder of each architecture without a tokenizer: with a 16-bit cache the tokens are those of transformers' attention."""
+    monkeypatch.setattr(tiny_models, "VOCAB", 256)
+    monkeypatch.setitem(tiny_models.LLAMA, "vocab_size", 256)
+    made = tiny_models.base.__wrapped__(family)
+    made.save_pretrained(tmp_path / family)
+    options = ["--windows", "2", "--length", "64", "--keys", "int8", "--values", "int4_g32", "--json"]
+    assert run("eval", str(tmp_path / family), *options) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["equal_tokens"] == said["compared_tokens"] == 64
+    assert [r["kv"] for r in said["results"]] == ["bf16", "int8 / int4_g32"]
+    assert said["results"][1]["kl_mean"] > 0
+
+
+def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "nvfp4"
+    assert run("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    assert run("generate", str(folder), "--prompt", "def f(", "--keys", "int8", "--tokens", "5") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("def f(")
+    assert len(said) == len("def f(") + 5 + 1
+    errors = {
+        ("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)): "exists",
+        ("quantize", "demo", "--weights", "int3", "-o", str(tmp_path / "x")): "weights='int3'",
+        ("quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "y")): "quantised already",
+        ("generate", "demo", "--prompt", ""): "prompt is empty",
+        ("generate", "demo", "--prompt", "a", "--values", "int4_channel"): "keys only",
+        ("generate", str(tmp_path), "--prompt", "a"): "no config.json",
+        ("eval", "demo", "--length", "1"): "length=1",
+        ("eval", "demo", "--text", str(tmp_path / "missing.txt")): "text=",
+    }
+    for arguments, says in errors.items():
+        assert run(*arguments) == 1
+        captured = capsys.readouterr()
+        assert says in captured.err
+        assert captured.err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "y").exists()
