@@ -10,9 +10,9 @@ import torch
 
 from halfbyte import plans
 from halfbyte.cache import KVCache
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
-from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.decode_attention import decode_attention, prefill_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
@@ -236,3 +236,14 @@ def test_fp8_nan_codes_of_an_engine_stay_nan(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_plain_keys_pass_through(dtype: torch.dtype) -> None:
     assert plain_format(dtype).nbytes((2, 3, 4, 8)) == 2 * 3 * 4 * 8 * dtype.itemsize
+
+
+def test_gradients_are_refused() -> None:
+    """Asking for a gradient raises; it is never silently missing. Without a backward pass nothing is in the way."""
+    cache = KVCache(1, 2, 64, 8)
+    cache.append(torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 64))
+    weight, k = quantize(torch.randn(8, 64), "nf4"), torch.randn(1, 2, 1, 64)
+    x, q = torch.randn(2, 64, requires_grad=True), torch.randn(1, 4, 1, 64, requires_grad=True)
+    for out in (linear(x, weight), decode_attention(q, cache), prefill_attention(q, k, k, cache), qkv_projection(x, (weight,) * 3)[1]):
+        with pytest.raises(HalfbyteError, match="no gradient"):
+            out.sum().backward()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from halfbyte.evals.model import agreement, load, write
 from halfbyte.evals.present import add_results, table
@@ -36,14 +38,17 @@ def demo(report_path: Path, console: Console) -> list[Quality]:
         "Each row reads all older keys and values from a cache of its own format."
     )
     results = run_evaluation(model, settings, cut, CHUNK, console, WINDOWS)
-    texts = {}
+    texts: dict[str, str] = {}
     with progress(console) as bar:
         for name, setting in bar.track(TEXTS.items(), description="writing"):
-            texts[name] = "".join(write(model, tokenizer, PROMPT, setting, TOKENS))
+            text = "".join(write(model, tokenizer, PROMPT, setting, TOKENS))
+            first = next(iter(texts.values()), text)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, first, strict=False)))
+            texts[name if not texts else f"{name}: the first {shared} of {len(first)} characters as with 16 bits"] = text
     equal, compared = agreement(model, cut[:2, :48])
     console.print(table(results, "What the bits cost"))
     for name, text in texts.items():
-        console.print(Panel(PROMPT + text, title=name, title_align="left", highlight=False))
+        console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
     same = f"With 16-bit keys and values, {equal} of {compared} greedy tokens equal those of transformers' own attention."
     console.print(same)
     _report(results, texts, same).write(report_path)
@@ -58,7 +63,7 @@ def _report(results: list[Quality], texts: dict[str, str], same: str) -> Report:
     best = next(r for r in results if r.setting == Setting("int8", "int4_g32"))
     report = Report(
         "What the bits cost",
-        f"halfbyte {halfbyte.__version__} demo: a 5-million-parameter model on {base.tokens:,} bytes of Python it never saw",
+        f"halfbyte {halfbyte.__version__} demo: a model of 5.6 million parameters on {base.tokens:,} bytes of Python it never saw",
     )
     report.facts(
         {
@@ -70,9 +75,9 @@ def _report(results: list[Quality], texts: dict[str, str], same: str) -> Report:
     )
     report.text(
         "Every row, the 16-bit one included, feeds the text in chunks of 16 tokens and reads all older keys and values from a "
-        "cache of its own format. Arithmetic is fp32 over values rounded to 16 bits. KL divergence is that of the next-token "
-        "distribution from the 16-bit run, in nats; top-1 is the share of tokens where both expect the same next byte; seconds are "
-        "of this run on this machine.",
+        "cache of its own format. Arithmetic is fp32 or finer over values rounded to 16 bits. KL divergence is that of the "
+        "next-token distribution from the 16-bit run, in nats; top-1 is the share of tokens where both expect the same next byte; "
+        "seconds are of this run on this machine.",
         same,
     )
     add_results(report, results)

@@ -1,0 +1,47 @@
+"""The README says what the code says: generated tables, names, files and tests that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def test_the_tables_are_what_the_script_writes() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "make_tables.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_named_files_exist(page: Path) -> None:
+    """Paths in backquotes and relative links lead somewhere."""
+    text = page.read_text()
+    named = re.findall(r"`((?:src|tests|docs|scripts|examples|results)/[\w./-]*)", text) + re.findall(r"\]\(([\w./-]+)\)", text)
+    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|bench)/\w+\.py)`", text)]
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_every_public_name_is_in_the_readme_or_the_design() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "DESIGN.md").read_text() + (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in halfbyte.__all__ if name not in text] == []
+
+
+def test_commands_in_the_readme_exist() -> None:
+    """Every `halfbyte word` of the README is a command."""
+    from halfbyte.cli import app
+
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    used = set(re.findall(r"^halfbyte (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor"}
+    assert used <= known
