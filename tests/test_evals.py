@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,9 @@ def test_records_and_report(shipped: Any, tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text()
     assert page.count("<svg") == 3
     assert "nf4" in page
+    assert lines[0]["environment"]["versions"]["torch"] == torch.__version__
+    exact = [results[0], replace(results[1], kl_mean=0.0, layer_error=[0.0] * 6)]
+    write_report(exact, "no error at all", tmp_path / "exact.html")
 
 
 def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:

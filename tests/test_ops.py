@@ -244,6 +244,11 @@ def test_gradients_are_refused() -> None:
     cache.append(torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 64))
     weight, k = quantize(torch.randn(8, 64), "nf4"), torch.randn(1, 2, 1, 64)
     x, q = torch.randn(2, 64, requires_grad=True), torch.randn(1, 4, 1, 64, requires_grad=True)
-    for out in (linear(x, weight), decode_attention(q, cache), prefill_attention(q, k, k, cache), qkv_projection(x, (weight,) * 3)[1]):
+    for out in (
+        linear(x, weight),
+        decode_attention(q, cache),
+        prefill_attention(q, k, k, cache),
+        qkv_projection(x, (weight,) * 3)[1],
+    ):
         with pytest.raises(HalfbyteError, match="no gradient"):
             out.sum().backward()

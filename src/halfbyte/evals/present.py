@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -16,6 +16,12 @@ from halfbyte.evals.quality import Quality
 from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
+if TYPE_CHECKING:
+    from halfbyte.bench.charts import Point
+
+KL_LABEL = "mean KL divergence (nats)"
+#: What a logarithmic axis shows for no divergence at all.
+LEAST_KL = 1e-9
 HEADERS = ("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "top-1 %", "KV B/token", "weights MB", "seconds")
 
 
@@ -56,32 +62,38 @@ def _kind(result: Quality) -> str:
 
 def add_results(report: Report, results: Sequence[Quality]) -> None:
     """The table and the charts: quality against bytes for caches and for weights, error by layer."""
-    from halfbyte.bench.charts import Point, lines, scatter
+    from halfbyte.bench.charts import lines, scatter
 
     base, others = results[0], results[1:]
     report.table(HEADERS, [row(r) for r in results], "Every run beside the 16-bit one")
     caches = [r for r in others if _kind(r) == "KV cache"]
     if caches:
-        points = [
-            Point(r.setting.kv, r.kv_bytes_per_token / base.kv_bytes_per_token, r.kl_mean, r.setting.keys.split("_")[0])
-            for r in caches
-        ]
-        chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label="mean KL divergence (nats)", log_y=True)
+        shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
+        points = _points(caches, shares, [r.setting.kv for r in caches], [r.setting.keys.split("_")[0] for r in caches])
+        chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
         report.figure(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")
-        chosen = {r.setting.kv: r.layer_error for r in caches if r.layer_error}
-        if chosen:
-            errors = lines(_fewest(chosen), x_label="layer", y_label="relative error of hidden states", log_y=True)
-            report.figure(errors, "Error by layer: hidden states against those of the 16-bit run")
+        errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
+        if errors:
+            chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
+            report.figure(chart, "Error by layer: hidden states against those of the 16-bit run")
     weights = [r for r in others if _kind(r) == "weights" and weight_format(r.setting.weights or "").code.bits == 4]
     if weights:
-        points = [
-            Point(r.setting.weights or "", r.weight_bytes / base.weight_bytes, r.kl_mean, _family(r.setting.weights or ""))
-            for r in weights
-        ]
-        chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label="mean KL divergence (nats)", log_y=True)
-        report.figure(
-            chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, everything of the model counted"
-        )
+        names = [r.setting.weights or "" for r in weights]
+        points = _points(weights, [r.weight_bytes / base.weight_bytes for r in weights], names, [_family(n) for n in names])
+        chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label=KL_LABEL, log_y=True)
+        report.figure(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, the whole model counted")
+
+
+def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:
+    """Points of a chart; results that coincide (groups as wide as a head, say) share one."""
+    from halfbyte.bench.charts import Point
+
+    merged: dict[tuple[float, float], Point] = {}
+    for result, share, name, kind in zip(results, shares, names, series, strict=True):
+        at = (share, max(result.kl_mean, LEAST_KL))
+        label = f"{merged[at].label} = {name}" if at in merged else name
+        merged[at] = Point(label, *at, kind)
+    return list(merged.values())
 
 
 def write_report(results: Sequence[Quality], title: str, path: Path) -> None:
@@ -98,9 +110,15 @@ def record(result: Quality) -> dict[str, Any]:
 
 
 def append_records(results: Sequence[Quality], path: Path) -> None:
-    """Append one JSON object a result to a file."""
+    """Append one JSON object a result to a file, with where and how it was made."""
+    import torch
+
+    from halfbyte.bench.records import environment
+    from halfbyte.device import describe
+
+    made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record(result)) + "\n" for result in results)
+        file.writelines(json.dumps(record(result) | {"environment": made}) + "\n" for result in results)
 
 
 def _family(name: str) -> str:
