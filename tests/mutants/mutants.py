@@ -234,7 +234,20 @@ MUTANTS = [
         codecs("test_a_scale_or_offset_beyond_fp16_raises"),
     ),
     # -- caches
-    Mutant("counts ignored", APPEND, " if counts is None else counts.to(lengths.dtype)", "", caches("test_select_and_repeat_copy")),
+    Mutant(
+        "counts ignored",
+        "ops/append.py",
+        " if counts is None else counts.to(lengths.dtype)",
+        "",
+        caches("test_select_and_repeat_copy"),
+    ),
+    Mutant(
+        "counts not looked at",
+        APPEND,
+        " if counts is None else counts.to(lengths.dtype)",
+        "",
+        caches("test_counts_outside_the_tokens_given_change_nothing"),
+    ),
     Mutant(
         "no capacity check",
         APPEND,
