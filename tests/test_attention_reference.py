@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.ops.decode_attention import QUERY_BLOCK, decode_attention, merge_states, prefill_attention
+from halfbyte.paging import PagedKVCache
 from halfbyte.planes import AttentionOptions
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size, rotate
@@ -445,3 +447,40 @@ def test_rope_turns_pairs_by_an_angle() -> None:
             pair = torch.complex(x[:, :, t, i], x[:, :, t, i + 8]) * complex(math.cos(angle), math.sin(angle))
             torch.testing.assert_close(got[:, :, t, i], pair.real, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[:, :, t, i + 8], pair.imag, rtol=1e-5, atol=1e-5)
+
+
+PAST, CHUNK = (0, 1, 20, 31, 32, 33), (17, 32, 100)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("keys", [name for name, fmt in KV_FORMATS.items() if fmt.granularity != "tensor"])
+def test_prefill_after_any_past(keys: str, impl: str, paged: bool, window: int | None) -> None:
+    """The past as it is stored, whatever the chunk's append has done to a tail or a block since; the chunk exactly."""
+    fmt = KV_FORMATS[keys]
+    values = "int4" if fmt.token_block else keys
+    kind: type[KVCache] = PagedKVCache if paged else KVCache
+    for past, count in itertools.product(PAST, CHUNK):
+        k, v = torch.randn(2, 1, 2, past + count, 64)
+        q = torch.randn(1, 4, count, 64)
+        cache = kind(1, 2, 64, 160, keys=keys, values=values)
+        cache.append(k[:, :, :past], v[:, :, :past])
+        cache.append(k[:, :, past:], v[:, :, past:])
+        stored_k, stored_v = cache.dequantized()
+        exact_k = torch.cat([stored_k[:, :, :past], k[:, :, past:]], 2).double()
+        exact_v = torch.cat([stored_v[:, :, :past], v[:, :, past:]], 2).double()
+        whole = torch.tensor([past + count], dtype=torch.int32)
+        start = torch.tensor([past], dtype=torch.int32)
+        expected, _ = reference.attend(q.double(), exact_k, exact_v, whole, start, AttentionOptions(0.125, window=window))
+        out = prefill_attention(q, k[:, :, past:], v[:, :, past:], cache, sm_scale=0.125, window=window, impl=impl)
+        assert isinstance(out, torch.Tensor)
+        assert float((out - expected).abs().max()) < 1e-5, (past, count)
+
+
+def test_sinks_of_minus_infinity_over_nothing() -> None:
+    out = torch.randn(1, 2, 1, 8)
+    lse = torch.tensor([[[-torch.inf], [0.0]]])
+    merged, _ = merge_states([out], [lse], torch.full((2,), -torch.inf))
+    assert not merged[:, 0].any()
+    torch.testing.assert_close(merged[:, 1], out[:, 1])

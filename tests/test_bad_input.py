@@ -118,6 +118,15 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "cache: dtype fp32": (lambda: cache(dtype=torch.float32), "dtype=torch.float32"),
     "cache: dtype by name": (lambda: cache(dtype="float16"), "dtype=float16"),
     "cache: rotation of 40": (lambda: KVCache(1, 1, 40, 8, values="int8", rotate_keys=True), "head_dim=40"),
+    "cache: a GPU that is not there": (lambda: cache(device="cuda:99"), "device='cuda:99'"),
+    "cache: rotate_keys a word": (lambda: cache(rotate_keys="no"), "rotate_keys='no'"),
+    "attend: no cache": (lambda: decode_attention(r(2, 4, 1, 64), None), "cache is a NoneType"),  # type: ignore[arg-type]
+    "append: counts of 8 bits": (kv(r(2, 2, 1, 64), counts=torch.ones(2, dtype=torch.uint8)), "counts is torch.uint8"),
+    "append: counts beyond 32 bits": (kv(r(2, 2, 1, 64), counts=torch.tensor([2**32 + 1, 1])), "counts runs from"),
+    "attend: query_start of 8 bits": (attend(query_start=torch.ones(2, dtype=torch.uint8)), "query_start is torch.uint8"),
+    "merge: no lists": (lambda: merge_states(None, None), "must be lists"),  # type: ignore[arg-type]
+    "dequantize: a plain tensor": (lambda: dequantize(r(2, 2)), "q is a Tensor"),  # type: ignore[arg-type]
+    "from_buffers: nothing": (lambda: KVCache.from_buffers(None, None, None), "keys is a NoneType"),  # type: ignore[arg-type]
     "cache: k_scale of per head": (lambda: cache(k_scale=1.0), "k_scale"),
     "cache: k_scale NaN": (lambda: cache(keys="int8_tensor", k_scale=float("nan")), "k_scale=nan"),
     "cache: k_scale 0": (lambda: cache(keys="int8_tensor", k_scale=0.0), "k_scale=0.0"),
@@ -222,7 +231,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "attend: negative lengths": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(-1, 0))), "lengths run from -1"),
     "attend: lengths beyond the capacity": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(0, 65))), "to 65"),
     # -- prefill_attention
-    "prefill: chunk longer than the cache's": (prefill(r(2, 4, 6, 64), r(2, 2, 6, 64), r(2, 2, 6, 64)), "lengths run from -1"),
+    "prefill: chunk longer than the cache's": (prefill(r(2, 4, 6, 64), r(2, 2, 6, 64), r(2, 2, 6, 64)), "shorter than the chunk"),
     "prefill: k of rank 3": (prefill(r(2, 4, 5, 64), r(2, 5, 64), r(2, 2, 5, 64)), "k has shape"),
     "prefill: k of query heads": (prefill(r(2, 4, 5, 64), r(2, 4, 5, 64), r(2, 2, 5, 64)), "k has shape"),
     "prefill: v shorter": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 4, 64)), "v has shape"),
@@ -231,8 +240,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "prefill: v of float8": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 5, 64).to(FP8)), "float8"),
     "prefill: window 0": (prefill(r(2, 4, 5, 64), r(2, 2, 5, 64), r(2, 2, 5, 64), window=0), "window=0"),
     # -- merge_states
-    "merge: nothing": (merge([], []), "outs has 0 parts"),
-    "merge: one lse missing": (merge([out4, out4], [lse4]), "outs has 2 parts and lses 1"),
+    "merge: nothing": (merge([], []), "outs and lses must be lists"),
+    "merge: one lse missing": (merge([out4, out4], [lse4]), "outs and lses must be lists"),
     "merge: other shapes": (merge([out4, out4[:1]], [lse4, lse4[:1]]), r"outs\[1\] has shape"),
     "merge: lse of rank 4": (merge([out4], [lse4[..., None]]), r"lses\[0\] has shape"),
     "merge: sinks of other heads": (merge([out4], [lse4], r(3)), "sinks"),

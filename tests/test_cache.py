@@ -571,3 +571,21 @@ def test_what_a_cache_says_of_itself() -> None:
     assert KVCache(1, 1, 64, 50).capacity == 50
     with pytest.raises(HalfbyteError):
         KVCache(1, 1, 40, 50, values="int4_g32")
+
+
+def test_zeros_say_nothing_about_the_scale_of_a_tensor() -> None:
+    cache = KVCache(1, 1, 64, 64, keys="int8_tensor", values="int8_tensor")
+    zeros, ones = torch.zeros(1, 1, 3, 64), torch.ones(1, 1, 3, 64)
+    cache.append(zeros, zeros)
+    assert not cache.dequantized()[0].any()
+    cache.append(ones, ones)
+    torch.testing.assert_close(cache.dequantized()[0][:, :, :6], torch.cat([zeros, ones], 2), atol=1e-3, rtol=0)
+    assert int(cache.keys.saturated or 0) == 0
+
+
+def test_reset_goes_back_to_an_engines_scale() -> None:
+    own = KVCache(1, 1, 64, 64, keys="int8_tensor", values="int8_tensor", k_scale=0.5, v_scale=0.25)
+    cache = KVCache.from_buffers(own.keys, own.values, own.lengths)
+    cache.append(torch.ones(1, 1, 1, 64), torch.ones(1, 1, 1, 64))
+    cache.reset()
+    assert (float(cache.keys.scales), float(cache.values.scales)) == (0.5, 0.25)  # type: ignore[arg-type]

@@ -124,6 +124,20 @@ def test_windows_are_spread_and_checked() -> None:
             windows(list(range(100)), **bad)
 
 
+def test_windows_begin_with_the_bos_token() -> None:
+    assert windows(list(range(1, 20)), 4, None, bos=0)[:2].tolist() == [[0, 1, 2, 3], [0, 4, 5, 6]]
+
+
+def test_writing_stops_at_the_end_of_text(shipped: Any) -> None:
+    model, tokenizer = shipped
+    whole = "".join(models.write(model, tokenizer, "import os\n", Setting(), 30))
+    model.generation_config.eos_token_id = [whole.encode()[4], 0]
+    try:
+        assert "".join(models.write(model, tokenizer, "import os\n", Setting(), 30)) == whole[: whole.index(whole[4])]
+    finally:
+        model.generation_config.eos_token_id = None
+
+
 def test_tokenizers(tmp_path: Path) -> None:
     assert isinstance(load_tokenizer(str(tmp_path), 256), ByteTokenizer)
     with pytest.raises(InvalidArgument, match="too small for bytes"):
@@ -205,6 +219,12 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
         ("generate", "demo", "--prompt", "a", "--values", "int4_channel"): "keys only",
         ("generate", str(tmp_path), "--prompt", "a"): "no config.json",
         ("eval", "demo", "--length", "1"): "length=1",
+        ("eval", "demo", "--chunk", "0"): "chunk=0",
+        ("eval", "demo", "--output", str(tmp_path / "none" / "x.jsonl")): "--output",
+        ("eval", "demo", "--report", str(tmp_path)): "--report",
+        ("demo", "--report", str(tmp_path)): "--report",
+        ("generate", "demo", "--prompt", "a", "--temperature", "1e-45"): "temperature=1e-45",
+        ("bench", "decode", "--impl", "zz"): "impl='zz'",
         ("eval", "demo", "--text", str(tmp_path / "missing.txt")): "text=",
     }
     for arguments, says in errors.items():

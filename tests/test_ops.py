@@ -73,7 +73,7 @@ def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:
     cache, q = build(layout), torch.randn(2, 4, 3, 64).bfloat16()
     parts, heads = flat(cache), torch.rand(4)
     starts = torch.tensor([0, 2], dtype=torch.int32)
-    for options in ((None, None, None, 0.125, None, None), (starts, heads, heads, 0.125, 20.0, 7)):
+    for options in ((None, None, None, None, 0.125, None, None), (starts, starts + 9, heads, heads, 0.125, 20.0, 7)):
         arguments = (
             *(q, *parts["k"], *parts["v"], cache.lengths, cache.lengths - 3, cache.page_table),
             *(*options, cache.rotate_keys, *parts["formats"], level),

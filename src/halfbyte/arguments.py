@@ -11,14 +11,14 @@ import torch
 from halfbyte.errors import InvalidArgument, check
 
 Kind = Literal["floating", "integer"]
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def check_tensor(
     name: str, t: Any, shape: Sequence[int | str], kind: Kind = "floating", device: torch.device | None = None
 ) -> None:
     """`t` must be a tensor of this shape (a string in it matches any size), kind and device. FP8 and bool are neither kind."""
-    kinds = "integers" if kind == "integer" else "fp16, bf16, fp32 or float64"
+    kinds = "int32 or int64" if kind == "integer" else "fp16, bf16, fp32 or float64"
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
     fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
@@ -26,6 +26,11 @@ def check_tensor(
     right = t.dtype in _INTEGERS if kind == "integer" else t.is_floating_point() and t.dtype.itemsize > 1
     check(right, f"{name} is {t.dtype}; expected {kinds}")
     check(device is None or t.device == device, f"{name} is on {t.device}; expected it on {device}: move one of them")
+
+
+def as_int32(t: torch.Tensor) -> torch.Tensor:
+    """An integer tensor as int32; what does not fit becomes the nearest number that does, and is then as far out of range."""
+    return t if t.dtype is torch.int32 else t.clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
 def number(name: str, value: Any, low: float, high: float, what: str) -> float:
@@ -43,8 +48,9 @@ def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
 
 
 def device_of(value: Any, name: str = "device") -> torch.device:
-    """A torch device from whatever names one."""
+    """A torch device from whatever names one, if this machine has it."""
     try:
-        return torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"{name}={value!r} is no device that torch knows; expected cpu, cuda or cuda:N") from error
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidArgument(f"{name}={value!r} cannot be used here ({reason}); expected cpu, cuda or cuda:N") from error

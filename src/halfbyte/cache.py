@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from halfbyte.arguments import check_tensor, device_of, integer
+from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, Shape, key_format, value_format
 from halfbyte.ops.append import append_
@@ -69,15 +69,15 @@ class KVCache:
         device, self.rotate_keys = device_of(options.get("device", "cpu")), options.get("rotate_keys", False)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        if self.rotate_keys:
-            block_size(head_dim)
+        check_rotation(self.rotate_keys, head_dim)
         tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
-        self._fixed = options.get("k_scale"), options.get("v_scale")
-        for name, fmt, scale in (("k_scale", k_fmt, self._fixed[0]), ("v_scale", v_fmt, self._fixed[1])):
+        k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
+        for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
-        self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, self._fixed[0])
-        self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, self._fixed[1])
+        self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
+        self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+        self._given = _given_scales(self.keys, self.values)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @classmethod
@@ -95,10 +95,11 @@ class KVCache:
         lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. Page and length management stay the engine's.
         """
         check_buffers(keys, values, lengths, page_table)
+        check_rotation(rotate_keys, keys.dim)
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
         cache.rotate_keys = rotate_keys
-        cache._fixed = (None, None)
+        cache._given = _given_scales(keys, values)
         return cache
 
     # ------------------------------------------------------------------------------------------------------ what it is
@@ -169,9 +170,9 @@ class KVCache:
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
         self.lengths.zero_()
-        for plane, scale in zip((self.keys, self.values), self._fixed, strict=True):
-            if plane.scales is not None and plane.format.granularity == "tensor":
-                plane.scales.fill_(scale or 0.0)
+        for plane, given in zip((self.keys, self.values), self._given, strict=True):
+            if plane.scales is not None and given is not None:
+                plane.scales.copy_(given)
             if plane.saturated is not None:
                 plane.saturated.zero_()
 
@@ -182,7 +183,7 @@ class KVCache:
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)
-            wanted = length.clamp_max(2**31 - 1).to(torch.int32)
+            wanted = as_int32(length)
         else:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
             kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
@@ -271,6 +272,18 @@ def new_plane(
     )
 
 
+def _given_scales(*planes: Plane) -> list[torch.Tensor | None]:
+    """The scale that each per-tensor plane begins with, to go back to at a reset: 0 where it is yet to be measured."""
+    return [p.scales.clone() if p.scales is not None and p.format.granularity == "tensor" else None for p in planes]
+
+
+def check_rotation(rotate_keys: object, head_dim: int) -> None:
+    """`rotate_keys` must be a bool, and a head that is rotated must be wide enough."""
+    check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
+    if rotate_keys:
+        block_size(head_dim)
+
+
 def check_sizes(**sizes: int) -> None:
     """Every named size must be a positive integer; the batch may be 0."""
     for name, size in sizes.items():
@@ -283,6 +296,9 @@ def check_sizes(**sizes: int) -> None:
 
 def check_buffers(keys: Plane, values: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
     """What `KVCache.from_buffers` may be given."""
+    for name, given in (("keys", keys), ("values", values)):
+        check(isinstance(given, Plane), f"{name} is a {type(given).__name__}; expected a Plane")
+    check(isinstance(lengths, torch.Tensor), f"lengths is a {type(lengths).__name__}; expected a tensor int32 [B]")
     check(
         lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
     )

@@ -57,6 +57,8 @@ class AttentionOptions:
     alibi_slopes  float32 [Hq]; adds slope * (j - i) for key position j and query position i
     window        keeps keys j with i - window < j <= i; None: all j <= i
     starts        int32 [B]; keys before starts[b] are padding and are never seen; None: 0
+    ends          int32 [B]; keys from ends[b] on are not seen; None: all the cache holds. The lengths cannot say this: they also
+                  say which tokens of per-channel keys are in the tail
     sinks         float32 [Hq]; one more logit a head in the softmax's denominator, with no value, not part of lse (GPT-OSS)
     rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before the product
     """
@@ -66,8 +68,13 @@ class AttentionOptions:
     alibi_slopes: torch.Tensor | None = None
     window: int | None = None
     starts: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     rotate_keys: bool = False
+
+    def limit(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Keys that may be seen lie before this position, [B]."""
+        return lengths if self.ends is None else torch.minimum(lengths, self.ends)
 
 
 class Cache(Protocol):

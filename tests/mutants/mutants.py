@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "one key too many",
         ATTENTION,
-        "(tokens <= queries) & (tokens < lengths",
-        "(tokens <= queries) & (tokens <= lengths",
+        "(tokens <= queries) & (tokens < options",
+        "(tokens <= queries) & (tokens <= options",
         ("test_bad_input.py::test_positions_outside_the_cache",),
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "padding is read",
         ATTENTION,
-        "return torch.where(stored_tokens(column, lengths, oldest), values, 0.0)",
+        "return torch.where(stored_tokens(column, lengths if limit is None else limit, oldest), values, 0.0)",
         "return values",
         attention("test_nothing_behind_a_length_is_seen"),
     ),
@@ -114,15 +114,15 @@ MUTANTS = [
     Mutant(
         "sinks twice",
         OPS,
-        "before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)",
-        "before = _attend(q, cache, past, past, options, chosen)",
+        "replace(options, sinks=None, ends=past), chosen",
+        "replace(options, ends=past), chosen",
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-sinks]"),
     ),
     Mutant(
         "starts not shifted",
         OPS,
-        "(starts - past).clamp_min(0)",
-        "starts",
+        "(options.starts - past).clamp_min(0)",
+        "options.starts",
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-starts]"),
     ),
     Mutant(
@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "counts ignored",
         "ops/append.py",
-        " if counts is None else counts.to(lengths.dtype)",
-        "",
+        "k.shape[2] if counts is None else counts)",
+        "k.shape[2])",
         caches("test_select_and_repeat_copy"),
     ),
     Mutant(
@@ -247,6 +247,13 @@ MUTANTS = [
         " if counts is None else counts.to(lengths.dtype)",
         "",
         caches("test_counts_outside_the_tokens_given_change_nothing"),
+    ),
+    Mutant(
+        "the past's length taken for the cache's",
+        OPS,
+        "q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), chosen",
+        "q, cache, past, past, replace(options, sinks=None), chosen",
+        attention("test_prefill_after_any_past"),
     ),
     Mutant(
         "no capacity check",
@@ -279,7 +286,7 @@ MUTANTS = [
     Mutant(
         "the scale of a tensor follows the data",
         APPEND,
-        "torch.where(plane.scales == 0, measured, plane.scales)",
+        "torch.where(plane.scales == 0, measured * (x.abs().amax() > 0), plane.scales)",
         "measured",
         caches("test_the_per_tensor_scale_is_measured_once"),
     ),

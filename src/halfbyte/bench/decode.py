@@ -17,6 +17,7 @@ from halfbyte.bench.checks import Accuracy, attention_accuracy, eager_attention,
 from halfbyte.bench.session import Case, Contender, Session
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format
+from halfbyte.plans import plan
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -63,6 +64,8 @@ def cases(
     for text in formats:
         parse_formats(text)
     impls = impls or (("cpu",) if session.device.kind == "cpu" else ("auto",))
+    for impl in impls:
+        plan("decode_attention", impl, session.device.kind)
 
     def build(shape: DecodeShape) -> Case:
         return Case("decode_attention", str(shape), shape.sizes, lambda: contenders(session, shape, formats, impls))

@@ -14,6 +14,7 @@ from halfbyte.bench.checks import Accuracy, linear_accuracy
 from halfbyte.bench.session import Case, Contender, Session
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
+from halfbyte.plans import plan
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def cases(
     for name in formats:
         weight_format(name, "formats")
     impls = impls or (("cpu",) if session.device.kind == "cpu" else ("auto",))
+    for impl in impls:
+        plan("linear", impl, session.device.kind)
 
     def build(shape: LinearShape) -> Case:
         return Case("linear", str(shape), shape.sizes, lambda: contenders(session, shape, formats, impls))

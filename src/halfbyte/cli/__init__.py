@@ -5,6 +5,7 @@ Imports of everything heavy are inside the commands, so that `halfbyte --help` i
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -31,9 +32,12 @@ app.add_typer(bench.app, name="bench")
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
+    # OpenMP threads spin while they wait, unless told otherwise before torch is loaded. On two cores with anything else running
+    # that made the demo up to fifty times slower (MEASURED.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(arguments)
-    except HalfbyteError as error:
+    except (HalfbyteError, OSError) as error:
         print(f"halfbyte: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, integers, pairs, words
+from halfbyte.cli.shared import Json, check_writable, integers, pairs, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def bench_decode(
             for d in integers(dim or "128", "dim")
             for t in integers(context or "8192", "context")
         ]
+    check_writable(html, "html")
     session = Session.start(Options(output, quick, pattern, as_json, device, threads))
     wanted = words(formats) or list(decode.DEFAULT_FORMATS)
     _run_bench(session, decode.cases(session, shapes, wanted, words(impl)), "decode attention", html)
@@ -85,6 +86,7 @@ def bench_linear(
         shapes = [
             linear.LinearShape(m, n, k) for m in integers(rows or "1", "rows") for n, k in pairs(size or "4096x4096", "x", "size")
         ]
+    check_writable(html, "html")
     session = Session.start(Options(output, quick, pattern, as_json, device, threads))
     wanted = words(formats) or list(linear.DEFAULT_FORMATS)
     _run_bench(session, linear.cases(session, shapes, wanted, words(impl)), "linear", html)

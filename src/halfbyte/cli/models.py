@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, console, print_table
+from halfbyte.cli.shared import Json, check_writable, console, print_table
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def demo(
     from halfbyte.evals.demo import demo as run
     from halfbyte.evals.present import append_records
 
+    check_writable(report, "report")
+    check_writable(output, "output")
     results = run(report, console())
     if output is not None:
         append_records(results, output)
@@ -59,22 +62,24 @@ def evaluate(
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
 
+    check_writable(report, "report")
+    check_writable(output, "output")
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
     wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
-    tokens = cut(tokenizer.encode(read_text(text)), length, windows)
+    tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
     results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
+    if as_json:
+        print(json.dumps({"results": [record(r) for r in results], "equal_tokens": equal, "compared_tokens": compared}))
+    else:
+        print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
+        print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
     if output is not None:
         append_records(results, output)
     if report is not None:
         write_report(results, f"{model}: what the bits cost", report)
-    if as_json:
-        print(json.dumps({"results": [record(r) for r in results], "equal_tokens": equal, "compared_tokens": compared}))
-        return
-    print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
-    print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
 
 
 def generate(
@@ -87,7 +92,7 @@ def generate(
     skip_layers: Skip = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
 ) -> None:
     """Continue a prompt with a packed cache, printing as it goes."""
     from halfbyte.evals.model import load, write
@@ -124,14 +129,19 @@ def quantize(
     path = resolve_model(model)
     made = hf.load(path, weights=weights, dtype=torch.bfloat16, skip_modules=tuple(s for s in skip.split(",") if s))
     hf.save(made, output, tokenizer=path)
-    again, before = hf.load(output).state_dict(), made.state_dict()
+    try:
+        again, before = hf.load(output).state_dict(), made.state_dict()
+    except BaseException:
+        shutil.rmtree(output)
+        raise
     same = again.keys() == before.keys() and all(torch.equal(_bits(again[name]), _bits(t)) for name, t in before.items())
     if not same:
-        raise InvalidArgument(f"output={str(output)!r} was written but does not load to the same bits; do not use it")
+        shutil.rmtree(output)
+        raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
     print(f"{output}: {weight_bytes(made) / 1e6:.2f} MB of weights, loaded again and equal bit for bit")
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return t.contiguous().view(torch.uint8)
+    return t.contiguous().flatten().view(torch.uint8)

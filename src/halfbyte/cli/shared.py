@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,6 +36,12 @@ def console(stderr: bool = False) -> Console:
 def print_table(table: Table) -> None:
     """A rich table on stdout."""
     console().print(table)
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that could not be written before the work is done, not after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
 
 
 def words(text: str) -> list[str]:

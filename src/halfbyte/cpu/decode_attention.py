@@ -39,7 +39,7 @@ def decode_attention(
     queries = q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
-    oldest = oldest_visible(query_start, options)
+    oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
     span = _span(keys, page_table, lengths, query_start, queries, options)
     step = _step(span, rows, keys, values)
     buffer = rows.new_empty(rows.shape[0] * rows.shape[1] * step * max(keys.dim, values.dim))
@@ -69,7 +69,7 @@ def decode_attention(
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
-        stored = stored_tokens(tokens.mT, lengths, oldest) if masked else None
+        stored = stored_tokens(tokens.mT, limit, oldest) if masked else None
         block, scale = _load(values, page_table, lo, hi, buffer, stored)
         if scale is not None:
             p.mul_(scale.mT)
@@ -148,7 +148,7 @@ def _span(
         return _Span(0, 0, 1)
     if lengths.device.type != "cpu":
         return _Span(0, capacity, unit)
-    stored, start = lengths.tolist(), query_start.tolist()
+    stored, start = options.limit(lengths).tolist(), query_start.tolist()
     starts = [0] if options.starts is None else options.starts.tolist()
     window = max(start) + queries if options.window is None else options.window
     first = max(0, min(starts), min(start) - window + 1)
@@ -159,7 +159,7 @@ def _span(
         unit=unit,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
-        shortest=min(stored),
+        shortest=int(lengths.min()),
     )
 
 

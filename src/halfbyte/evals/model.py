@@ -36,18 +36,25 @@ def write(
 ) -> Iterator[str]:
     """Continue `prompt` by `tokens` tokens, piece by piece, with a cache of the setting's formats and the weights as they are.
 
-    temperature 0 takes the likeliest token. A piece is held back until its bytes are whole characters.
+    temperature 0 takes the likeliest token. Stops at the model's end-of-text token. A piece is held back until its bytes are whole
+    characters.
     """
     from halfbyte.hf.cache import PackedCache
 
     ids = tokenizer.encode(prompt)
     check(bool(ids), "prompt is empty; give at least one token of text to continue")
+    check(temperature == 0 or 1e-3 <= temperature <= 1e3, f"temperature={temperature}; expected 0, or 0.001 to 1000")
+    ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+    ends = model.generation_config.eos_token_id
+    stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
     cache = PackedCache(model, len(ids) + tokens, **setting.cache_options())
     generator = torch.Generator(device=model.device).manual_seed(seed)
     step, made, shown = torch.tensor([ids], device=model.device), list[int](), 0
     for i in range(tokens):
         logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         step = _choose(logits, temperature, generator)
+        if int(step) in stops:
+            return
         made.append(int(step))
         text = tokenizer.decode(made)
         if not text.endswith("\ufffd") or i + 1 == tokens:

@@ -66,6 +66,7 @@ class Quality:
     weight_bytes: int = 0
     seconds: float = 0.0
     layer_error: list[float] = field(default_factory=list)
+    plain_weights: str = "bf16"
 
 
 Step = Callable[[], None]
@@ -84,7 +85,8 @@ def evaluate(
     """Run `windows`, int64 [n, T], through the model under each setting; the first one must be the 16-bit run.
 
     `model` has the halfbyte attention (`halfbyte.hf.quantize(model)`) and 16-bit weights. `on_step` is called after every chunk, of
-    which there are `steps(...)`. The layer error is the relative L2 error of the hidden states behind each layer, first window.
+    which there are `steps(...)`. The layer error is the relative L2 error of the hidden states behind each layer (behind the
+    last one: after the final norm), first window.
     """
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     check(
@@ -100,6 +102,7 @@ def evaluate(
     results = [tally.result() for tally in tallies]
     for result in results:
         result.change = 100 * (result.perplexity / results[0].perplexity - 1)
+        result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else "bf16"
         result.weight_bytes = weight_bytes(models[result.setting.weights])
         result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
     return results
@@ -113,7 +116,10 @@ def steps(settings: Sequence[Setting], windows: torch.Tensor, chunk: int = 16, b
 def run_evaluation(
     model: Any, settings: Sequence[Setting], windows: torch.Tensor, chunk: int, console: Console, batch: int = 8
 ) -> list[Quality]:
-    """`evaluate` behind a progress bar."""
+    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB."""
+    check(chunk >= 1, f"chunk={chunk}; expected at least one token")
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
     with progress(console) as bar:
         task = bar.add_task("evaluating", total=steps(settings, windows, chunk, batch))
         return evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))

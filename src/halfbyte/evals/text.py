@@ -11,14 +11,18 @@ from halfbyte.errors import CheckpointError, InvalidArgument, check
 
 
 class Tokenizer(Protocol):
-    """The two things that are needed of a tokenizer."""
+    """What is needed of a tokenizer. `bos`: the token every text begins with, None if the model knows none."""
 
+    @property
+    def bos(self) -> int | None: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
 
 
 class ByteTokenizer:
     """One token a byte, for models without a tokenizer of their own."""
+
+    bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -30,6 +34,8 @@ class ByteTokenizer:
 class _FromTransformers:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        probe = tokenizer("a")["input_ids"]  # some have a bos token and never use it
+        self.bos: int | None = tokenizer.bos_token_id if probe[:1] == [tokenizer.bos_token_id] else None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -73,11 +79,14 @@ def read_text(path: Path | None) -> str:
         raise InvalidArgument(f"text={str(path)!r} cannot be read as UTF-8 text: {error}") from error
 
 
-def windows(ids: list[int], length: int, count: int | None = None) -> torch.Tensor:
+def windows(ids: list[int], length: int, count: int | None = None, bos: int | None = None) -> torch.Tensor:
     """Cut tokens into windows of `length`, int64 [n, length], spread evenly over the text; all of them unless `count` says less.
 
-    The last tokens that fill no window are left out.
+    `bos` is put in front of each window, as its first token. The last tokens that fill no window are left out.
     """
+    if bos is not None:
+        inner = windows(ids, length - 1, count)
+        return torch.cat([torch.full_like(inner[:, :1], bos), inner], 1)
     check(length >= 2, f"length={length}; a window needs at least 2 tokens to predict anything")
     check(count is None or count >= 1, f"count={count}; expected at least one window")
     whole = len(ids) // length

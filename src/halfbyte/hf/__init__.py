@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from halfbyte.cache import check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
 from halfbyte.hf import attention as _attention
 from halfbyte.hf.advice import KeyBiasWarning, check_key_bias, key_biases
 from halfbyte.hf.attention import NAME
-from halfbyte.hf.cache import PackedCache, half_type, layer_formats
+from halfbyte.hf.cache import PackedCache, half_type, head_dims, layer_formats
 from halfbyte.hf.checkpoint import load, mark_quantized, save
 from halfbyte.hf.default_cache import CacheSettings, make_default
 from halfbyte.hf.families import REFUSED, TESTED, check_family, text_config
@@ -60,6 +61,9 @@ def quantize(
         "weights, keys and values are all None; name a format for at least one of them",
     )
     check(not fuse_qkv or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
+    check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
+    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
+    check_rotation(rotate_keys, head_dims(text_config(model))[0] if rotate_keys is True else 0)
     settings = _cache_settings(model, keys, values, rotate_keys, tuple(skip_layers))
     if weights is not None:
         weight_format(weights)

@@ -158,11 +158,42 @@ class PackedCache(Cache):  # type: ignore[misc]
         formats = layer_formats(config, keys, values, skip_layers, dtype)
         self.capacity = -(-capacity // BUCKET) * BUCKET
         super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 
     def __repr__(self) -> str:
         kinds = sorted({f"{layer.key_format.name}/{layer.value_format.name}" for layer in self.layers})
         return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Append to one layer. A forward that stopped half-way (NaN in a layer, say) must be undone before the next one."""
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == 0:
+            if self._open and not self._level():
+                raise InvalidArgument(
+                    "past_key_values: an earlier forward stopped half-way, and its tokens are in some layers only; "
+                    "call restore() on the cache to forget them, or reset()"
+                )
+            self._open = True
+        made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._open = self._open and layer_idx != len(self.layers) - 1
+        return made
+
+    def _level(self) -> bool:
+        """Whether all layers that hold anything hold the same tokens. Reads the device."""
+        held = [layer.kv.lengths for layer in self.layers if layer.kv is not None]
+        return len(held) in (0, len(self.layers)) and all(torch.equal(lengths, held[0]) for lengths in held)
+
+    def restore(self) -> None:
+        """Forget the tokens of a forward that stopped half-way: every layer is cropped to what all of them hold."""
+        if any(layer.kv is None for layer in self.layers):
+            self.reset()
+        else:
+            shortest = torch.stack([layer.kv.lengths for layer in self.layers]).amin(0)
+            for layer in self.layers:
+                layer.kv.crop(shortest)
+        self._open = False
 
     @property
     def nbytes(self) -> int:

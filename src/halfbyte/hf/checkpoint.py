@@ -225,17 +225,18 @@ def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
 
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:
     """transformers only warns about tensors that are missing, and makes some up at random. Here it is an error."""
-    for kind in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if names := sorted(str(n) for n in found.get(kind) or ()):
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if names[5:] else ''}")
 
 
 def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     """The folder itself, or that of a Hub model after downloading its safetensors and JSON files."""
+    check(isinstance(folder_or_id, str | os.PathLike), f"folder_or_id={folder_or_id!r}; expected a model folder or a Hub id")
     path = Path(folder_or_id)
     if path.is_dir():
         return path
-    if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") != 1:
+    if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise CheckpointError(f"{folder_or_id}: no such folder; pass a model folder, or a Hub id like 'Qwen/Qwen3-0.6B'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -35,6 +35,10 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
             f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
         )
     skips = list(skip_modules)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for skip in skips:
+        if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
+            raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in inside and linear_size(module) and not is_skipped(name, skips) and name.rpartition(".")[2] not in ROUTERS:

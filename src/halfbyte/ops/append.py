@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.arguments import check_tensor
+from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format
 from halfbyte.ops._library import define, level
@@ -64,10 +64,11 @@ def append_(
     """
     check_new(k, v, keys, values, lengths, counts)
     level("append", "auto", lengths.device)
+    counts = None if counts is None else as_int32(counts)
     k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
     _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, keys.format.name, values.format.name, rotate_keys)
     # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
-    lengths.add_(k.shape[2] if counts is None else counts.to(lengths.dtype))
+    lengths.add_(k.shape[2] if counts is None else counts)
 
 
 def check_new(

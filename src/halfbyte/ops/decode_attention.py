@@ -8,9 +8,9 @@ from typing import cast
 
 import torch
 
-from halfbyte.arguments import Kind, check_tensor, integer, number
+from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.errors import check
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.ops._library import define, level
 from halfbyte.planes import AttentionOptions, Cache, Plane
@@ -24,7 +24,7 @@ QUERY_BLOCK = 128
 _SCHEMA = (
     "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
     "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor query_start, Tensor? page_table, "
-    "Tensor? starts, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
+    "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
     "bool rotate_keys, str key_format, str value_format, str level) -> (Tensor, Tensor)"
 )
 
@@ -42,6 +42,7 @@ def _run(
     query_start: torch.Tensor,
     page_table: torch.Tensor | None,
     starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     sm_scale: float,
@@ -54,8 +55,8 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key_plane = Plane(_format(keys), k_codes, k_scales, k_offsets, k_tail)
     value_plane = Plane(_format(values), v_codes, v_scales, v_offsets)
-    _check_lengths(lengths, key_plane, page_table)
-    options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, sinks, rotate_keys)
+    _check_lengths(lengths, ends, key_plane, page_table)
+    options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, ends, sinks, rotate_keys)
     attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -69,7 +70,7 @@ def _run(
 
 
 def _fake(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    v_codes, values = args[4], args[18]
+    v_codes, values = args[4], args[19]
     assert isinstance(v_codes, torch.Tensor) and isinstance(values, str)
     dim = v_codes.shape[-1] * _format(values).code.per_byte
     return q.new_empty(*q.shape[:3], dim), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -79,12 +80,13 @@ def _format(name: str) -> Format:
     return KV_FORMATS.get(name) or plain_format(name)
 
 
-def _check_lengths(lengths: torch.Tensor, keys: Plane, page_table: torch.Tensor | None) -> None:
+def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: Plane, page_table: torch.Tensor | None) -> None:
     """Lengths outside 0..capacity would read what is not there. Checked where looking at them costs nothing."""
     if lengths.device.type != "cpu" or not lengths.numel():
         return
     limit = keys.codes.shape[2] * (1 if page_table is None else page_table.shape[1])
     low, high = int(lengths.min()), int(lengths.max())
+    check(ends is None or int(ends.min()) >= 0, "lengths: a sequence is shorter than the chunk; append the chunk first")
     check(low >= 0 and high <= limit, f"lengths run from {low} to {high}; this cache holds 0 to {limit} tokens a sequence")
 
 
@@ -123,8 +125,7 @@ def decode_attention(
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
     options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, query_start)
-    if query_start is None:
-        query_start = cache.lengths - q.shape[2]
+    query_start = cache.lengths - q.shape[2] if query_start is None else as_int32(query_start)
     out, lse = _attend(q, cache, cache.lengths, query_start, options, level("decode_attention", impl, q.device))
     return (out, lse) if return_lse else out
 
@@ -154,10 +155,10 @@ def prefill_attention(
         check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
     chosen = level("decode_attention", impl, q.device)
     past = cache.lengths - q.shape[2]
-    before = _attend(q, cache, past, past, replace(options, sinks=None), chosen)
+    before = _attend(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), chosen)
 
     chunk = _Chunk(k, v, torch.full_like(cache.lengths, q.shape[2]))
-    shifted = None if starts is None else (starts - past).clamp_min(0).to(torch.int32)
+    shifted = None if options.starts is None else (options.starts - past).clamp_min(0)
     own_options = replace(options, sinks=None, starts=shifted, rotate_keys=False)
     own = _attend(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, chosen)
     out, lse = _merge([before[0], own[0]], [before[1], own[1]], options.sinks)
@@ -190,7 +191,7 @@ def _attend(
     o, keys, values = options, cache.keys, cache.values
     out: tuple[torch.Tensor, torch.Tensor] = _op(
         *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
-        *(o.starts, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
+        *(o.starts, o.ends, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
         *(keys.format.name, values.format.name, chosen),
     )
     return out
@@ -208,6 +209,8 @@ def _checked(
     query_start: torch.Tensor | None,
 ) -> AttentionOptions:
     """The options of a call, after every argument has been looked at."""
+    if not isinstance(getattr(cache, "keys", None), Plane):
+        raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache or PagedKVCache")
     keys, batch = cache.keys, cache.lengths.shape[0]
     check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
     check(
@@ -222,6 +225,7 @@ def _checked(
     ):
         if t is not None:
             check_tensor(name, t, (size,), cast(Kind, kind), q.device)
+    starts = None if starts is None else as_int32(starts)
     if window is not None:
         window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
     if softcap is not None:
@@ -229,7 +233,7 @@ def _checked(
     scale = q.shape[3] ** -0.5 if sm_scale is None else number("sm_scale", sm_scale, -1e30, 1e30, "a finite number")
     if cache.rotate_keys:
         block_size(keys.dim)
-    return AttentionOptions(scale, softcap, alibi_slopes, window, starts, sinks, cache.rotate_keys)
+    return AttentionOptions(scale, softcap, alibi_slopes, window, starts, None, sinks, cache.rotate_keys)
 
 
 def merge_states(
@@ -240,7 +244,8 @@ def merge_states(
     The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) count
     for nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
     """
-    check(len(outs) == len(lses) and len(outs) > 0, f"outs has {len(outs)} parts and lses {len(lses)}; give one of each a part")
+    good = isinstance(outs, list | tuple) and isinstance(lses, list | tuple) and len(outs) == len(lses) > 0
+    check(good, "outs and lses must be lists of tensors, as many of one as of the other and at least one")
     check_tensor("outs[0]", outs[0], ("B", "Hq", "L", "Dv"))
     shape, device = outs[0].shape, outs[0].device
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from halfbyte.errors import CapacityError, InvalidArgument, check
+from halfbyte.formats import MIN_SCALE
 from halfbyte.planes import Plane
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import check_finite, check_range, encode, measure
@@ -125,11 +126,12 @@ def _fixed_scale(plane: Plane, x: torch.Tensor, index: Index, picked: Callable[[
     """A per-tensor scale of 0 means: not known yet. The first append sets it; what later exceeds it saturates and is counted."""
     assert plane.scales is not None
     measured, _ = measure(x, plane.format)
-    scale = torch.where(plane.scales == 0, measured, plane.scales)
-    check_range(scale, None, plane.format)
+    known = torch.where(plane.scales == 0, measured * (x.abs().amax() > 0), plane.scales)  # zeros say nothing about a scale
+    check_range(known, None, plane.format)
+    scale = known.clamp_min(MIN_SCALE)
     beyond = ((x / scale.float()).round().abs() > plane.format.code.reach).sum()
     writes: list[Write] = [
-        partial(plane.scales.copy_, scale),
+        partial(plane.scales.copy_, known),
         partial(_scatter, plane.codes, index, picked(encode(x, scale, None, plane.format))),
     ]
     return writes if plane.saturated is None else [*writes, partial(plane.saturated.add_, beyond)]

@@ -28,8 +28,9 @@ def decode_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
     oldest = oldest_visible(query_start, options)
-    k = read(keys, lengths, page_table, oldest)  # [B, H, T, D]
-    v = read(values, lengths, page_table, oldest)  # [B, H, T, Dv]
+    limit = options.limit(lengths)
+    k = read(keys, lengths, page_table, oldest, limit)  # [B, H, T, D]
+    v = read(values, lengths, page_table, oldest, limit)  # [B, H, T, Dv]
     wide = rotate(q.double()) if options.rotate_keys else q.double()
     out, lse = attend(wide, k, v, lengths, query_start, options)
     return out.to(q.dtype), lse.float()
@@ -66,7 +67,7 @@ def attend(
 
 def visible(queries: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Which keys each query sees: queries [B, 1, L, 1] and tokens [1, 1, 1, T] are positions; bool [B, 1, L, T]."""
-    seen = (tokens <= queries) & (tokens < lengths.view(-1, 1, 1, 1))
+    seen = (tokens <= queries) & (tokens < options.limit(lengths).view(-1, 1, 1, 1))
     if options.window is not None:
         seen = seen & (tokens > queries - options.window)
     if options.starts is not None:
@@ -80,13 +81,19 @@ def oldest_visible(query_start: torch.Tensor, options: AttentionOptions) -> torc
     return oldest if options.window is None else torch.maximum(oldest, query_start - options.window + 1)
 
 
-def stored_tokens(tokens: torch.Tensor, lengths: torch.Tensor, oldest: torch.Tensor) -> torch.Tensor:
-    """Whether tokens [1, 1, n, 1] lie between a sequence's oldest visible one and its length: bool [B, 1, n, 1]."""
-    return (tokens >= oldest.view(-1, 1, 1, 1)) & (tokens < lengths.view(-1, 1, 1, 1))
+def stored_tokens(tokens: torch.Tensor, limit: torch.Tensor, oldest: torch.Tensor) -> torch.Tensor:
+    """Whether tokens [1, 1, n, 1] lie between a sequence's oldest visible one and the limit: bool [B, 1, n, 1]."""
+    return (tokens >= oldest.view(-1, 1, 1, 1)) & (tokens < limit.view(-1, 1, 1, 1))
 
 
-def read(plane: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None, oldest: torch.Tensor | None = None) -> torch.Tensor:
-    """The tokens of a plane as float64 [B, H, T, D]; what lies before `oldest`, at or beyond a sequence's length reads as 0."""
+def read(
+    plane: Plane,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    oldest: torch.Tensor | None = None,
+    limit: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of a plane as float64 [B, H, T, D]; 0 for what lies before `oldest`, or from `limit` (else the length) on."""
     codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in plane.tensors()[:3])
     assert codes is not None
     batch, heads, capacity, _ = codes.shape
@@ -101,7 +108,7 @@ def read(plane: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None, o
         finished = (lengths // block * block).view(-1, 1, 1, 1)
         values = torch.where(column < finished, values, plane.tail.double()[:, :, token % block])
     oldest = torch.zeros_like(lengths) if oldest is None else oldest
-    return torch.where(stored_tokens(column, lengths, oldest), values, 0.0)
+    return torch.where(stored_tokens(column, lengths if limit is None else limit, oldest), values, 0.0)
 
 
 def _unpage(t: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:

@@ -21,5 +21,6 @@ def merge_states(
         weight = torch.exp(part_lse.float() - finite).unsqueeze(-1)
         out += part.masked_fill(weight == 0, 0) * weight  # what nobody saw may hold anything, NaN included
     if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)
+        share = torch.sigmoid(lse - sinks.float().view(1, -1, 1)).masked_fill(lse == -torch.inf, 0)
+        out = out * share.unsqueeze(-1)
     return out.to(outs[0].dtype), lse

@@ -35,6 +35,7 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
     """
     fmt = any_format(fmt)
     check_tensor("x", x, [*map(str, range(x.ndim))] if isinstance(x, torch.Tensor) else ["..."])
+    check(x.layout is torch.strided, f"x is {x.layout}; expected a dense tensor: x.to_dense()")
     check(x.device.type != "meta", "x is on the meta device and holds no numbers to quantise; load it first")
     fmt.check_shape(tuple(x.shape))
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
@@ -60,6 +61,7 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once."""
+    check(isinstance(q, QuantTensor), f"q is a {type(q).__name__}; expected a QuantTensor")
     check(
         isinstance(dtype, torch.dtype) and dtype in _FLOATS,
         f"dtype={dtype!r}; expected torch.float16, bfloat16, float32 or float64",

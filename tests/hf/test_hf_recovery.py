@@ -1,0 +1,98 @@
+"""What a failed or a chunked forward leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halfbyte.hf as hf
+from halfbyte.errors import InvalidArgument
+
+
+def logits(model, ids, cuts, **formats) -> torch.Tensor:
+    """Logits of a text fed in pieces that end at `cuts`."""
+    cache, outs, start = hf.PackedCache(model, 512, **formats), [], 0
+    with torch.no_grad():
+        for end in cuts:
+            outs.append(model(ids[:, start:end], past_key_values=cache, use_cache=True).logits)
+            start = end
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("cuts", [(20, 40, 150), (33, 73, 150), (50, 100, 150)])
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel", "int8"])
+def test_long_chunks_after_a_past(build, prompt, keys, cuts):
+    """Pieces of more than 16 tokens see themselves exactly, so they cannot be further from 16 bits than pieces of 1 are."""
+    model, ids = build("llama"), prompt(2, 150)
+    hf.quantize(model, keys=keys, values="bf16")
+    exact = logits(model, ids, cuts, keys="bf16", values="bf16")
+    by_one = logits(model, ids, range(1, 151), keys=keys, values="bf16")
+    in_pieces = logits(model, ids, cuts, keys=keys, values="bf16")
+    assert (in_pieces - exact).norm() < 1.2 * (by_one - exact).norm()
+
+
+def test_a_forward_that_fails_half_way(build, prompt):
+    """Nothing goes on with tokens in some layers only; restore() forgets them."""
+    model, ids = build("llama"), prompt(2, 24)
+    hf.quantize(model, keys="int8", values="int8")
+    cache, step = hf.PackedCache(model, 64, keys="int8", values="int8"), ids[:, -1:]
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache, use_cache=True)
+        broken = model.model.layers[1].self_attn.v_proj.weight
+        kept = broken.clone()
+        broken.fill_(torch.nan)
+        with pytest.raises(InvalidArgument, match="v holds"):
+            model(step, past_key_values=cache, use_cache=True)
+        broken.copy_(kept)
+        with pytest.raises(InvalidArgument, match="stopped half-way"):
+            model(step, past_key_values=cache, use_cache=True)
+        cache.restore()
+        assert cache.get_seq_length() == 23
+        again = model(step, past_key_values=cache, use_cache=True).logits
+        fresh = hf.PackedCache(model, 64, keys="int8", values="int8")
+        model(ids[:, :-1], past_key_values=fresh, use_cache=True)
+        assert torch.equal(again, model(step, past_key_values=fresh, use_cache=True).logits)
+
+
+def test_double_quantised_zero_blocks_load_again(build, tmp_path):
+    """Double quantisation may round the scale of an empty block below 0; the file is not damaged for that."""
+    model = build("llama")
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[:, :64] = 0
+        weight[3] *= 50
+    hf.quantize(model, "nf4_dq")
+    hf.save(model, tmp_path / "dq")
+    again = hf.load(tmp_path / "dq")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"skip_modules": "down_proj"}, "is a string"),
+        ({"skip_modules": ("dwn_proj",)}, "names 'dwn_proj'"),
+        ({"keys": "int8", "skip_layers": 1}, "skip_layers=1"),
+        ({"keys": "int8", "rotate_keys": "yes"}, "rotate_keys='yes'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(build, options, says):
+    model = build("llama")
+    before = model.state_dict().keys()
+    with pytest.raises(InvalidArgument, match=says):
+        hf.quantize(model, "nf4", **options)
+    assert model.state_dict().keys() == before
+
+
+def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from halfbyte.errors import CheckpointError
+
+    hf.save(build("llama"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, tmp_path / "m" / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match="unexpected keys"):
+        hf.load(tmp_path / "m")
