@@ -96,3 +96,17 @@ def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
     )
     with pytest.raises(CheckpointError, match="unexpected keys"):
         hf.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float8_e4m3fn])
+def test_a_weight_of_a_strange_type_is_refused(build, tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    from halfbyte.errors import CheckpointError
+
+    hf.save(build("llama"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(kind)
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as"):
+        hf.load(tmp_path / "m")

@@ -77,6 +77,7 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
     """
     from halfbyte.hf.cache import PackedCache
 
+    ids = ids.to(model.device)
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     ours = model.generate(

@@ -21,7 +21,6 @@ BUCKET = 64
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """The packed keys and values of one layer. Allocated by the first `update`, when shapes and device are known."""
 
-    is_compileable = True
     is_croppable = True
     is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
 
@@ -29,6 +28,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
+        # On a GPU generate() would record decoding in a CUDA graph, which the torch code that runs there cannot be part of.
+        self.is_compileable = not torch.cuda.is_available()
         self.kv: KVCache | None = None
 
     def __repr__(self) -> str:

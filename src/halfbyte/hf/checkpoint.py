@@ -27,6 +27,8 @@ from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
 
 METHOD = "halfbyte"
+#: What a parameter that is not quantised may be stored in.
+WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FORMAT_VERSION = 1
 
 
@@ -221,6 +223,20 @@ def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
         )
+    _check_tensors(folder, model, infos)
+
+
+def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo]) -> None:
+    """What the files hold under a parameter's name must be its shape, and of a type that weights are stored in."""
+    for name, parameter in model.state_dict().items():
+        if (info := infos.get(name)) is None:
+            continue  # a quantised weight, or one that transformers stores under another name
+        if tuple(info.shape) != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{folder}: {name} is mismatched: {list(info.shape)} in the file, {list(parameter.shape)} in config.json's model"
+            )
+        if parameter.is_floating_point() and info.dtype not in WEIGHT_TYPES:
+            raise CheckpointError(f"{folder}: {name} is stored as {info.dtype}; expected float16, bfloat16, float32 or float64")
 
 
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch.no_grad()(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _guarded(name, run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     if not schema.endswith("-> ()"):
         torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=_LIBRARY)
@@ -39,6 +39,20 @@ def level(op: str, impl: str, device: torch.device) -> str:
     if device.type != "cpu" and impl == "auto":
         _say_once(chosen.why)
     return chosen.level
+
+
+def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without gradients; blocked torch code looks at lengths on the host, which a CUDA graph cannot record."""
+
+    @torch.no_grad()
+    def guarded(*args: Any) -> Any:
+        if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                f"{name} has no GPU kernel yet, and torch code that reads lengths cannot be in a CUDA graph; run it eagerly"
+            )
+        return run(*args)
+
+    return guarded
 
 
 def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:

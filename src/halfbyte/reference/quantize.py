@@ -155,14 +155,15 @@ def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | 
     if x.numel() == 0:
         scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
         return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
+    reach = torch.full((), fmt.code.reach, device=x.device)  # a Python number would be divided by as its reciprocal on a GPU
     keep = fmt.granularity == "column"
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
-        return (blocks.abs().amax(axes, keepdim=keep) / fmt.code.reach).clamp_min(floor).to(stored), None
+        return (blocks.abs().amax(axes, keepdim=keep) / reach).clamp_min(floor).to(stored), None
     low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
     if fmt.offset == "int":
         low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
-    scales = ((high - low) / fmt.code.reach).clamp_min(MIN_SCALE).to(stored)
+    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
     if fmt.offset == "float":
         return scales, low.to(torch.float16)
     zeros = (-low / scales.float()).round().clamp(fmt.code.lo, fmt.code.hi)
@@ -284,7 +285,8 @@ def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
     blocks, axes = in_blocks(x, fmt)
     amax = blocks.abs().amax(axes)
     top = amax.max() if amax.numel() else amax.new_zeros(())
-    g = (top / (fmt.code.reach * E4M3.reach)).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
+    largest = torch.full_like(top, fmt.code.reach * E4M3.reach)
+    g = (top / largest).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
     g = torch.where(top > 0, g, torch.ones_like(top))
     wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
     wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
