@@ -25,7 +25,7 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .
