@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "no floor of scales",
         QUANTIZE,
-        "keepdim=keep) / fmt.code.reach).clamp_min(floor).to(stored)",
-        "keepdim=keep) / fmt.code.reach).to(stored)",
+        "keepdim=keep) / reach).clamp_min(floor).to(stored)",
+        "keepdim=keep) / reach).to(stored)",
         codecs("test_kv_formats_are_exact"),
     ),
     Mutant(
