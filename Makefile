@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench pins size wheel clean
+.PHONY: help demo test compile-check gpu-test gpu-sanitize gpu-bench lint format docs bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -21,11 +21,38 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, HTML report
 	$(BIN)/halfbyte demo
 
+# The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The GPU's suite runs dry here,
+# in small and on the CPU, so that it does not rot between the machines that have a GPU.
 test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
+
+compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills
+	$(BIN)/python scripts/compile_check.py
+
+# On a machine with a GPU nothing is installed: PYTHON has torch, triton, pytest, pytest-timeout and hypothesis, and sees src/.
+ON_GPU := PYTHONPATH=src HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+
+# Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
+SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --dist worksteal -p no:benchmark")' 2>/dev/null)
+gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton and pytest
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k accuracy_promise
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not accuracy_promise" $(SPREAD)
+
+# The first run compiles, so that the tools watch kernels and not a compiler. Without the caching allocator every tensor is an
+# allocation of its own, whose bounds and first writes the tools can see.
+gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
+	$(ON_GPU) $(PYTHON) tests/gpu/sanitize.py
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  $(ON_GPU) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/gpu/sanitize.py || exit 1; \
+	done
+
+gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
+	PYTHONPATH=src $(PYTHON) -m halfbyte bench decode --output results/gpu.jsonl
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
-"""Write the generated tables of README.md: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
+"""Write the generated tables of README.md and docs/: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
 
-python scripts/make_tables.py            rewrite the tables
+python scripts/make_tables.py            rewrite the tables, and the chart of the GPU's records
 python scripts/make_tables.py --check    exit 1 if a table is out of date
 """
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfbyte.bench import bars, charts, records
+from halfbyte.bench.records import Record
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.families import REFUSED, TESTED
 
@@ -91,9 +93,9 @@ def speed() -> str:
             case = " ".join(f"{name}={size}" for name, size in record["shape"].items())
             groups.setdefault((record["op"], case), []).append(record)
     rows: list[tuple[str, ...]] = []
-    for (op, case), records in groups.items():
-        peer = min((r for r in records if r["implementation"].startswith("torch")), key=lambda r: r["seconds"])
-        ours = sorted((r for r in records if not r["implementation"].startswith("torch")), key=lambda r: r["formats"])
+    for (op, case), found in groups.items():
+        peer = min((r for r in found if r["implementation"].startswith("torch")), key=lambda r: r["seconds"])
+        ours = sorted((r for r in found if not r["implementation"].startswith("torch")), key=lambda r: r["formats"])
         rows += [(op.replace("_", " "), case, *_speed_cells(r, peer)) for r in [peer, *ours]]
     return markdown(("op", "shape", "format", "by", "time", "x the time of 16 bits", "bytes"), rows)
 
@@ -113,25 +115,87 @@ def _records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
-TABLES: dict[str, Callable[[], str]] = {"formats": formats, "models": models, "quality": quality, "speed": speed}
+# ------------------------------------------------------------------------------------------------------------------- the GPU
+
+NOTHING = "Nothing was measured yet."
+CHART = "docs/decode_attention.svg"
+
+
+def gpu() -> str:
+    """Every measured time of attention on a GPU that has a bar, in short, and the chart."""
+    measured = gpu_records()
+    rows = [_gpu_cells(r) for r in measured if r.seconds and r.implementation.startswith("halfbyte")]
+    if not rows:
+        return NOTHING
+    table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
+    picture = f"\n\n![Share of the read roof, case by case]({CHART})" if bars.shares(measured)[0] else ""
+    return f"{_where(measured)}\n\n{table}{picture}"
+
+
+def all_bars() -> str:
+    """Every bar with what was measured, and the 16-bit peers."""
+    measured = gpu_records()
+    if not measured:
+        return NOTHING
+    rows = [[cell.replace("\n", "<br>") for cell in row] for row in bars.table_rows(measured)]
+    return f"{_where(measured)} {bars.count_text(measured)}.\n\n{markdown(bars.HEADERS, rows)}"
+
+
+def gpu_records() -> list[Record]:
+    """The last record of each case that has bars."""
+    path = ROOT / "results" / "gpu.jsonl"
+    return bars.latest(records.read(path).records) if path.exists() else []
+
+
+def _gpu_cells(r: Record) -> tuple[str, ...]:
+    share = "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %"
+    faster = f"{r.peer_seconds / r.seconds:.2f}x" if r.op == "decode_attention" and r.peer_seconds and r.seconds else ""
+    return r.case, r.formats, f"{1e6 * (r.seconds or 0.0):.1f} us", share, faster
+
+
+def _where(measured: Sequence[Record]) -> str:
+    """The machines, versions and days of the records."""
+    where = [r.environment for r in measured]
+    devices = ", ".join(sorted({e.device for e in where}))
+    versions = sorted({f"{name} {e.versions[name]}" for e in where for name in ("torch", "triton") if name in e.versions})
+    dates = sorted({e.date[:10] for e in where})
+    return f"{devices}; {', '.join(versions)}; {', '.join(dates)}."
+
+
+def write_chart() -> None:
+    """The chart of all shares of the roof; nothing when nothing was measured."""
+    reached, asked = bars.shares(gpu_records())
+    if reached:
+        svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
+        (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
+    "docs/decode_attention.md": {"bars": all_bars},
+}
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    before = after = path.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
-        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not block.search(after):
-            print(f"{path.name} has no table <!-- {name} -->", file=sys.stderr)
-            return 1
-        text = make()
-        after = block.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", after)  # type: ignore[misc]
-    if "--check" in sys.argv[1:]:
-        if after != before:
-            print(f"{path.name} is out of date; run `make docs`", file=sys.stderr)
-        return int(after != before)
-    path.write_text(after, encoding="utf-8")
-    return 0
+    stale = 0
+    for page, tables in TABLES.items():
+        path = ROOT / page
+        before = after = path.read_text(encoding="utf-8")
+        for name, make in tables.items():
+            block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+            if not block.search(after):
+                print(f"{page} has no table <!-- {name} -->", file=sys.stderr)
+                return 1
+            text = make()
+            after = block.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", after)  # type: ignore[misc]
+        if "--check" not in sys.argv[1:]:
+            path.write_text(after, encoding="utf-8")
+        elif after != before:
+            print(f"{page} is out of date; run `make docs`", file=sys.stderr)
+            stale = 1
+    if "--check" not in sys.argv[1:]:
+        write_chart()
+    return stale
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # this suite is the CPU's, also on a machine with a GPU
+if os.environ.get("HALFBYTE_GPU_TESTS") != "1":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # this suite is the CPU's, also on a machine with a GPU; tests/gpu is not
 
 import pytest
 import torch

@@ -227,7 +227,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "attend: starts a mask": (attend(starts=torch.tensor([True, False])), "starts"),
     "attend: starts too long": (attend(starts=ints(0, 0, 0)), "starts has shape"),
     "attend: query_start floating": (attend(query_start=r(2)), "query_start is"),
-    "attend: impl unknown": (attend(impl="triton"), "impl='triton' does not exist"),
+    "attend: impl unknown": (attend(impl="cuda"), "impl='cuda' does not exist"),
+    "attend: impl of a GPU": (attend(impl="gluon"), "impl='gluon' of decode_attention runs on an NVIDIA GPU"),
     "attend: negative lengths": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(-1, 0))), "lengths run from -1"),
     "attend: lengths beyond the capacity": (lambda: decode_attention(r(2, 4, 1, 64), wrapped(ints(0, 65))), "to 65"),
     # -- prefill_attention

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import halfbyte
 from halfbyte import device as device_module
-from halfbyte.bench import checks, decode, linear, records, session
+from halfbyte.bench import bars, caches, charts, checks, decode, linear, overhead, records, run_append, run_bars, session
+from halfbyte.bench.bars import Bar, Problem, judge
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused, attention_accuracy, linear_accuracy
 from halfbyte.bench.page import write_page
-from halfbyte.bench.records import DamagedRecords, Environment, Record
+from halfbyte.bench.records import DamagedRecords, Environment, Record, Verdict
 from halfbyte.bench.roof import RoofMeter
 from halfbyte.bench.session import Case, Contender, Options, Session
-from halfbyte.bench.timing import Effort, copies_beyond_l2, is_cold, measure, measure_interleaved
+from halfbyte.bench.timing import (
+    Effort,
+    Work,
+    copies_beyond_l2,
+    is_cold,
+    make_sampler,
+    measure,
+    measure_interleaved,
+    paired_launches,
+)
+from halfbyte.cache import KVCache
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.settings import default_impl
@@ -320,3 +337,415 @@ def test_a_page_of_records(tmp_path: Path) -> None:
     assert "error too &lt;large&gt;" in page
     assert "halfbyte bench" in page
     assert "<svg" in page
+
+
+# -------------------------------------------------------------------------------------------------------------------- bars
+
+SMALL = decode.DecodeShape(3, 4, 2, 32, 64)
+
+
+def small(layout: bars.Layout = "heads first", **options: object) -> Problem:
+    return Problem("small", SMALL, layout, **options)  # type: ignore[arg-type]
+
+
+def job(problem: Problem, *formats: str) -> run_bars.AttentionJob:
+    return run_bars.AttentionJob(problem, formats, ("auto",))
+
+
+@pytest.fixture
+def small_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars of the small case that anything meets, and one that nothing does."""
+    table = (
+        Bar("small", "int8", "roof_share", 1e-9),
+        Bar("small", "int8", "times_16_bit", 1e9),
+        Bar("small", "int8", "times_even", 1e9),
+        Bar("small", "int4", "over_copy", 1e9),
+    )
+    monkeypatch.setattr(bars, "BARS", table)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "bound", "value", "met"),
+    [
+        ("roof_share", 0.94, 0.94, True),
+        ("roof_share", 0.94, 0.9399, False),
+        ("times_16_bit", 3.5, 3.6, True),
+        ("seconds", 22e-6, 22e-6, True),
+        ("seconds", 22e-6, 22.1e-6, False),
+        ("times_even", 1.15, 1.2, False),
+        ("over_copy", 2e-6, -1e-6, True),
+        ("over_launch", 12e-6, 13e-6, False),
+        ("roof_share", 0.94, None, False),
+        ("seconds", 22e-6, None, False),
+        ("roof_share", 0.94, float("nan"), False),
+        ("seconds", 22e-6, float("nan"), False),
+    ],
+)
+def test_a_bar_is_met_or_not(quantity: bars.Quantity, bound: float, value: float | None, met: bool) -> None:
+    (verdict,) = judge([Bar("x", "int8", quantity, bound)], {} if value is None else {quantity: value})
+    assert verdict.met is met
+    text = bars.verdict_text(verdict)
+    assert text.startswith("not measured" if value is None else "met: " if met else "missed: ")
+    assert bars.bound_text(verdict)
+
+
+def test_how_far_a_missed_bar_is() -> None:
+    assert bars.verdict_text(Verdict("seconds", 20e-6, 22e-6, False)) == "missed: 22.0 us (by 10 %)"
+    assert bars.verdict_text(Verdict("roof_share", 0.8, 0.72, False)) == "missed: 72.0 % (by 10 %)"
+    assert bars.verdict_text(Verdict("times_16_bit", 3.5, 3.52, True)) == "met: 3.52x"
+
+
+def test_every_bar_has_a_case_that_measures_it() -> None:
+    names = [p.name for p in (*bars.PROBLEMS, bars.APPEND)]
+    assert len(set(names)) == len(names)
+    assert {bar.case for bar in bars.BARS} == {*names, bars.CALL}
+    assert set(bars.QUICK_CASES) <= {*names, bars.CALL}
+    assert len({(b.case, b.formats, b.quantity) for b in bars.BARS}) == len(bars.BARS)
+    for bar in bars.BARS:
+        decode.parse_formats(bar.formats)
+    for problem in bars.PROBLEMS:
+        wanted = {b.quantity for b in bars.BARS if b.case == problem.name}
+        assert "times_16_bit" not in wanted or problem.peers
+        if problem in bars._SHAPES:  # 128 MB and more of cache in the smallest format
+            assert problem.tokens * problem.shape.kv_heads * (problem.shape.dim + 8) >= 128e6
+    assert len(bars.SKEWED.evened().spans) == 1
+    assert bars.SKEWED.evened().tokens == bars.SKEWED.tokens == 63 * 512 + 65536
+    assert [j.name for j in run_bars.jobs(["auto"], "cpu")] == [*names, bars.CALL]
+    assert {j.name for j in run_bars.jobs(["auto"], "cpu", quick=True)} == set(bars.QUICK_CASES)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "pages"])
+def test_layouts_hold_the_same_numbers(layout: bars.Layout) -> None:
+    inputs = caches.Inputs.random(small(layout), torch.device("cpu"))
+    plain = caches.Inputs.random(small(), torch.device("cpu"))
+    cache, expected = caches.fill(inputs, "int8+int4_g32"), caches.fill(plain, "int8+int4_g32")
+    for mine, theirs in zip(cache.dequantized(), expected.dequantized(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert (cache.page_table is not None) == (layout == "pages")
+    if layout == "tokens first":
+        assert cache.keys.codes.stride(1) < cache.keys.codes.stride(2)
+        assert caches.clone(cache.keys).codes.stride() == cache.keys.codes.stride()
+    promise = caches.Promise(inputs.q, caches.held_by(cache))
+    assert promise.judge([decode.attend(inputs.q, cache, "auto")]).ok
+    assert not promise.judge([decode.attend(inputs.q, cache, "auto"), torch.zeros_like(inputs.q)]).ok
+
+
+def test_the_inputs_are_appended_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = caches.Inputs.random(small(), torch.device("cpu"))
+    whole = caches.fill(inputs, "int4").dequantized()
+    monkeypatch.setattr(caches, "_FILL", 1)
+    assert all(map(torch.equal, whole, caches.fill(inputs, "int4").dequantized()))
+
+
+def test_lengths_are_put_back_and_every_pass_attends_all_tokens() -> None:
+    inputs = caches.Inputs.random(small(runs=((2, 16), (1, 64))), torch.device("cpu"))
+    cache = caches.fill(inputs, "int8")
+    rotation = caches.Rotation(cache, inputs, 2)
+    seen: list[list[int]] = []
+
+    def call(c: KVCache) -> torch.Tensor:
+        seen.append(c.lengths.tolist())
+        return decode.attend(inputs.q, c, "auto")
+
+    promise = caches.Promise(inputs.q, caches.held_by(cache))
+    times = run_bars.time_chain(quick(), rotation, call, inputs.last(), promise)
+    assert len(seen) > 20
+    assert all(lengths == [16, 16, 64] for lengths in seen)
+    assert times.note == ""
+    for timing in (times.alone, times.chained, times.paired, times.appends):
+        assert timing is not None
+    assert times.paired is not None
+    assert "less appends" in times.paired.method
+    rotation.restore_short()
+    assert [c.lengths.tolist() for c in rotation.caches] == [[15, 15, 63]] * 2
+
+
+def test_a_chain_that_does_not_see_its_append_gets_no_time() -> None:
+    inputs = caches.Inputs.random(small(), torch.device("cpu"))
+    cache = caches.fill(inputs, "int8")
+    rotation = caches.Rotation(cache, inputs, 1)
+    promise = caches.Promise(inputs.q, caches.held_by(cache))
+    k, v = inputs.last()
+    # Seeded mutants: the append writes another token, or nothing at all.
+    times = run_bars.time_chain(quick(), rotation, lambda c: decode.attend(inputs.q, c, "auto"), (k, v + 3), promise)
+    assert times.paired is None
+    assert "chain" in times.note
+    rotation = caches.Rotation(caches.fill(inputs, "int8"), inputs, 1)
+    rotation.plant_decoys()
+    rotation.restore_full()
+    assert not promise.judge([decode.attend(inputs.q, rotation.caches[0], "auto")]).ok
+
+
+def test_the_appends_are_taken_from_the_chain_sample_by_sample() -> None:
+    timing = run_bars.subtract([5.0, 7.0, 9.0], [1.0, 2.0, 1.0], "how")
+    assert (timing.p10, timing.median, timing.p90) == (4.0, 5.0, 8.0)
+
+
+def test_launches_are_paired_inside_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HALFBYTE_PDL", raising=False)
+    seen: list[str | None] = []
+    fns = [lambda: seen.append(os.environ.get("HALFBYTE_PDL"))]
+    for paired in (False, True, None):
+        make_sampler("x", Work(fns, int, paired), FAKE, BRIEF).sample()
+        assert seen[-1] == {False: "0", True: "1", None: None}[paired]
+    monkeypatch.setenv("HALFBYTE_PDL", "1")
+    with paired_launches(False):
+        assert os.environ["HALFBYTE_PDL"] == "0"
+    assert os.environ["HALFBYTE_PDL"] == "1"
+
+
+class FakeCuda:
+    """What the CUDA sampler asks of torch.cuda, written down; a graph runs its work again when it is replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        captured = self.captured = []
+
+        class Graph:
+            def replay(self) -> None:
+                for step in captured:
+                    step()
+
+        fakes: dict[str, object] = {
+            "Stream": lambda: self,
+            "current_stream": lambda: self,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "device": lambda device: contextlib.nullcontext(),
+            "graph": lambda graph: contextlib.nullcontext(),
+            "synchronize": lambda *a: None,
+            "_sleep": lambda cycles: self.log.append("pause"),
+            "Event": lambda **options: self,
+            "CUDAGraph": Graph,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def wait_stream(self, other: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record(self) -> None:
+        self.log.append("event")
+
+    def elapsed_time(self, other: object) -> float:
+        return 6.0
+
+
+def test_a_graph_is_timed_pass_by_pass_behind_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    log = fake.log
+    fns = [lambda: log.append("a"), lambda: log.append("b"), lambda: log.append("c")]
+    sampler = make_sampler("x", Work(fns, lambda: log.append("before")), GPU, BRIEF)
+    assert "cuda graph of 3 calls over 3 buffers" in sampler.method
+    fake.captured.extend(fns)
+    log.clear()
+    assert sampler.sample() == 6e-3 / 3
+    assert log == ["before", "pause", "event", "a", "b", "c", "event"]
+    log.clear()
+    assert len(sampler.run()) == 3
+    assert log == ["before", "a", "b", "c"]
+    # Without something to put back the rotation is repeated until the block is long enough: 6 ms here, for 20 ms.
+    assert "cuda graph of 12 calls" in make_sampler("x", Work(fns), GPU, dataclasses.replace(BRIEF, block_seconds=20e-3)).method
+
+
+def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+
+    def refuse(graph: object) -> None:
+        raise Unsupported("no kernel yet")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    sampler = make_sampler("x", Work([int]), GPU, BRIEF)
+    assert "not captured (no kernel yet)" in sampler.method
+    assert sampler.run() == [0]
+    # Such a time is recorded, and no bar is judged by it.
+    timed = dataclasses.replace(measured_case(), method=sampler.method)
+    (verdict,) = run_bars._judged(timed, [Bar("x", "int4", "roof_share", 0.1)], None, None).bars
+    assert verdict.value is None
+    assert not verdict.met
+
+
+@pytest.mark.usefixtures("small_bars")
+def test_a_case_is_measured_and_judged() -> None:
+    s = quick()
+    measured = s.run([job(small(peers=True, runs=()), "int8")])
+    assert [(r.case, r.implementation) for r in measured] == [
+        ("small", "torch sdpa"),
+        ("small", "torch sdpa, folded heads"),
+        ("small, spread evenly", "halfbyte auto"),
+        ("small", "halfbyte auto"),
+    ]
+    ours = measured[-1]
+    # int8: 32 codes and a 2-byte scale for each of 2 x 3 x 64 keys and values; q and out do not count.
+    assert ours.nbytes == 2 * 2 * 3 * 64 * 34
+    assert measured[0].nbytes == 2 * 2 * 3 * 64 * 64
+    assert ours.seconds == ours.paired is not None
+    assert ours.peer_seconds == min(r.seconds for r in measured[:2] if r.seconds)
+    assert ours.roof_share == pytest.approx(ours.nbytes / ours.seconds / 1e9 / (ours.roof_gb_per_s or 0))
+    assert [(v.quantity, v.met) for v in ours.bars] == [("roof_share", True), ("times_16_bit", False), ("times_even", True)]
+    assert ours.bars[1].value == pytest.approx((ours.peer_seconds or 0) / (ours.seconds or 1))
+    assert bars.count_text(measured) == "2 bars met, 1 missed, 0 not measured"
+    assert len(bars.table_rows(measured)[-1]) == len(bars.HEADERS)
+
+
+@pytest.mark.usefixtures("small_bars")
+def test_a_wrong_kernel_meets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_bars, "attend", lambda q, cache, impl: decode.attend(q, cache, impl) * 1.5)
+    (_, record) = quick().run([job(small(), "int8")])
+    assert record.seconds is None
+    assert "exceeds the allowed" in record.refused
+    assert [v.met for v in record.bars] == [False] * 3
+    assert bars.count_text([record]) == "0 bars met, 0 missed, 3 not measured"
+    assert bars.table_rows([record])[0][-1].startswith("not measured")
+
+
+@pytest.mark.usefixtures("small_bars")
+def test_one_failing_case_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(q: torch.Tensor, cache: KVCache, impl: str) -> torch.Tensor:
+        if cache.keys.format.name == "int8":
+            raise RuntimeError("no such kernel")
+        return decode.attend(q, cache, impl)
+
+    def stop() -> list[Contender]:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(run_bars, "attend", broken)
+    measured = quick().run([job(small(), "int8", "int4"), Case("op", "case", {}, stop), job(small(), "int4")])
+    assert [(r.formats, bool(r.seconds)) for r in measured] == [
+        ("int8", False),
+        ("int8", False),
+        ("int4", True),
+        ("", False),
+        ("int4", True),
+    ]
+    assert "no such kernel" in measured[1].refused
+    assert measured[3].refused == "case: ZeroDivisionError: oh"
+
+
+def test_the_filter_leaves_cases_out_before_their_data_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches.Inputs, "random", lambda *args: pytest.fail("made data"))
+    assert quick(pattern="large").run([job(small(), "int8")]) == []
+
+
+@pytest.mark.usefixtures("small_bars")
+def test_an_append_is_held_against_the_specification_and_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    appending = run_append.AppendJob(small(), ("int4",))
+    (record,) = quick().run([appending])
+    assert not record.refused
+    assert record.op == "append"
+    # k and v of 2 heads of 32 in bf16 are read, their codes, scales and offsets written, for 3 sequences.
+    assert record.nbytes == 3 * (2 * 2 * 32 * 2 + 2 * 2 * (16 + 4))
+    assert record.bars[0].value == pytest.approx((record.seconds or 0) - (record.peer_seconds or 0))
+    assert record.bars[0].met
+    # Seeded mutant: the lengths advance, the values are those of another token.
+    right = KVCache.append
+    monkeypatch.setattr(KVCache, "append", lambda self, k, v: right(self, k, v + (k.shape[2] == 1)))
+    (record,) = quick().run([appending])
+    assert "unlike the specification" in record.refused
+    assert not record.bars[0].met
+
+
+def test_host_time_is_per_call() -> None:
+    waits: list[int] = []
+    times = overhead.host_seconds({"call": lambda: time.sleep(1e-4), "launch": int}, lambda: waits.append(1))
+    assert times["call"].median > 1e-4 > times["launch"].median
+    assert len(waits) == 2 * (times["call"].repeats + 1)
+    record = overhead._record(quick(), "int8", times)
+    assert record.bars[0].value == pytest.approx(times["call"].median - times["launch"].median)
+    assert not record.bars[0].met
+    (refused,) = quick().run([overhead.CallJob()])
+    assert "needs a GPU" in refused.refused
+
+
+def test_bars_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    from halfbyte import cli
+
+    for options in (["--device", "cpu"], ["--batch", "2"]):
+        with pytest.raises(SystemExit, match="1"):
+            cli.main(["bench", "decode", "--bars", *options])
+        assert "--bars measures fixed cases on a GPU" in capsys.readouterr().err
+
+
+def measured_case(seconds: float = 34.9e-6) -> Record:
+    """What a run on a GPU leaves."""
+    shape = decode.DecodeShape(128, 8, 1, 128, 8192).sizes
+    base = Record("decode_attention", shape, "int4", "halfbyte auto", 142_606_336, record().environment)
+    verdicts = judge(bars.bars_of("batch 128 x 8,192", "int4"), {"roof_share": 0.956, "times_16_bit": 3.2})
+    return dataclasses.replace(
+        base,
+        seconds=seconds,
+        p10=seconds,
+        p90=seconds,
+        case="batch 128 x 8,192",
+        alone=37e-6,
+        paired=seconds,
+        roof_share=0.956,
+        peer="torch sdpa cudnn",
+        peer_seconds=126e-6,
+        bars=verdicts,
+    )
+
+
+def test_records_of_bars_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    records.append(path, [measured_case(), record()])
+    assert records.read(path).records == [measured_case(), record()]
+    old = {k: v for k, v in json.loads(record().to_json()).items() if k not in ("case", "bars", "note", "alone", "peer")}
+    assert Record.from_json(json.dumps(old)) == record()  # files of before there were bars
+
+
+def make_tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_tables", Path(__file__).parents[1] / "scripts" / "make_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables()
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.gpu() == tables.all_bars() == tables.NOTHING
+    tables.write_chart()
+    assert not (tmp_path / tables.CHART).exists()
+    (tmp_path / "docs").mkdir()
+    records.append(tmp_path / "results" / "gpu.jsonl", [measured_case(50e-6), record(), measured_case()])
+    assert "| batch 128 x 8,192 | int4 | 34.9 us | 96 % | 3.61x |" in tables.gpu()  # the last of two runs
+    assert "50.0" not in tables.gpu()
+    page = tables.all_bars()
+    assert "1 bars met, 1 missed, 0 not measured" in page
+    assert "met: 95.6 %<br>missed: 3.20x (by 3 %)" in page
+    tables.write_chart()
+    svg = (tmp_path / tables.CHART).read_text()
+    assert "batch 128 x 8,192, int4" in svg
+    assert "prefers-color-scheme" in svg
+    assert svg.count("<style>") == 1
+
+
+def test_a_page_of_bars(tmp_path: Path) -> None:
+    page = write_page([measured_case()], "bars", tmp_path / "p.html").read_text()
+    assert "missed: 3.20x" in page
+    assert "read roof" in page
+    with pytest.raises(InvalidArgument, match="values is empty"):
+        charts.marked_bars({}, {}, x_label="x")
+
+
+def test_triton_kernels_read_and_copy_everything() -> None:
+    """In Triton's interpreter, which must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from halfbyte.bench import triton_kernels as kernels
+for words in (64, 8192, 3 * 8192 + 260):
+    x = torch.rand(words)
+    expected = int(x.view(torch.int32).sum())
+    for name, reader in kernels.readers(1).items():
+        assert (int(reader(x).sum()) - expected) % 2**32 == 0, (words, name)
+    for name, copy in kernels.copiers().items():
+        target = torch.zeros_like(x)
+        copy(target, x)
+        assert torch.equal(target, x), (words, name)
+kernels.launch([torch.zeros(4, dtype=torch.int32) for _ in range(10)], list(range(20)))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr

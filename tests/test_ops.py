@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from halfbyte import plans
 from halfbyte.cache import KVCache
-from halfbyte.errors import HalfbyteError, InvalidArgument
+from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
 from halfbyte.ops.decode_attention import decode_attention, prefill_attention
 from halfbyte.ops.linear import linear, qkv_projection
@@ -194,17 +193,24 @@ def test_views_of_queries_and_options_attend_like_their_copies() -> None:
 
 def test_every_level_of_every_op_can_be_asked_for() -> None:
     for op, levels in plans.LEVELS.items():
-        for level, device in itertools.product(levels, ("cpu", "cuda")):
-            assert plans.plan(op, level, device).level == level
+        for level in levels:
+            assert plans.plan(op, level, "cuda").level == level
+            if level in plans.GPU_LEVELS:
+                with pytest.raises(Unsupported, match=f"impl='{level}' of {op} runs on an NVIDIA GPU"):
+                    plans.plan(op, level, "cpu")
+            else:
+                assert plans.plan(op, level, "cpu").level == level
+        assert plans.plan(op, "auto", "cuda").level == levels[0]
+        assert plans.plan(op, "auto", "cpu").level == next(level for level in levels if level not in plans.GPU_LEVELS)
         for device in ("cpu", "cuda"):
-            chosen = plans.plan(op, "auto", device)
-            assert chosen.level == levels[0]
-            assert device in chosen.why or "GPU" in chosen.why
+            why = plans.plan(op, "auto", device).why
+            assert device in why or "GPU" in why
+    assert plans.plan("decode_attention", "triton", "cpu", interpreted=True).level == "triton"
 
 
-@pytest.mark.parametrize("impl", ["triton", "", "Cpu", None])
+@pytest.mark.parametrize("impl", ["cuda", "", "Cpu", None])
 def test_a_level_that_does_not_exist_is_refused(impl: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"impl=.*choose auto or one of: cpu, reference"):
+    with pytest.raises(InvalidArgument, match=r"impl=.*choose auto or one of: gluon, triton, cpu, reference"):
         plans.plan("decode_attention", impl, "cpu")
     with pytest.raises(InvalidArgument, match="impl="):
         decode_attention(torch.randn(2, 4, 1, 64), build(LAYOUTS[0]), impl=impl)
@@ -220,7 +226,7 @@ def test_the_environment_picks_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_IMPL", "reference")
     assert torch.equal(decode_attention(q, cache, impl="cpu"), cpu)  # what is asked for wins
     monkeypatch.setenv("HALFBYTE_IMPL", "fast")
-    with pytest.raises(InvalidArgument, match=r"HALFBYTE_IMPL='fast'; choose one of: auto, reference, cpu"):
+    with pytest.raises(InvalidArgument, match=r"HALFBYTE_IMPL='fast'; choose one of: auto, reference, cpu, triton, gluon"):
         decode_attention(q, cache)
 
 

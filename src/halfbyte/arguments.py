@@ -21,11 +21,15 @@ def check_tensor(
     kinds = "int32 or int64" if kind == "integer" else "fp16, bf16, fp32 or float64"
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
+    # No message is made before it is needed: in decoding this runs once a layer, and strings would be most of its time.
     fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
-    check(fits, f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
+    if not fits:
+        raise InvalidArgument(f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")
     right = t.dtype in _INTEGERS if kind == "integer" else t.is_floating_point() and t.dtype.itemsize > 1
-    check(right, f"{name} is {t.dtype}; expected {kinds}")
-    check(device is None or t.device == device, f"{name} is on {t.device}; expected it on {device}: move one of them")
+    if not right:
+        raise InvalidArgument(f"{name} is {t.dtype}; expected {kinds}")
+    if device is not None and t.device != device:
+        raise InvalidArgument(f"{name} is on {t.device}; expected it on {device}: move one of them")
 
 
 def as_int32(t: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,13 @@ import torch
 from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, Shape, key_format, value_format
-from halfbyte.ops.append import append_
+from halfbyte.ops._buffers import check_buffers
+from halfbyte.ops._workspace import prepare
+from halfbyte.ops.append import Rope, check_new, store
 from halfbyte.planes import Plane
+from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale
-from halfbyte.tensors import expected_parts
 
 #: What a cache stores unless told otherwise: keys need more bits than values.
 KEYS, VALUES = "int8", "int4_g32"
@@ -53,6 +55,11 @@ class KVCache:
     """
 
     page_table: torch.Tensor | None = None
+    #: No sequence is longer than this, as far as the host knows; None: it does not know. For memory that the host cannot look at
+    #: without waiting.
+    _at_most: int | None = None
+    #: A CUDA graph appends to this cache, and its replays do not pass here.
+    _in_graph = False
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
@@ -78,7 +85,11 @@ class KVCache:
         self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
         self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
         self._given = _given_scales(self.keys, self.values)
+        self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._at_most = 0
+        if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
+            prepare(self.lengths.device)
 
     @classmethod
     def from_buffers(
@@ -92,7 +103,8 @@ class KVCache:
     ) -> KVCache:
         """Wrap memory that an engine owns, without copying: see `Plane` for shapes. Strides are taken as they are.
 
-        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. Page and length management stay the engine's.
+        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. Page and length management stay the engine's: on a
+        GPU, `append` counts tokens on the host from its first call on and does not see lengths that the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
         check_rotation(rotate_keys, keys.dim)
@@ -100,6 +112,7 @@ class KVCache:
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
         cache.rotate_keys = rotate_keys
         cache._given = _given_scales(keys, values)
+        cache._measures = "tensor" in (keys.format.granularity, values.format.granularity)
         return cache
 
     # ------------------------------------------------------------------------------------------------------ what it is
@@ -154,22 +167,45 @@ class KVCache:
 
     # --------------------------------------------------------------------------------------------------- what it does
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None) -> None:
         """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
-        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. Raises `CapacityError` when a
-        sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
+        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
+        or [L, D/2]: rotate the keys by position first, as Llama does. Raises `CapacityError` when a sequence would outgrow the
+        capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
+
+        On a GPU nothing waits for the device, except that the true lengths are read when the tokens counted on the host no longer
+        fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
+        beyond the capacity are not written.
         """
-        append_(
-            *(k, v, self.keys, self.values, self.lengths),
-            counts=counts,
-            page_table=self.page_table,
-            rotate_keys=self.rotate_keys,
+        check_new(k, v, self.keys, self.values, self.lengths, counts, rope)
+        self._check_capacity(k.shape[2], counts)
+        store(
+            *(k, v, self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys, rope),
+            measure=self._measures,
         )
+
+    def _check_capacity(self, count: int, counts: torch.Tensor | None) -> None:
+        """Raise `CapacityError` for memory of a GPU, without reading it while the host can tell that `count` more tokens fit."""
+        if not self.lengths.is_cuda:
+            return  # the op looks itself
+        if torch.compiler.is_compiling():
+            self._at_most = None
+            return
+        if self._capturing():
+            self._in_graph = True
+            return
+        known = None if self._in_graph else self._at_most
+        if known is None or known + count > self.capacity:
+            new = torch.full_like(self.lengths, count) if counts is None else as_int32(counts)
+            check_capacity(self.lengths, new, self.capacity)
+            known = int(self.lengths.max()) if self.batch else 0
+        self._at_most = known + count
 
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
         self.lengths.zero_()
+        self._at_most = None if self._capturing() else 0
         for plane, given in zip((self.keys, self.values), self._given, strict=True):
             if plane.scales is not None and given is not None:
                 plane.scales.copy_(given)
@@ -188,10 +224,15 @@ class KVCache:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
             kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
             wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
+            self._at_most = None if self._at_most is None else min(self._at_most, kept)
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         left = torch.minimum(self.lengths, wanted)
         _reopen_block(self.keys, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
+
+    def _capturing(self) -> bool:
+        """Whether what is done now is only written down for later."""
+        return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def reorder(self, index: torch.Tensor) -> None:
         """Sequence b becomes what sequence index[b] was (beam search), in place. index: integer [B]."""
@@ -259,14 +300,22 @@ def new_plane(
     def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
         return torch.zeros(s, dtype=dt, device=device)
 
-    scales = None if fmt.scale is None else zeros(fmt.scale_shape(shape), fmt.scale.storage)
+    def of_tokens(dt: torch.dtype) -> torch.Tensor:
+        """Scales or offsets. Every head has room for whole sixteens of tokens, so that kernels can copy neighbours together."""
+        s, axis = fmt.scale_shape(shape), 1 if fmt.granularity == "token" else 2
+        if len(s) == 1:
+            return zeros(s, dt)
+        room = (*s[:axis], -(-s[axis] // 16) * 16, *s[axis + 1 :])
+        return zeros(room, dt).narrow(axis, 0, s[axis])
+
+    scales = None if fmt.scale is None else of_tokens(fmt.scale.storage)
     if scales is not None and scale is not None:
         scales.fill_(scale)
     return Plane(
         fmt,
         zeros(fmt.codes_shape(shape), fmt.storage),
         scales,
-        None if fmt.offset_dtype is None else zeros(fmt.scale_shape(shape), fmt.offset_dtype),
+        None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
         zeros(tail, dtype) if fmt.token_block else None,
         zeros((1,), torch.int64) if per_tensor else None,
     )
@@ -291,56 +340,6 @@ def check_sizes(**sizes: int) -> None:
         check(
             isinstance(size, int) and not isinstance(size, bool) and size >= least,
             f"{name}={size!r}; expected an integer of at least {least}",
-        )
-
-
-def check_buffers(keys: Plane, values: Plane, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """What `KVCache.from_buffers` may be given."""
-    for name, given in (("keys", keys), ("values", values)):
-        check(isinstance(given, Plane), f"{name} is a {type(given).__name__}; expected a Plane")
-    check(isinstance(lengths, torch.Tensor), f"lengths is a {type(lengths).__name__}; expected a tensor int32 [B]")
-    check(
-        lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
-    )
-    batch = lengths.shape[0]
-    for name, t in (("keys", keys.codes), ("values", values.codes), ("page_table", lengths if page_table is None else page_table)):
-        check(t.device == lengths.device, f"{name} is on {t.device} and lengths on {lengths.device}; move one of them")
-    if page_table is not None:
-        check(
-            page_table.dtype is torch.int32 and page_table.ndim == 2 and page_table.shape[0] == batch,
-            f"page_table is {page_table.dtype} {list(page_table.shape)}; expected int32 [{batch}, pages]",
-        )
-    key_format(keys.format), value_format(values.format)
-    for name, plane in (("keys", keys), ("values", values)):
-        _check_plane(name, plane, batch)
-        rows = plane.codes.shape[0]
-        check(page_table is not None or rows == batch, f"{name}.codes holds {rows} sequences and lengths {batch}")
-    check(keys.codes.shape[:3] == values.codes.shape[:3], "keys and values differ in batch (or pages), heads or tokens")
-
-
-def _check_plane(name: str, plane: Plane, batch: int) -> None:
-    """Every tensor that the format stores, in its shape and dtype, and no other."""
-    fmt = plane.format
-    check(
-        plane.codes.ndim == 4,
-        f"{name}.codes has shape {list(plane.codes.shape)}; expected [B or pages, H, tokens, D / codes per byte]",
-    )
-    shape = (*plane.codes.shape[:3], plane.dim)
-    fmt.check_shape(shape, name)
-    expected = dict(expected_parts(fmt, shape))
-    if fmt.token_block:
-        tail_type = plane.tail.dtype if plane.tail is not None and plane.tail.dtype is torch.float16 else torch.bfloat16
-        expected["tail"] = ((batch, plane.heads, fmt.token_block, plane.dim), tail_type)
-    for part in ("codes", "scales", "offsets", "tail"):
-        t = getattr(plane, part)
-        found = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
-        if part not in expected:
-            check(t is None, f"{name}.{part} was given, but {fmt} stores none")
-            continue
-        want, dtype = expected[part]
-        check(
-            t is not None and tuple(t.shape) == want and t.dtype is dtype and t.device == plane.codes.device,
-            f"{name}.{part} is {found}; {fmt} needs {dtype} {list(want)} on {plane.codes.device}",
         )
 
 

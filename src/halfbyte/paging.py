@@ -1,19 +1,21 @@
 """PagedKVCache: the same cache in pages from a shared pool, so that memory follows the true lengths.
 
 Pages are handed out on the host. Sequences that share a prefix (beams) share its pages, and a page that several sequences hold is
-copied before one of them writes into it.
+copied before one of them writes into it. On a GPU nothing here waits for the device, except `counts` that are given to `append`
+(they are read), `crop` and `reorder`. A CUDA graph and compiled code cannot hand out pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Unpack
 
 import torch
 
 from halfbyte.cache import KEYS, CacheOptions, KVCache, check_sizes
-from halfbyte.errors import CapacityError, Unsupported, check
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.ops.append import check_new
+from halfbyte.ops.append import Rope, check_new
 
 
 class PagedKVCache(KVCache):
@@ -46,11 +48,13 @@ class PagedKVCache(KVCache):
         pages = batch * per_sequence if pages is None else pages
         check(isinstance(pages, int) and pages >= 0, f"pages={pages!r}; expected an integer of at least 0")
         self._allocate(batch, (pages, kv_heads, page_size), head_dim, options)
-        self.page_table = torch.full((batch, per_sequence), -1, dtype=torch.int32, device=self.lengths.device)
+        self._table = torch.full((batch, per_sequence), -1, dtype=torch.int32)  # the page table as the host writes it
+        self.page_table = self._table.to(self.lengths.device, copy=True)
         self._held: list[list[int]] = [[] for _ in range(batch)]  # pages of each sequence, in order
         self._tokens = [0] * batch  # lengths, as the host knows them
         self._holders = [0] * pages  # how many sequences hold each page
         self._free = list(range(pages - 1, -1, -1))
+        self._spare = 0  # so many more tokens of every sequence need no page and no copy of one
 
     @property
     def page_size(self) -> int:
@@ -62,21 +66,39 @@ class PagedKVCache(KVCache):
         """Pages of the pool that no sequence holds."""
         return len(self._free)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None) -> None:
         """As `KVCache.append`, after taking the pages it needs. `CapacityError` when the pool has too few; then nothing changes."""
-        check_new(k, v, self.keys, self.values, self.lengths, counts)
+        check_new(k, v, self.keys, self.values, self.lengths, counts, rope)
+        if self._capturing():
+            raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
         new = [k.shape[2]] * self.batch if counts is None else [int(n) for n in counts.tolist()]
-        before = ([list(held) for held in self._held], list(self._holders), list(self._free))
+        if new and not 0 <= min(new) <= max(new) <= k.shape[2]:
+            raise InvalidArgument(f"counts runs from {min(new)} to {max(new)}; expected 0 to {k.shape[2]}, the tokens given")
+        after = [old + count for old, count in zip(self._tokens, new, strict=True)]
+        if k.shape[2] > self._spare:
+            self._append_with_pages(new, k, v, counts, rope)
+        else:
+            super().append(k, v, counts, rope)
+        self._tokens, self._spare = after, self._spare - k.shape[2]
+
+    def _append_with_pages(
+        self, new: list[int], k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None
+    ) -> None:
+        """Take the pages for `new` more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
+        before = {b: list(self._held[b]) for b, count in enumerate(new) if self._lacks_room(b, count)}
         try:
-            for sequence, count in enumerate(new):
-                self._make_room(sequence, count)
-            self._write_table()
-            super().append(k, v, counts)
+            for sequence in before:
+                self._make_room(sequence, new[sequence])
+            self._write_table(before)
+            super().append(k, v, counts, rope)
         except BaseException:
-            self._held, self._holders, self._free = before
-            self._write_table()
+            for sequence, held in before.items():
+                self._held[sequence] = held
+            self._recount()
             raise
-        self._tokens = [old + count for old, count in zip(self._tokens, new, strict=True)]
+        shared = any(held and self._holders[held[-1]] > 1 for held in self._held)
+        room = (len(held) * self.page_size - n for held, n in zip(self._held, self._tokens, strict=True))
+        self._spare = 0 if shared else min(room, default=0)
 
     def reset(self) -> None:
         """Forget every token and give every page back."""
@@ -105,6 +127,11 @@ class PagedKVCache(KVCache):
         raise Unsupported("select and repeat_interleave make a new cache, and pages live in one pool; use reorder, or a KVCache")
 
     # --------------------------------------------------------------------------------------------------------- pages
+
+    def _lacks_room(self, sequence: int, count: int) -> bool:
+        """Whether `count` more tokens of a sequence need a page, or a page of its own."""
+        held, used = self._held[sequence], self._tokens[sequence]
+        return used + count > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
 
     def _make_room(self, sequence: int, count: int) -> None:
         """Give a sequence the pages for `count` more tokens, its last page copied if others hold it too."""
@@ -145,9 +172,13 @@ class PagedKVCache(KVCache):
         for page in (page for held in self._held for page in held):
             self._holders[page] += 1
         self._free = [page for page in reversed(range(len(self._holders))) if not self._holders[page]]
+        self._spare = 0
         self._write_table()
 
-    def _write_table(self) -> None:
-        width = self.page_table.shape[1]
-        rows = [held + [-1] * (width - len(held)) for held in self._held]
-        self.page_table.copy_(torch.tensor(rows, dtype=torch.int32).reshape(self.page_table.shape))
+    def _write_table(self, sequences: Iterable[int] | None = None) -> None:
+        """Bring these rows of the page table up to date (None: all)."""
+        for b in range(self.batch) if sequences is None else sequences:
+            self._table[b] = -1
+            self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32)
+        table = self._table.pin_memory() if self.page_table.is_cuda else self._table  # a copy, made without waiting for the device
+        self.page_table.copy_(table, non_blocking=True)

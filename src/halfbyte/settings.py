@@ -6,12 +6,22 @@ import os
 
 from halfbyte.errors import InvalidArgument
 
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "triton", "gluon")
 
 
 def default_impl() -> str:
     """HALFBYTE_IMPL: the implementation that `impl="auto"` means, one of `IMPLS`; unset or empty is "auto", the best that runs."""
     return _choice("HALFBYTE_IMPL", IMPLS, "auto")
+
+
+def pair_launches() -> bool:
+    """HALFBYTE_PDL: whether a kernel may start while its predecessor ends (programmatic dependent launch), where the GPU can."""
+    return _choice("HALFBYTE_PDL", ("0", "1"), "1") == "1"
+
+
+def interpreted() -> bool:
+    """TRITON_INTERPRET, Triton's own flag: its kernels run on a CPU, slowly and for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 
 def _choice(variable: str, allowed: tuple[str, ...], default: str) -> str:

@@ -321,8 +321,8 @@ MUTANTS = [
     Mutant(
         "pages taken by a refused append are lost",
         "paging.py",
-        "            self._held, self._holders, self._free = before\n",
-        "",
+        "            self._recount()\n            raise\n",
+        "            raise\n",
         pages("test_a_pool_that_is_too_small_changes_nothing"),
     ),
     # -- ops
@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         "a fake of the wrong shape",
         OPS,
-        "dim = v_codes.shape[-1] * _format(values).code.per_byte",
+        "dim = v_codes.shape[-1] * format_of(values).code.per_byte",
         "dim = v_codes.shape[-1]",
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),

@@ -94,6 +94,30 @@ def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: M
     return done.svg
 
 
+def marked_bars(
+    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "bar"
+) -> str:
+    """Horizontal bars from the top down, each with a tick where it should reach (`marks`, by the same names). An <svg> element."""
+    check(len(values) > 0, "values is empty; a chart needs at least one")
+    with _figure(title or x_label, 1.3 + 0.27 * len(values)) as (_, ax, done):
+        names = list(values)
+        ax.barh(range(len(names)), list(values.values()), color=_SERIES[0], height=0.62)
+        for i, n in enumerate(names):  # right of the bar and of its tick
+            ends = (max(values[n], marks.get(n, 0.0)), i)
+            ax.annotate(f"{values[n]:.0f}", ends, (6, 0), textcoords="offset points", va="center", color=_INK, fontsize=9)
+        marked = [(marks[n], i) for i, n in enumerate(names) if n in marks]
+        if marked:
+            xs, ys = zip(*marked, strict=True)
+            ax.plot(xs, ys, "|", color=_SERIES[1], ms=13, mew=2.4, label=mark_label)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        _frame(ax, x_label, "", title, legend=bool(marked))
+        ax.grid(axis="y", visible=False)
+        ax.margins(x=0.1, y=0.01)
+        ax.tick_params(axis="y", labelcolor=_INK, labelsize=9.5)
+    return done.svg
+
+
 def lines(
     series: Mapping[str, Sequence[float]],
     *,
@@ -240,6 +264,20 @@ def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]
         buffer = io.StringIO()
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         done.svg = _finish(buffer.getvalue(), description)
+
+
+#: The report's colours, for an image that stands outside of any page.
+_STYLE = """<style>
+svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f;
+  --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672; }
+@media (prefers-color-scheme: dark) { svg { --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --s1: #82aee3; --s2: #e0a06a;
+  --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
+</style>"""
+
+
+def as_image(svg: str) -> str:
+    """A chart as a file of its own, with the colours that it else takes from the page."""
+    return svg.replace("</title>", f"</title>\n{_STYLE}", 1).rstrip() + "\n"
 
 
 def _finish(svg: str, description: str) -> str:

@@ -104,12 +104,13 @@ def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p
     cache.append(k, v)
     nbytes = cache.keys.nbytes + cache.values.nbytes + 2 * q.nbytes
     rotation = [cache, *(copy.deepcopy(cache) for _ in range(session.copies(nbytes) - 1))]
-    fns = [partial(_attend, q, cache, impl) for cache in rotation]
+    fns = [partial(attend, q, cache, impl) for cache in rotation]
     held = (read(plane, cache.lengths, None) for plane in (cache.keys, cache.values))
     return Contender(f"halfbyte {impl}", pair, nbytes, fns, _judge(q, *held))
 
 
-def _attend(q: torch.Tensor, cache: halfbyte.KVCache, impl: str) -> torch.Tensor:
+def attend(q: torch.Tensor, cache: halfbyte.KVCache, impl: str) -> torch.Tensor:
+    """`halfbyte.decode_attention`, its output alone."""
     out = halfbyte.decode_attention(q, cache, impl=impl)
     assert isinstance(out, torch.Tensor)  # the pair with lse comes only on request
     return out
@@ -123,23 +124,25 @@ def _peers(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     def contender(name: str, attend: Attend) -> Contender:
         return Contender(name, "bf16", nbytes, [partial(attend, q, *kv) for kv in rotation], judge)
 
-    return [contender(name, attend) for name, attend in _sdpa_variants(session.device.kind).items()]
+    variants = sdpa_variants(session.device.kind, q.shape[1] > k.shape[1])
+    return [contender(name, attend) for name, attend in variants.items()]
 
 
-def _sdpa_variants(kind: str) -> dict[str, Attend]:
+def sdpa_variants(kind: str, groups: bool) -> dict[str, Attend]:
     """torch's attention: with grouped heads as torch does them, and with the query heads of one KV head folded into query rows.
 
-    For one new token the two mean the same; the second reads each key once, and is what a careful user would write.
+    For one new token the two mean the same; the second reads each key once, and is what a careful user would write. Without groups
+    they are the same. On a GPU cuDNN and flash are asked for by name, as which of them torch picks is not always the faster.
     """
-    variants: dict[str, Attend] = {"torch sdpa": _grouped, "torch sdpa, folded heads": _folded}
-    if kind == "cuda":
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            variants[f"torch sdpa {name}, folded heads"] = _pinned(backend)
-    return variants
+    ways: dict[str, Attend] = {"": _grouped, ", folded heads": _folded} if groups else {"": _grouped}
+    if kind != "cuda":
+        return {f"torch sdpa{how}": attend for how, attend in ways.items()}
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    return {f"torch sdpa {name}{how}": _pinned(b, attend) for name, b in backends.items() for how, attend in ways.items()}
 
 
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] > k.shape[1])
 
 
 def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -147,12 +150,12 @@ def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(rows, k, v).reshape(q.shape)
 
 
-def _pinned(backend: SDPBackend) -> Attend:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _pinned(backend: SDPBackend, attend: Attend) -> Attend:
+    def pinned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return _folded(q, k, v)
+            return attend(q, k, v)
 
-    return attend
+    return pinned
 
 
 def _judge(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], Accuracy]:

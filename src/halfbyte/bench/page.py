@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfbyte.bench import charts
+from halfbyte.bench import bars, charts
 from halfbyte.bench.records import Record
 from halfbyte.bench.session import describe_shape, fastest_16_bit
 from halfbyte.report import Report
@@ -18,6 +18,8 @@ def write_page(records: Sequence[Record], title: str, path: Path) -> Path:
     where = records[0].environment
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
     report = Report(f"halfbyte bench: {title}", f"{where.device}, {where.threads} threads · {versions} · {where.date}")
+    if any(r.case for r in records):
+        return _bars_page(report, records).code(where.command, "The command that made this page").write(path)
     for shape in dict.fromkeys(describe_shape(r.shape) for r in records):
         times = {
             f"{r.implementation}, {r.formats}": 1e3 * r.seconds for r in records if r.seconds and describe_shape(r.shape) == shape
@@ -27,9 +29,24 @@ def write_page(records: Sequence[Record], title: str, path: Path) -> Path:
     report.table(
         _HEADERS, [_row(r, records) for r in records], "Time over that of the fastest 16-bit implementation: below 1 is faster."
     )
+    _tell_refusals(report, records)
+    return report.code(where.command, "The command that made this page").write(path)
+
+
+def _bars_page(report: Report, records: Sequence[Record]) -> Report:
+    """The cases that have bars: share of the roof as a chart, and the table of verdicts."""
+    reached, asked = bars.shares(records)
+    if reached:
+        report.figure(charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes"))
+    rows = [[cell.replace("\n", "; ") for cell in row] for row in bars.table_rows(records)]
+    report.table(bars.HEADERS, rows, bars.count_text(records))
+    _tell_refusals(report, records)
+    return report
+
+
+def _tell_refusals(report: Report, records: Sequence[Record]) -> None:
     for refusal in [r.refused for r in records if r.refused]:
         report.text(f"Refused: {refusal}")
-    return report.code(where.command, "The command that made this page").write(path)
 
 
 def _row(r: Record, records: Sequence[Record]) -> tuple[str | float | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """One bar, held against what was measured: `quantity` and `bound` as in `halfbyte.bench.bars.Bar`; `value` None: no figure."""
+
+    quantity: str
+    bound: float
+    value: float | None
+    met: bool
+
+
+@dataclass(frozen=True)
 class Record:
     """One figure. A refused or skipped measurement has `refused` set and no time.
 
@@ -46,6 +58,12 @@ class Record:
     nbytes             bytes a call must move at least: what is read and written once
     gb_per_s           nbytes / seconds, in 10^9 bytes per second; roof_gb_per_s: reading as many bytes, in the same run
     error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
+
+    Cases with bars have a name, `case`, and several times. `seconds`, which the bars judge, is `paired` where there is one:
+    alone, chained     seconds of one call after the other: launches kept apart, launches overlapping
+    paired, appends    each call follows the append of one token, launches overlapping, less a chain of such appends alone
+    peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
+    note               what the figure does not say by itself
     """
 
     op: str
@@ -66,6 +84,15 @@ class Record:
     error_allowed: float | None = None
     error_kind: str = ""
     refused: str = ""
+    case: str = ""
+    alone: float | None = None
+    chained: float | None = None
+    paired: float | None = None
+    appends: float | None = None
+    peer: str = ""
+    peer_seconds: float | None = None
+    bars: tuple[Verdict, ...] = ()
+    note: str = ""
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""
@@ -75,7 +102,8 @@ class Record:
     def from_json(line: str) -> Record:
         """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
         data: dict[str, Any] = json.loads(line)
-        return Record(**{**data, "environment": Environment(**data["environment"])})
+        whole = {"bars": (), **data, "environment": Environment(**data["environment"])}
+        return Record(**{**whole, "bars": tuple(Verdict(**verdict) for verdict in whole["bars"])})
 
 
 @dataclass(frozen=True)
@@ -135,6 +163,8 @@ def _versions() -> dict[str, str]:
     versions = {"halfbyte": halfbyte.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["triton"] = metadata.version("triton")
     return versions
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from halfbyte.bench import records
 from halfbyte.bench.checks import Accuracy
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
-from halfbyte.bench.timing import QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
+from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
 from halfbyte.device import Device, describe
 from halfbyte.errors import HalfbyteError, InvalidArgument
 
@@ -40,6 +41,17 @@ class Contender:
     accuracy: Callable[[torch.Tensor], Accuracy]
 
 
+class Job(Protocol):
+    """Something that a session measures: its records, one by one, so that an interrupt keeps those that are finished."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    def measure(self, session: Session) -> Iterable[Record]:
+        """Measure, and give each record when it is complete."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One problem and a way to make its contenders; made late, so that one case at a time is in memory."""
@@ -48,6 +60,10 @@ class Case:
     name: str
     shape: dict[str, int]
     contenders: Callable[[], list[Contender]]
+
+    def measure(self, session: Session) -> Iterable[Record]:
+        """All contenders, timed in turn."""
+        return session.measure(self)
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Session:
         return Session(options, describe(options.device))
 
     def __post_init__(self) -> None:
-        self.effort: Effort = QUICK if self.options.quick else Effort()
+        self.effort: Effort = GRAPHS if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
         self.threads = self.options.threads or torch.get_num_threads()
         self.roof = RoofMeter(self.device, self.threads, self.effort)
         self.environment = records.environment(self.device, self.threads)
@@ -96,20 +112,47 @@ class Session:
         """How many copies of a working set make a rotation on this device."""
         return rotation_copies(nbytes, self.device)
 
-    def run(self, cases: Sequence[Case]) -> list[Record]:
-        """Measure all cases; after Ctrl-C what was measured stays, is shown, and `interrupted` is set."""
+    def wants(self, case: str, formats: str, implementation: str) -> bool:
+        """Whether the filter lets this through."""
+        return re.search(self.options.pattern, f"{case} {formats} {implementation}") is not None
+
+    def run(self, jobs: Sequence[Job]) -> list[Record]:
+        """Measure all jobs; one that fails is recorded as refused and the others go on.
+
+        After Ctrl-C what was measured stays, is shown, and `interrupted` is set.
+        """
         try:
-            for case in self._progress(cases):
-                for record in self.measure(case):
-                    self._keep(record)
+            for job in self._progress(jobs):
+                try:
+                    for record in job.measure(self):
+                        self.keep(record)
+                except Exception as error:
+                    self.keep(self.failed(job, error))
+                    if not self._recovered():
+                        self._errors.print("the GPU does not answer after this failure: the rest is not measured")
+                        break
         except KeyboardInterrupt:
             self.interrupted = True
             self._errors.print("interrupted: what was measured so far is kept")
         return self.records
 
+    def failed(self, job: Job, error: Exception) -> Record:
+        """The record of a job that raised."""
+        return Record(job.op, {}, "", "", 0, self.environment, refused=f"{job.name}: {reason(error)}", case=job.name)
+
+    def _recovered(self) -> bool:
+        """Whether this can go on after a failure; a kernel that broke the GPU's context has ended the run."""
+        if self.device.kind == "cuda":
+            try:
+                torch.cuda.synchronize(self.device.torch)
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                return False
+        return True
+
     def measure(self, case: Case) -> list[Record]:
         """The records of one case: those that pass their accuracy promise are timed in turn, the others say why not."""
-        wanted = [c for c in case.contenders() if re.search(self.options.pattern, f"{case.name} {c.formats} {c.implementation}")]
+        wanted = [c for c in case.contenders() if self.wants(case.name, c.formats, c.implementation)]
         judged = [(contender, *self._judge(contender)) for contender in wanted]
         accepted = {str(i): c.fns for i, (c, _, refused) in enumerate(judged) if not refused}
         timings = measure_interleaved(accepted, device=self.device, threads=self.threads, effort=self.effort) if accepted else {}
@@ -123,8 +166,8 @@ class Session:
                 for fn in contender.fns:
                     accuracy = contender.accuracy(fn())
                     accuracy.require(f"{contender.implementation} {contender.formats}")
-        except HalfbyteError as error:
-            return accuracy, str(error) or type(error).__name__
+        except Exception as error:
+            return accuracy, reason(error)
         return accuracy, ""
 
     def _record(self, case: Case, who: Contender, accuracy: Accuracy | None, refused: str, timing: Timing | None) -> Record:
@@ -145,21 +188,25 @@ class Session:
             }
         return Record(**{**vars(common), **values})
 
-    def _keep(self, record: Record) -> None:
+    def keep(self, record: Record) -> None:
+        """Remember a record, and write it where the options say."""
         self.records.append(record)
         if self.options.output is not None and (notice := records.append(self.options.output, [record])):
             self._errors.print(notice, markup=False)
         if self.options.json:
             print(record.to_json(), flush=True)
+        if not sys.stderr.isatty() and self.device.kind == "cuda":  # no progress bar there: say what is done
+            time = "refused" if record.seconds is None else f"{1e6 * record.seconds:.1f} us"
+            print(f"{record.case or record.shape} {record.formats} {record.implementation}: {time}", file=sys.stderr, flush=True)
 
-    def _progress(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """The cases, with a bar on stderr where that is a terminal."""
+    def _progress(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        """The jobs, with a bar on stderr where that is a terminal."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._errors, transient=True, disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("", total=len(cases))
-            for case in cases:
-                bar.update(task, description=f"{case.op}: {case.name}")
-                yield case
+            task = bar.add_task("", total=len(jobs))
+            for job in jobs:
+                bar.update(task, description=f"{job.op}: {job.name}")
+                yield job
                 bar.advance(task)
 
     # ------------------------------------------------------------------------------------------------------- what is shown
@@ -179,12 +226,15 @@ class Session:
 
     def show(self, title: str) -> None:
         """Print the records as a table, with each time beside the fastest 16-bit one of its case."""
-        if self.options.json or not self.records:
-            return
+        if not self.options.json and self.records:
+            self.show_table(title, HEADERS, table_rows(self.records), text_columns=3)
+
+    def show_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> None:
+        """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
         table = Table(title=title, title_justify="left", header_style="bold")
-        for header in HEADERS:
-            table.add_column(header, justify="left" if header in HEADERS[:3] else "right", overflow="fold")
-        for row in table_rows(self.records):
+        for i, header in enumerate(headers):
+            table.add_column(header, justify="left" if i < text_columns else "right", overflow="fold")
+        for row in rows:
             table.add_row(*row)
         with _wide_when_piped(self._out):
             self._out.print(table)
@@ -201,6 +251,11 @@ class Session:
         if self.options.output is not None:
             self._out.print(f"records appended to {self.options.output}", highlight=False, soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        """Print a line, unless only JSON is wanted."""
+        if not self.options.json:
+            self._out.print(text, markup=False, highlight=False, soft_wrap=True)
+
 
 @contextmanager
 def _wide_when_piped(console: Console) -> Iterator[None]:
@@ -210,6 +265,12 @@ def _wide_when_piped(console: Console) -> Iterator[None]:
         console.width = 200
     yield
     console.width = before
+
+
+def reason(error: Exception) -> str:
+    """What an error says in one line; its type too, unless it is one of ours."""
+    text = str(error).strip() or "no message"
+    return text if isinstance(error, HalfbyteError) else f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 - p90", "GB/s", "of roof", "vs 16-bit", "error")

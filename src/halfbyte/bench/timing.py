@@ -4,7 +4,7 @@ What is timed is a *rotation*: a list of closures that do the same work on diffe
 holds, because in decoding every weight and every cached token comes from memory.
 
 * CUDA: the rotation is captured in a CUDA graph, so that launches cost what they cost in a captured decode step, and replayed
-  between two events.
+  between two events, behind a pause on the device that hides the host's part of the launch.
 * CPU: own repeats of a block of calls under a fixed number of threads (torch.utils.benchmark cannot interleave contenders).
 
 Contenders that are compared are sampled in turn, so that a drift of clocks or a noisy neighbour hits all of them alike.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,11 @@ from halfbyte.errors import check
 
 Call = Callable[[], object]
 
+#: Cycles that the device pauses ahead of a timed replay: 0.3 ms at 2 GHz, longer than the host takes to launch the graph.
+_HEAD_START = 600_000
+#: How the method of a GPU time begins to say that it is not that of a graph.
+NOT_CAPTURED = "not captured"
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -39,6 +45,21 @@ class Timing:
     p90: float
     repeats: int
     method: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one contender is timed on.
+
+    fns     the rotation
+    before  puts back what a pass over the rotation changes; runs ahead of every pass, outside of what is timed, and a timed block
+            is then exactly one pass
+    paired  whether launches may overlap (programmatic dependent launch) while this runs; None: as the environment says
+    """
+
+    fns: Sequence[Call]
+    before: Call | None = None
+    paired: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,8 @@ class Effort:
 
 
 QUICK = Effort(seconds=0.15, repeats=5, block_seconds=1e-3, settle_seconds=0.15, settle_spread=0.1)
+#: On a GPU: replays of a graph vary by a percent or less, so that few are needed.
+GRAPHS = Effort(seconds=0.0, repeats=21, block_seconds=1e-3, settle_seconds=0.1, settle_spread=0.02)
 
 
 def copies_beyond_l2(nbytes: int, l2_bytes: int, limit_bytes: int = 2**30, most: int = 512) -> int:
@@ -106,37 +129,48 @@ def measure_interleaved(
     `device` is where the closures run (default: the GPU if there is one); `threads` is fixed for the time of the measurement
     (default: what torch uses now).
     """
-    for name, fns in contenders.items():
-        check(len(fns) > 0, f"contender {name!r} has no function to time")
     effort, device = effort or Effort(), device or describe()
-    with _fixed_threads(threads or torch.get_num_threads()), torch.no_grad():
-        samplers = {name: _sampler(fns, device, effort) for name, fns in contenders.items()}
-        for sampler in samplers.values():
-            _settle(sampler, effort)
-        samples: dict[str, list[float]] = {name: [] for name in samplers}
-        spent = 0.0
-        for done in itertools.count(1):
-            start = time.perf_counter()
-            for name, sampler in samplers.items():
-                samples[name].append(sampler.sample())
-            spent += time.perf_counter() - start
-            if done >= effort.repeats and spent >= effort.seconds * len(samplers):
-                break
-    return {name: _summary(samples[name], samplers[name].method) for name in samplers}
+    with fixed_threads(threads or torch.get_num_threads()), torch.no_grad():
+        samplers = {name: make_sampler(name, Work(fns), device, effort) for name, fns in contenders.items()}
+        samples = sample_in_turn(samplers, effort)
+    return {name: summary(samples[name], samplers[name].method) for name in samplers}
 
 
-class _Sampler(Protocol):
+class Sampler(Protocol):
+    """One contender, ready to be timed; `method` says how that is done."""
+
     method: str
 
     def sample(self) -> float:
         """Run a block of calls; seconds per call."""
 
+    def run(self) -> list[object]:
+        """One pass, not timed: what each call of the rotation returned, finished."""
 
-def _sampler(fns: Sequence[Call], device: Device, effort: Effort) -> _Sampler:
-    return _CudaSampler(fns, device, effort) if device.kind == "cuda" else _CpuSampler(fns, effort)
+
+def make_sampler(name: str, work: Work, device: Device, effort: Effort) -> Sampler:
+    """A sampler for `work`; on CUDA this compiles, warms up and captures."""
+    check(len(work.fns) > 0, f"contender {name!r} has no function to time")
+    return _CudaSampler(work, device, effort) if device.kind == "cuda" else _CpuSampler(work, effort)
 
 
-def _settle(sampler: _Sampler, effort: Effort) -> None:
+def sample_in_turn(samplers: Mapping[str, Sampler], effort: Effort) -> dict[str, list[float]]:
+    """Samples of each, as many of one as of another; number i of all of them were taken one after the other."""
+    for sampler in samplers.values():
+        _settle(sampler, effort)
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    spent = 0.0
+    for done in itertools.count(1):
+        start = time.perf_counter()
+        for name, sampler in samplers.items():
+            samples[name].append(sampler.sample())
+        spent += time.perf_counter() - start
+        if done >= effort.repeats and spent >= effort.seconds * len(samplers):
+            break
+    return samples
+
+
+def _settle(sampler: Sampler, effort: Effort) -> None:
     """Warm up until clocks, caches and allocator are steady: three samples in a row within `settle_spread` of each other."""
     end = time.perf_counter() + effort.settle_seconds
     recent = [sampler.sample()]
@@ -146,7 +180,9 @@ def _settle(sampler: _Sampler, effort: Effort) -> None:
             return
 
 
-def _summary(samples: list[float], method: str) -> Timing:
+def summary(samples: Sequence[float], method: str) -> Timing:
+    """Median and percentiles of samples."""
+
     def at(share: float) -> float:
         ordered = sorted(samples)
         return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
@@ -155,7 +191,8 @@ def _summary(samples: list[float], method: str) -> Timing:
 
 
 @contextlib.contextmanager
-def _fixed_threads(threads: int) -> Iterator[None]:
+def fixed_threads(threads: int) -> Iterator[None]:
+    """torch uses so many CPU threads inside the block."""
     check(threads >= 1, f"threads={threads}; at least 1 is needed")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -165,22 +202,48 @@ def _fixed_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _CpuSampler:
-    """Wall-clock time of a block of calls; blocks go round the rotation."""
+@contextlib.contextmanager
+def paired_launches(paired: bool | None) -> Iterator[None]:
+    """HALFBYTE_PDL is set to "1" or "0" inside the block; None leaves it alone."""
+    before = os.environ.get("HALFBYTE_PDL")
+    if paired is not None:
+        os.environ["HALFBYTE_PDL"] = str(int(paired))
+    try:
+        yield
+    finally:
+        os.environ.pop("HALFBYTE_PDL", None)
+        if before is not None:
+            os.environ["HALFBYTE_PDL"] = before
 
-    def __init__(self, fns: Sequence[Call], effort: Effort) -> None:
-        for fn in fns:
-            fn()
-        self._next = itertools.cycle(fns)
-        self._calls = 1
-        self._calls = max(1, math.ceil(effort.block_seconds / max(self.sample(), 1e-9)))
-        self.method = f"cpu wall clock, {torch.get_num_threads()} threads, {len(fns)} buffers, {self._calls} calls a sample"
+
+def _nothing() -> None:
+    """What is put back when a pass changes nothing."""
+
+
+class _CpuSampler:
+    """Wall-clock time of a block of calls; blocks go round the rotation, or are one pass where something must be put back first."""
+
+    def __init__(self, work: Work, effort: Effort) -> None:
+        self._fns, self._before, self._paired = list(work.fns), work.before or _nothing, work.paired
+        self.run()
+        self._next = itertools.cycle(self._fns)
+        self._calls = len(self._fns) if work.before else 1
+        if not work.before:
+            self._calls = max(1, math.ceil(effort.block_seconds / max(self.sample(), 1e-9)))
+        self.method = f"cpu wall clock, {torch.get_num_threads()} threads, {len(self._fns)} buffers, {self._calls} calls a sample"
 
     def sample(self) -> float:
-        start = time.perf_counter()
-        for _ in range(self._calls):
-            next(self._next)()
-        return (time.perf_counter() - start) / self._calls
+        self._before()
+        with paired_launches(self._paired):
+            start = time.perf_counter()
+            for _ in range(self._calls):
+                next(self._next)()
+            return (time.perf_counter() - start) / self._calls
+
+    def run(self) -> list[object]:
+        self._before()
+        with paired_launches(self._paired):
+            return [fn() for fn in self._fns]
 
 
 class _CudaSampler:
@@ -189,36 +252,52 @@ class _CudaSampler:
     Code that waits for the GPU cannot be captured; it is called eagerly between the events, and `method` says so and why.
     """
 
-    def __init__(self, fns: Sequence[Call], device: Device, effort: Effort) -> None:
-        self._device = device.torch
-        with torch.cuda.device(self._device):
-            once = self._warm_up(fns)
-            rounds = max(1, math.ceil(effort.block_seconds / max(once, 1e-7)))
-            self._calls = rounds * len(fns)
-            self._work: Call = lambda: [fn() for _ in range(rounds) for fn in fns]
-            how = f"{self._calls} calls over {len(fns)} buffers, events"
+    def __init__(self, work: Work, device: Device, effort: Effort) -> None:
+        self._device, self._before, self._paired = device.torch, work.before or _nothing, work.paired
+        with torch.cuda.device(self._device), paired_launches(self._paired):
+            once = self._warm_up(work.fns)
+            rounds = 1 if work.before else max(1, math.ceil(effort.block_seconds / max(once, 1e-7)))
+            self._calls = rounds * len(work.fns)
+            how = f"{self._calls} calls over {len(work.fns)} buffers, events"
+            # Only the last round's results are kept, so that the memory of the others is used again.
+            self._results: list[object] = []
+
+            def block() -> None:
+                for _ in range(rounds):
+                    self._results = [fn() for fn in work.fns]
+
+            self._block: Call = block
             try:
-                self._work = _captured(self._work)
+                self._block = _captured(block)
                 self.method = f"cuda graph of {how}"
-            except RuntimeError as error:
+            except Exception as error:
                 torch.cuda.synchronize()
-                self.method = f"cuda, not captured ({str(error).splitlines()[0]}), {how}"
+                self.method = f"cuda, {NOT_CAPTURED} ({str(error).splitlines()[0]}), {how}"
 
     def _warm_up(self, fns: Sequence[Call]) -> float:
         """Compile and allocate outside the capture, on a side stream as capture asks; seconds of one warm rotation."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for fn in [*fns, *fns]:
-                fn()
-            seconds = _between_events(lambda: [fn() for fn in fns])
+            for _ in range(2):
+                self._before()
+                for fn in fns:
+                    fn()
+            seconds = _between_events(lambda: [fn() for fn in fns], self._before)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         return seconds
 
     def sample(self) -> float:
-        with torch.cuda.device(self._device):
-            return _between_events(self._work) / self._calls
+        with torch.cuda.device(self._device), paired_launches(self._paired):
+            return _between_events(self._block, self._before) / self._calls
+
+    def run(self) -> list[object]:
+        with torch.cuda.device(self._device), paired_launches(self._paired):
+            self._before()
+            self._block()
+            torch.cuda.synchronize()
+        return self._results
 
 
 def _captured(work: Call) -> Call:
@@ -229,9 +308,11 @@ def _captured(work: Call) -> Call:
     return graph.replay
 
 
-def _between_events(work: Call) -> float:
+def _between_events(work: Call, before: Call) -> float:
     """Seconds that `work` takes on the current stream."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before()
+    torch.cuda._sleep(_HEAD_START)
     start.record()
     work()
     end.record()

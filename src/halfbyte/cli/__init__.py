@@ -27,6 +27,7 @@ app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
+app.command("explain")(inspect.explain)
 app.add_typer(bench.app, name="bench")
 
 

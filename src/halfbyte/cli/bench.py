@@ -12,14 +12,16 @@ from halfbyte.cli.shared import Json, check_writable, integers, pairs, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from halfbyte.bench.session import Case, Session
+    from collections.abc import Sequence
+
+    from halfbyte.bench.session import Job, Session
 
 app = typer.Typer(
     help="Time what runs on this machine; results that fail their accuracy promise get no time.", no_args_is_help=True
 )
 
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
-Impls = Annotated[str, typer.Option(help="Implementations, separated by commas: cpu, reference, auto.")]
+Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One case, few repeats.")]
 Filter = Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")]
@@ -43,11 +45,24 @@ def bench_decode(
     threads: Threads = None,
     html: Page = None,
     as_json: Json = False,
+    bars: Annotated[
+        bool, typer.Option("--bars", help="The cases that have bars; default on a GPU without sizes or formats.")
+    ] = False,
 ) -> None:
     """Attention of one new token over a cache, beside torch's own in 16 bits."""
     from halfbyte.bench import decode
     from halfbyte.bench.session import Options, Session
 
+    check_writable(html, "html")
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads))
+    chosen = bool(batch or heads or dim or context or formats)
+    if bars and (chosen or session.device.kind != "cuda"):
+        raise InvalidArgument("--bars measures fixed cases on a GPU; leave out sizes and formats, and see --filter and --device")
+    if session.device.kind == "cuda" and not chosen:
+        from halfbyte.bench.run_bars import jobs
+
+        _run_bars(session, jobs(words(impl) or ["auto"], session.device.kind, quick), html)
+        return
     shapes = list(decode.DEFAULT_SHAPES[:1] if quick else decode.DEFAULT_SHAPES)
     if batch or heads or dim or context:
         shapes = [
@@ -57,8 +72,6 @@ def bench_decode(
             for d in integers(dim or "128", "dim")
             for t in integers(context or "8192", "context")
         ]
-    check_writable(html, "html")
-    session = Session.start(Options(output, quick, pattern, as_json, device, threads))
     wanted = words(formats) or list(decode.DEFAULT_FORMATS)
     _run_bench(session, decode.cases(session, shapes, wanted, words(impl)), "decode attention", html)
 
@@ -92,12 +105,40 @@ def bench_linear(
     _run_bench(session, linear.cases(session, shapes, wanted, words(impl)), "linear", html)
 
 
-def _run_bench(session: Session, cases: list[Case], title: str, html: Path | None) -> None:
+@app.command("overhead")
+def bench_overhead(output: Output = None, device: Where = None, as_json: Json = False) -> None:
+    """What one eager call costs the host, beside Triton's own launch of a kernel. Needs a GPU."""
+    from halfbyte.bench.overhead import CallJob
+    from halfbyte.bench.session import Options, Session
+
+    session = Session.start(Options(output, json=as_json, device=device))
+    _run_bars(session, [CallJob()], None)
+
+
+def _run_bench(session: Session, jobs: Sequence[Job], title: str, html: Path | None) -> None:
+    session.show_roofs()
+    session.run(jobs)
+    session.show(title)
+    _finish(session, title, html)
+
+
+def _run_bars(session: Session, jobs: Sequence[Job], html: Path | None) -> None:
+    """As `_run_bench`, with the table of bars; roofs are measured case by case."""
+    from halfbyte.bench import bars
+
+    session.run(jobs)
+    if session.records and not session.options.json:
+        session.show_table(f"bars on {session.device.name}", bars.HEADERS, bars.table_rows(session.records), text_columns=2)
+    for record in session.records:
+        if record.note:
+            session.say(f"{record.case} {record.formats}: {record.note}")
+    session.say(bars.count_text(session.records))
+    _finish(session, "bars of decode attention", html)
+
+
+def _finish(session: Session, title: str, html: Path | None) -> None:
     from halfbyte.bench.page import write_page
 
-    session.show_roofs()
-    session.run(cases)
-    session.show(title)
     if html is not None and session.records:
         print(f"page written to {write_page(session.records, title, html)}", file=sys.stderr)
     if session.interrupted:

@@ -1,4 +1,4 @@
-"""Commands that look at this machine and at a model's configuration: doctor, memory."""
+"""Commands that look at this machine, at a model's configuration and at plans: doctor, memory, explain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, human_bytes, integers, print_table
+from halfbyte.cli.shared import Json, human_bytes, integers, pairs, print_table
 
 if TYPE_CHECKING:
     from halfbyte.doctor import Diagnosis
@@ -91,3 +91,44 @@ def _print_estimate(e: Estimate) -> None:
     )
     for note in e.notes:
         print(f"note: {note}")
+
+
+def explain(
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    capacity: Annotated[int, typer.Option(help="Tokens that a sequence's cache can hold.")] = 8192,
+    queries: Annotated[int, typer.Option(help="New tokens of a sequence.")] = 1,
+    keys: Annotated[str, typer.Option(help="Format of cached keys.")] = "int8",
+    values: Annotated[str, typer.Option(help="Format of cached values.")] = "int4_g32",
+    page: Annotated[int, typer.Option(help="Tokens of a page; 0: contiguous.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Type of the queries: bf16 or fp16.")] = "bf16",
+    deterministic_batch: Annotated[bool, typer.Option(help="The same bits in every batch.")] = False,
+    sms: Annotated[int, typer.Option(help="Multiprocessors; 0: of this machine's GPU, or an H200's 132.")] = 0,
+    capability: Annotated[str, typer.Option(help="Compute capability; empty: of this machine's GPU, or 9.0.")] = "",
+    as_json: Json = False,
+) -> None:
+    """How decode attention would run on a GPU: the kernel, its tiles, how the work is split, and why."""
+    from halfbyte.plans.explain import explanation
+
+    major, minor = pairs(capability.replace(".", "/") or "0/0", "/", "capability")[0]
+    q_heads, kv_heads = pairs(heads, "/", "heads")[0]
+    found = explanation(
+        *(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch),
+        *_this_gpu(sms, (major, minor)),
+    )
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(map(len, found))
+        for name, fact in found.items():
+            print(f"{name:<{width}}  {fact}")
+
+
+def _this_gpu(sms: int, capability: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability) asked for; else of the GPU here; else of an H200."""
+    from halfbyte.device import describe, gpu_count
+
+    here = describe("cuda") if gpu_count() else None
+    known = (here.sm_count or 132, here.capability or (9, 0)) if here else (132, (9, 0))
+    return sms or known[0], capability if capability != (0, 0) else known[1]

@@ -13,6 +13,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.families import check_family, text_config
+from halfbyte.nn import FusedQKV, QuantLinear
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
@@ -28,8 +29,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        # On a GPU generate() would record decoding in a CUDA graph, which the torch code that runs there cannot be part of.
-        self.is_compileable = not torch.cuda.is_available()
+        self.is_compileable = True
         self.kv: KVCache | None = None
 
     def __repr__(self) -> str:
@@ -128,6 +128,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     prefetch = offload
 
 
+def _records_graphs(model_or_config: Any) -> bool:
+    """Whether generate() may record a step of this model in a CUDA graph: nothing of it may be blocked torch code.
+
+    Queries of 16 bits have kernels; quantised linear layers have none yet.
+    """
+    half = getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16, "float16", "bfloat16")
+    modules = model_or_config.modules() if isinstance(model_or_config, torch.nn.Module) else ()
+    return half and not any(isinstance(module, QuantLinear | FusedQKV) for module in modules)
+
+
 class PackedCache(Cache):  # type: ignore[misc]
     """A packed KV cache for a whole model: `model.generate(..., past_key_values=PackedCache(model, capacity))`.
 
@@ -159,6 +169,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         formats = layer_formats(config, keys, values, skip_layers, dtype)
         self.capacity = -(-capacity // BUCKET) * BUCKET
         super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        if torch.cuda.is_available() and not _records_graphs(model_or_config):
+            for layer in self.layers:
+                layer.is_compileable = False
         self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 

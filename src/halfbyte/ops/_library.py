@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from halfbyte.errors import Unsupported
-from halfbyte.plans import LEVELS, plan
-from halfbyte.settings import default_impl
+from halfbyte.plans import GPU_LEVELS, LEVELS, plan
+from halfbyte.settings import default_impl, interpreted
 
 NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -35,24 +35,28 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
 def level(op: str, impl: str, device: torch.device) -> str:
     """The level that runs, chosen by the plan; says once when a device has no kernel of its own."""
     preferred = default_impl()
-    chosen = plan(op, preferred if impl == "auto" and preferred in LEVELS[op] else impl, device.type)
-    if device.type != "cpu" and impl == "auto":
-        _say_once(chosen.why)
+    if impl == "auto" and preferred in LEVELS[op]:
+        impl = preferred
+    chosen = plan(op, impl, device.type, interpreted())
+    if device.type != "cpu" and impl == "auto" and chosen.level not in GPU_LEVELS:
+        say_once(chosen.why)
     return chosen.level
 
 
 def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without gradients; blocked torch code looks at lengths on the host, which a CUDA graph cannot record."""
+    """`run` without gradients."""
 
     @torch.no_grad()
     def guarded(*args: Any) -> Any:
-        if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise Unsupported(
-                f"{name} has no GPU kernel yet, and torch code that reads lengths cannot be in a CUDA graph; run it eagerly"
-            )
         return run(*args)
 
     return guarded
+
+
+def refuse_capture(name: str, device: torch.device) -> None:
+    """Raise where a CUDA graph is being recorded: torch code looks at lengths on the host, which a graph cannot record."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(f"{name} runs torch code here, which cannot be in a CUDA graph as it reads lengths; run it eagerly")
 
 
 def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:
@@ -60,5 +64,6 @@ def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:
 
 
 @functools.cache
-def _say_once(why: str) -> None:
+def say_once(why: str) -> None:
+    """Warn, the first time that this is said."""
     warnings.warn(f"halfbyte: {why}", stacklevel=4)

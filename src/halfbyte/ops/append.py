@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from halfbyte.arguments import as_int32, check_tensor
-from halfbyte.errors import check
+from halfbyte.device import describe
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import key_format, value_format
-from halfbyte.ops._library import define, level
+from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.planes import Plane
 from halfbyte.reference import append as reference
+from halfbyte.reference.rope import apply_rope
+from halfbyte.settings import pair_launches
+
+#: cos and sin of the rotary embedding of new keys.
+Rope = tuple[torch.Tensor, torch.Tensor]
 
 _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
     "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
     "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(i!)? v_saturated, "
-    "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys) -> ()"
+    "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
+    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference") -> ()'
 )
 
 
@@ -37,13 +46,23 @@ def _run(
     keys: str,
     values: str,
     rotate_keys: bool,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    measure: bool = True,
+    level: str = "reference",
 ) -> None:
     key_plane = Plane(key_format(keys), k_codes, k_scales, k_offsets, k_tail, k_saturated)
     value_plane = Plane(value_format(values), v_codes, v_scales, v_offsets, None, v_saturated)
+    if level == "triton":
+        _launch(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys, cos, sin, measure, False)
+        return
+    refuse_capture("append", k.device)
+    if cos is not None and sin is not None:
+        k = apply_rope(k, cos.unsqueeze(-3), sin.unsqueeze(-3))
     reference.append_(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys)
 
 
-_op = define(_SCHEMA, _run, lambda *args: None)
+_op = define(_SCHEMA, _run, lambda *args, **options: None)
 
 
 def append_(
@@ -56,23 +75,106 @@ def append_(
     counts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     rotate_keys: bool = False,
+    rope: Rope | None = None,
+    impl: str = "auto",
 ) -> None:
     """Quantise k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
 
     `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
-    Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed.
+    `rope`, (cos, sin) float32 [B, L, D/2] or [L, D/2]: the keys are rotated by position first, pairs (x[i], x[i + D/2]).
+    Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed. A GPU kernel does
+    not look at numbers: there a block with NaN or infinity becomes NaN, and tokens that do not fit are not written.
     """
-    check_new(k, v, keys, values, lengths, counts)
-    level("append", "auto", lengths.device)
+    check_new(k, v, keys, values, lengths, counts, rope)
+    store(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, impl)
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    counts: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    rotate_keys: bool,
+    rope: Rope | None,
+    impl: str = "auto",
+    measure: bool = True,
+) -> None:
+    """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured."""
+    chosen = level("append", impl, lengths.device)
     counts = None if counts is None else as_int32(counts)
-    k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
-    _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, keys.format.name, values.format.name, rotate_keys)
+    cos, sin = (None, None) if rope is None else rope
+    if chosen == "triton" and not torch.compiler.is_compiling():
+        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True):
+            return
+    else:
+        k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
+        names = (keys.format.name, values.format.name)
+        _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, *names, rotate_keys, cos, sin, measure, chosen)
+    if chosen == "triton" and counts is not None:
+        counts = counts.clamp(0, k.shape[2])  # which only the reference has looked at
     # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
     lengths.add_(k.shape[2] if counts is None else counts)
 
 
+def _launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor | None,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    rotate_keys: bool,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    measure: bool,
+    advance: bool,
+) -> bool:
+    """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
+    from halfbyte.kernels.append import launch, one_program
+
+    if not k.numel() or not v.numel():
+        return False
+    in_kernel = advance and one_program(k.shape[1], k.shape[2], max(k.shape[3], v.shape[3]))
+    unknown = measure and "tensor" in (keys.format.granularity, values.format.granularity)
+    amax = torch.zeros(2, dtype=torch.int32, device=k.device) if unknown else None
+    counts, cos, sin = (None if t is None else t.contiguous() for t in (counts, cos, sin))
+    with torch.cuda.device_of(k):
+        launch(
+            k,
+            v,
+            counts,
+            keys,
+            values,
+            lengths,
+            page_table,
+            rotate_keys,
+            cos,
+            sin,
+            amax,
+            in_kernel,
+            pair_launches() and _paired(k.device),
+        )
+    return in_kernel
+
+
+@functools.cache
+def _paired(device: torch.device) -> bool:
+    """Whether this GPU lets a kernel start while the one before it ends (programmatic dependent launch): Hopper and later."""
+    return (describe(device).capability or (0, 0)) >= (9, 0)
+
+
 def check_new(
-    k: torch.Tensor, v: torch.Tensor, keys: Plane, values: Plane, lengths: torch.Tensor, counts: torch.Tensor | None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    counts: torch.Tensor | None,
+    rope: Rope | None = None,
 ) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
     batch = lengths.shape[0]
@@ -81,3 +183,17 @@ def check_new(
     check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
     if counts is not None:
         check_tensor("counts", counts, (batch,), "integer", lengths.device)
+    if rope is not None:
+        _check_rope(rope, k)
+
+
+def _check_rope(rope: Rope, k: torch.Tensor) -> None:
+    if not isinstance(rope, tuple | list) or len(rope) != 2:
+        raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin)")
+    batch, _, tokens, dim = k.shape
+    check(dim % 2 == 0, f"rope was given, but keys of an odd head_dim={dim} have no halves to rotate; leave it out")
+    for name, t in zip(("rope[0] (cos)", "rope[1] (sin)"), rope, strict=True):
+        shape = (tokens, dim // 2) if isinstance(t, torch.Tensor) and t.ndim == 2 else (batch, tokens, dim // 2)
+        check_tensor(name, t, shape, device=k.device)
+        check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
+    check(rope[0].shape == rope[1].shape, f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")

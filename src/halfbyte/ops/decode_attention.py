@@ -11,21 +11,23 @@ import torch
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import KV_FORMATS, Format, plain_format
-from halfbyte.ops._library import define, level
+from halfbyte.formats import plain_format
+from halfbyte.ops import _decode_on_gpu as gpu
+from halfbyte.ops._library import define, level, refuse_capture, say_once
 from halfbyte.planes import AttentionOptions, Cache, Plane
+from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.merge import merge_states as _merge
 
-#: Queries attended in one pass; longer ones are walked in pieces, so that scores never take more than so many rows a head.
+#: Queries that torch code attends in one pass; longer ones are walked in pieces, so that scores never take more rows a head.
 QUERY_BLOCK = 128
 
 _SCHEMA = (
     "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
-    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor query_start, Tensor? page_table, "
+    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor? query_start, Tensor? page_table, "
     "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
-    "bool rotate_keys, str key_format, str value_format, str level) -> (Tensor, Tensor)"
+    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False) -> (Tensor, Tensor)"
 )
 
 
@@ -39,7 +41,7 @@ def _run(
     v_scales: torch.Tensor | None,
     v_offsets: torch.Tensor | None,
     lengths: torch.Tensor,
-    query_start: torch.Tensor,
+    query_start: torch.Tensor | None,
     page_table: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
@@ -52,16 +54,34 @@ def _run(
     keys: str,
     values: str,
     level: str,
+    deterministic_batch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key_plane = Plane(_format(keys), k_codes, k_scales, k_offsets, k_tail)
-    value_plane = Plane(_format(values), v_codes, v_scales, v_offsets)
+    key_plane = Plane(format_of(keys), k_codes, k_scales, k_offsets, k_tail)
+    value_plane = Plane(format_of(values), v_codes, v_scales, v_offsets)
     _check_lengths(lengths, ends, key_plane, page_table)
     options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, ends, sinks, rotate_keys)
-    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if level in ("cpu", "reference"):
+        query_start = lengths - q.shape[2] if query_start is None else query_start
+        return _in_torch(q, key_plane, value_plane, lengths, query_start, page_table, options, level)
+    return gpu.run(q, key_plane, value_plane, lengths, query_start, page_table, options, level, deterministic_batch, compiled=True)
+
+
+def _in_torch(
+    q: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    page_table: torch.Tensor | None,
+    options: AttentionOptions,
+    level: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_capture("decode_attention", q.device)
+    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
     pieces = [
-        attend(piece, key_plane, value_plane, lengths, page_table, query_start + i * QUERY_BLOCK, options)
+        attend(piece, keys, values, lengths, page_table, query_start + i * QUERY_BLOCK, options)
         for i, piece in enumerate(q.split(QUERY_BLOCK, dim=2))
     ]
     if len(pieces) == 1:
@@ -72,12 +92,8 @@ def _run(
 def _fake(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
     v_codes, values = args[4], args[19]
     assert isinstance(v_codes, torch.Tensor) and isinstance(values, str)
-    dim = v_codes.shape[-1] * _format(values).code.per_byte
+    dim = v_codes.shape[-1] * format_of(values).code.per_byte
     return q.new_empty(*q.shape[:3], dim), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _format(name: str) -> Format:
-    return KV_FORMATS.get(name) or plain_format(name)
 
 
 def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: Plane, page_table: torch.Tensor | None) -> None:
@@ -105,6 +121,7 @@ def decode_attention(
     starts: torch.Tensor | None = None,
     query_start: torch.Tensor | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last L tokens of each sequence over a cache that already holds them.
@@ -120,14 +137,26 @@ def decode_attention(
     sinks         float [Hq]; a logit in the denominator without a value (GPT-OSS)
     starts        int [B]; keys before it are left padding and are never seen
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
-    impl          "auto", "cpu" or "reference" (float64, dense: the specification)
+    impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
+    deterministic_batch   a sequence's result has the same bits alone and in every batch. Others do already, except on a GPU, where
+                  the work is shared according to all lengths; there this takes the portable kernel and splits of fixed size
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
     options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, query_start)
-    query_start = cache.lengths - q.shape[2] if query_start is None else as_int32(query_start)
-    out, lse = _attend(q, cache, cache.lengths, query_start, options, level("decode_attention", impl, q.device))
+    query_start = None if query_start is None else as_int32(query_start)
+    chosen = _level(impl, q)
+    out, lse = _attend(q, cache, cache.lengths, query_start, options, chosen, deterministic_batch)
     return (out, lse) if return_lse else out
+
+
+def _level(impl: str, q: torch.Tensor) -> str:
+    """The level that runs; on a GPU, torch code for queries of 32 and 64 bits, which have no kernel."""
+    if q.device.type != "cpu" and impl == "auto" and q.element_size() > 2:
+        say_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
+        impl = "cpu"
+    chosen = level("decode_attention", impl, q.device)
+    return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
 def prefill_attention(
@@ -153,7 +182,7 @@ def prefill_attention(
     options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, None)
     for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
-    chosen = level("decode_attention", impl, q.device)
+    chosen = _level(impl, q)
     past = cache.lengths - q.shape[2]
     before = _attend(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), chosen)
 
@@ -185,16 +214,30 @@ class _Chunk:
 
 
 def _attend(
-    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, chosen: str
+    q: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor | None,
+    options: AttentionOptions,
+    chosen: str,
+    deterministic_batch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten everything for the op."""
+    """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
+    if _past_dispatcher(q, chosen):
+        return gpu.run(q, keys, values, lengths, query_start, cache.page_table, options, chosen, deterministic_batch)
     out: tuple[torch.Tensor, torch.Tensor] = _op(
         *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
         *(o.starts, o.ends, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
-        *(keys.format.name, values.format.name, chosen),
+        *(keys.format.name, values.format.name, chosen, deterministic_batch),
     )
     return out
+
+
+def _past_dispatcher(q: torch.Tensor, chosen: str) -> bool:
+    """Whether nobody watches a call on the way: neither a compiler nor autograd nor a subclass of Tensor."""
+    plain = type(q) is torch.Tensor and q.is_cuda and q.numel() > 0 and chosen not in ("cpu", "reference")
+    return plain and not torch.compiler.is_compiling() and not (q.requires_grad and torch.is_grad_enabled())
 
 
 def _checked(

@@ -1,0 +1,228 @@
+"""`make compile-check`: compile every kernel variant that is shipped, for every architecture, on a machine without a GPU.
+
+Fails when a variant does not compile, spills registers without a written reason, adds floating-point numbers atomically (results
+would differ from run to run), or needs more shared memory than a block has. Everything is compiled with the Triton that is
+installed; then a sample with the oldest and the newest Triton that is supported, each in a folder of its own under build/. There
+registers are allotted a little differently, and what spills is shown but fails nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import halfbyte.kernels
+from halfbyte.kernels.compiling import TARGETS, Binary, Configuration, Target, build
+
+#: The range of Triton that is supported. The newest one here is the newest with which everything below passes.
+OLDEST, NEWEST = "3.6.0", "3.9.0"
+#: Variants of each kernel, spread over all of them, that are compiled with the oldest and the newest Triton.
+SAMPLE = 6
+BUILD = Path(__file__).parents[1] / "build"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant on one architecture; `problems` is empty when all is well, `binary` None when it did not compile."""
+
+    module: str
+    configuration: str
+    target: str
+    seconds: float
+    binary: Binary | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told. Kernels do not travel between processes, so it finds the variant again by its name."""
+
+    module: str
+    configuration: str
+    target: Target
+    tuned: bool
+
+
+def kernel_modules() -> list[str]:
+    """The modules that ship kernels. One that has a `launch` and no `configurations` would never be checked: an error."""
+    names = [f"halfbyte.kernels.{found.name}" for found in pkgutil.iter_modules(halfbyte.kernels.__path__)]
+    modules = {name: importlib.import_module(name) for name in names}
+    if forgotten := [name for name, m in modules.items() if hasattr(m, "launch") and not hasattr(m, "configurations")]:
+        raise SystemExit(f"{', '.join(forgotten)}: no configurations(); see halfbyte.kernels.compiling.Configuration")
+    return [name for name, module in modules.items() if hasattr(module, "configurations")]
+
+
+def configurations(module: str) -> dict[str, Configuration]:
+    """The variants of a module by their names, which must differ."""
+    found: list[Configuration] = list(importlib.import_module(module).configurations())
+    by_name = {configuration.name: configuration for configuration in found}
+    if len(by_name) != len(found):
+        raise SystemExit(f"{module}: {len(found) - len(by_name)} configurations share a name with another")
+    return by_name
+
+
+def problems(binary: Binary, configuration: Configuration, target: Target, tuned: bool = True) -> Iterator[str]:
+    """What is wrong with a variant that compiled, in words. `tuned`: tiles were chosen for this Triton, so nothing may spill."""
+    if tuned and binary.spill_bytes and not configuration.may_spill:
+        yield f"{binary.spill_bytes} bytes of registers spilled to memory"
+    if binary.float_atomics:
+        yield f"floating-point atomics: {', '.join(binary.float_atomics)}"
+    if binary.shared_bytes > target.shared_limit:
+        yield f"{binary.shared_bytes} bytes of shared memory; a block has {target.shared_limit}"
+
+
+def check(job: Job) -> Result:
+    """Compile one variant in a worker; a failure to compile is a result too."""
+    began = time.perf_counter()
+    binary, found = None, tuple[str, ...]()
+    try:
+        configuration = configurations(job.module)[job.configuration]
+        binary = build(configuration, job.target)
+        found = tuple(problems(binary, configuration, job.target, job.tuned))
+    except Exception as error:
+        found = (explained(error),)
+    return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, found)
+
+
+def explained(error: BaseException) -> str:
+    """An error and, where the compiler wrapped it in others, the first cause: the one that says what is wrong."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    cause = "" if first is error else f"\n{type(first).__name__}: {first}"
+    return f"{type(error).__name__}: {error}{cause}"
+
+
+def spread(items: list[str], count: int) -> list[str]:
+    """`count` of the items, evenly spread, the first and the last among them; 0: all."""
+    if not count or len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def jobs_of(targets: list[Target], sample: int, only: str) -> list[Job]:
+    """Everything to compile."""
+    jobs = []
+    for module in kernel_modules():
+        found = configurations(module)
+        for name in spread([name for name in found if only in f"{module} {name}"], sample):
+            jobs += [Job(module, name, target, not sample) for target in targets if target.capability in found[name].targets]
+    return jobs
+
+
+def run(jobs: list[Job], processes: int, console: Console) -> list[Result]:
+    """Compile in parallel processes, showing how far it is."""
+    results: list[Result] = []
+    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    with workers, Progress(console=console) as progress:
+        task = progress.add_task("compiling", total=len(jobs))
+        pending: list[Future[Result]] = [workers.submit(check, job) for job in jobs]
+        for done in as_completed(pending):
+            results.append(done.result())
+            progress.update(task, advance=1, description=results[-1].configuration)
+    order = {(job.module, job.configuration, job.target.name): i for i, job in enumerate(jobs)}
+    return sorted(results, key=lambda r: order[r.module, r.configuration, r.target])
+
+
+def table(results: list[Result], targets: list[Target]) -> Table:
+    """One row a variant; for each architecture registers a thread, bytes spilled, KB of shared memory a block."""
+    made = Table("kernel", "configuration", *(f"{t.name}: reg, spill, KB" for t in targets), "seconds")
+    rows: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        rows.setdefault((result.module.rsplit(".")[-1], result.configuration), []).append(result)
+    for (module, name), row in rows.items():
+        cells = {result.target: _cell(result) for result in row}
+        made.add_row(module, name, *(cells.get(t.name, "") for t in targets), f"{sum(r.seconds for r in row):.1f}")
+    return made
+
+
+def _cell(result: Result) -> str:
+    if result.binary is None:
+        return "[red]failed[/]"
+    b = result.binary
+    text = f"{b.registers:>3} {b.spill_bytes:>3} {b.shared_bytes / 1024:>6.1f}"
+    return f"[red]{text}[/]" if result.problems else text
+
+
+def report(results: list[Result], targets: list[Target], console: Console) -> bool:
+    """Print the table, then every problem in full. Whether all is well; nothing compiled is not."""
+    console.print(table(results, targets))
+    bad = [result for result in results if result.problems]
+    for result in bad:
+        console.print(f"{result.module} {result.configuration} {result.target}:", *result.problems, style="red", markup=False)
+    for name, why in exempt():
+        console.print(f"{name} may spill: {why}", markup=False)
+    console.print(f"{len(results)} compiled, {len(bad)} with problems")
+    return bool(results) and not bad
+
+
+def exempt() -> list[tuple[str, str]]:
+    """The variants that may spill, and why."""
+    every = [c for module in kernel_modules() for c in configurations(module).values()]
+    return [(c.name, c.may_spill) for c in every if c.may_spill]
+
+
+def installed(version: str) -> Path:
+    """A folder with this Triton alone. Compiling needs nothing else of it, so what it depends on stays away."""
+    folder = BUILD / f"triton-{version}"
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(partial), f"triton=={version}"], check=True)
+        partial.rename(folder)
+    return folder
+
+
+def check_with(version: str, processes: int, only: str) -> bool:
+    """Whether a sample compiles with another version of Triton, in a process that sees that one first."""
+    path = os.pathsep.join(filter(None, [str(installed(version)), os.environ.get("PYTHONPATH")]))
+    arguments = ["--sample", str(SAMPLE), "--processes", str(processes), "--only", only, "--here-only"]
+    done = subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False)
+    return done.returncode == 0
+
+
+def main(
+    processes: Annotated[int, typer.Option(help="Processes to compile in.")] = len(os.sched_getaffinity(0)),
+    sample: Annotated[int, typer.Option(help="So many variants of each kernel; 0: all.")] = 0,
+    only: Annotated[str, typer.Option(help="Variants whose module or name contains this.")] = "",
+    target: Annotated[list[int] | None, typer.Option(help="Architectures, such as 90; none: all.")] = None,
+    here_only: Annotated[bool, typer.Option("--here-only", help="With the installed Triton and no other.")] = False,
+) -> None:
+    """Compile all kernels for all architectures and check what comes out."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton-cache"))
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # nobody debugs these, and the assembler is quicker without
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it always was; Triton 3.9 warns that 3.10 turns it off
+    import triton
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    targets = [t for t in TARGETS if not target or t.capability in target]
+    jobs = jobs_of(targets, sample, only)
+    console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
+    failed = [] if report(run(jobs, processes, console), targets, console) else [triton.__version__]
+    others = [] if here_only else [v for v in (OLDEST, NEWEST) if v != triton.__version__]
+    failed += [version for version in others if not check_with(version, processes, only)]
+    if failed and not here_only:
+        console.print(f"Problems with Triton {', '.join(failed)}: see above", style="red")
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,259 @@
+"""The bars of the GPU kernels as data: which cases are measured, and what each must reach. Pure; `run_bars.py` measures.
+
+A share of the roof is time at the speed of a read-only kernel over the same number of bytes in the same run, over the time taken.
+Bytes count the codes, scales and offsets of all visible tokens once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.records import Record, Verdict
+from halfbyte.errors import check
+
+Quantity = Literal["roof_share", "times_16_bit", "seconds", "times_even", "over_copy", "over_launch"]
+Layout = Literal["heads first", "tokens first", "pages"]
+#: What was measured of a case, as far as it could be.
+Figures = Mapping[Quantity, float | None]
+
+#: Quantities that must reach their bound; the others must not exceed it.
+AT_LEAST: tuple[Quantity, ...] = ("roof_share", "times_16_bit")
+PAGE = 64
+EVENLY = ", spread evenly"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case: one new token of each sequence over a cache.
+
+    layout  memory order [B, H, T, D], [B, T, H, D], or pages of 64 tokens in random places
+    runs    (sequences, tokens) in order, where lengths differ; () means that all hold `shape.context`
+    peers   whether 16-bit attention is measured too
+    """
+
+    name: str
+    shape: DecodeShape
+    layout: Layout = "heads first"
+    runs: tuple[tuple[int, int], ...] = ()
+    peers: bool = False
+
+    def __post_init__(self) -> None:
+        held = sum(sequences for sequences, _ in self.runs)
+        check(not self.runs or held == self.shape.batch, f"runs hold {held} sequences and the batch is {self.shape.batch}")
+        longest = max((tokens for _, tokens in self.runs), default=self.shape.context)
+        check(longest == self.shape.context, f"the longest run has {longest} tokens; context={self.shape.context} must be that")
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(sequences, tokens) in order, also where all lengths are the same."""
+        return self.runs or ((self.shape.batch, self.shape.context),)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(sequences * tokens for sequences, tokens in self.spans)
+
+    def evened(self) -> Problem:
+        """As many tokens in as many sequences, all of one length."""
+        check(self.tokens % self.shape.batch == 0, f"{self.name}: {self.tokens} tokens do not spread evenly")
+        shape = replace(self.shape, context=self.tokens // self.shape.batch)
+        return replace(self, name=self.name + EVENLY, shape=shape, runs=())
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What one case must reach in one format: at least `bound`, or at most (see `AT_LEAST`).
+
+    roof_share    share of the read roof at the same number of bytes
+    times_16_bit  how many times faster than the fastest 16-bit attention of torch on the same case
+    seconds       time of one call
+    times_even    time over that of the same bytes in sequences of one length
+    over_copy     seconds beyond a copy kernel that moves the same bytes
+    over_launch   host seconds of a call beyond Triton's own cached launch
+    """
+
+    case: str
+    formats: str
+    quantity: Quantity
+    bound: float
+
+
+def judge(bars: Sequence[Bar], figures: Figures) -> tuple[Verdict, ...]:
+    """Each bar with what was measured. Nothing measured, or NaN, is not met."""
+
+    def met(bar: Bar, value: float | None) -> bool:
+        if value is None:
+            return False
+        return value >= bar.bound if bar.quantity in AT_LEAST else value <= bar.bound
+
+    values = [(bar, figures.get(bar.quantity)) for bar in bars]
+    return tuple(Verdict(bar.quantity, bar.bound, value, met(bar, value)) for bar, value in values)
+
+
+def bars_of(case: str, formats: str) -> list[Bar]:
+    """The bars of one case in one format."""
+    return [bar for bar in BARS if (bar.case, bar.formats) == (case, formats)]
+
+
+def formats_of(case: str) -> list[str]:
+    """The formats in which a case is measured."""
+    return list(dict.fromkeys(bar.formats for bar in BARS if bar.case == case))
+
+
+def _one_head(batch: int, context: int = 8192) -> Problem:
+    return Problem(f"batch {batch} x {context:,}", DecodeShape(batch, 8, 1, 128, context), peers=True)
+
+
+def _layer(batch: int, context: int) -> Problem:
+    return Problem(f"layer {batch} x {context:,}", DecodeShape(batch, 32, 8, 128, context), peers=True)
+
+
+#: The shapes hold 2^20 tokens of a KV head of 128 (or as many bytes), 143 MB in INT4, so that they share one roof.
+_SHAPES = (
+    Problem("MHA 32/32", DecodeShape(4, 32, 32)),
+    Problem("MQA 32/1", DecodeShape(128, 32, 1)),
+    Problem("GQA 4, 32/8", DecodeShape(16, 32, 8)),
+    Problem("GQA 5, 40/8", DecodeShape(16, 40, 8)),
+    Problem("GQA 7, 28/4", DecodeShape(32, 28, 4)),
+    Problem("GQA 16, 32/2", DecodeShape(64, 32, 2)),
+    Problem("D=64, 64/8", DecodeShape(32, 64, 8, 64)),
+    Problem("D=256, 32/4", DecodeShape(16, 32, 4, 256)),
+    Problem("[B,T,H,D] order, 64/8", DecodeShape(16, 64, 8), "tokens first"),
+    Problem("pages of 64, 64/8", DecodeShape(16, 64, 8), "pages"),
+)
+_WIDE = ("MQA 32/1", "GQA 16, 32/2")
+
+SKEWED = Problem("63 x 512 and 1 x 65,536", DecodeShape(64, 64, 8, 128, 65536), runs=((63, 512), (1, 65536)))
+#: q_heads plays no part in an append.
+APPEND = Problem("append, batch 128", DecodeShape(128, 64, 8, 128, 64))
+CALL = "host time of a call"
+
+PROBLEMS: tuple[Problem, ...] = (
+    *(_one_head(batch) for batch in (512, 128, 32)),
+    _layer(8, 16384),
+    _layer(1, 32768),
+    _layer(1, 1024),
+    _one_head(4, 131072),
+    _one_head(1, 1048576),
+    *_SHAPES,
+    SKEWED,
+)
+
+
+def _three(formats: str, quantity: Quantity, *bounds: float) -> list[Bar]:
+    """Bars at T=8,192 and batch 512, 128 and 32, as many as there are bounds."""
+    batches = (512, 128, 32)[: len(bounds)]
+    return [Bar(_one_head(batch).name, formats, quantity, bound) for batch, bound in zip(batches, bounds, strict=True)]
+
+
+BARS: tuple[Bar, ...] = (
+    *_three("int4", "roof_share", 0.94, 0.92, 0.76),
+    *_three("int4", "times_16_bit", 3.5, 3.3, 2.7),
+    *_three("int4_g32", "roof_share", 0.93, 0.90, 0.74),
+    *_three("int8", "roof_share", 0.97, 0.94, 0.82),
+    *_three("int8", "times_16_bit", 1.85, 1.85),
+    *(Bar("batch 128 x 8,192", formats, "roof_share", 0.90) for formats in ("fp8", "int8+int4", "int8+int4_g32")),
+    Bar("layer 8 x 16,384", "int8", "times_16_bit", 1.8),
+    Bar("layer 8 x 16,384", "int4", "times_16_bit", 3.2),
+    Bar("layer 1 x 32,768", "int8", "seconds", 22e-6),
+    Bar("layer 1 x 32,768", "int4", "seconds", 15e-6),
+    Bar("layer 1 x 1,024", "int8_tensor", "seconds", 6.5e-6),
+    Bar("batch 4 x 131,072", "int4", "roof_share", 0.74),
+    Bar("batch 1 x 1,048,576", "int4", "roof_share", 0.85),
+    *(Bar(p.name, formats, "roof_share", 0.78 if p.name in _WIDE else 0.85) for p in _SHAPES for formats in ("int4", "int8")),
+    Bar(SKEWED.name, "int4", "times_even", 1.15),
+    Bar(APPEND.name, "int4", "over_copy", 2e-6),
+    Bar(CALL, "int8", "over_launch", 12e-6),
+)
+
+#: What `--quick` measures.
+QUICK_CASES = ("batch 128 x 8,192", "layer 1 x 32,768", "GQA 4, 32/8", APPEND.name, CALL)
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("case", "format", "MB", "us alone", "us paired", "GB/s", "of roof", "x 16-bit", "bar", "verdict")
+
+
+def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One row for each record that belongs to a case, 16-bit peers included; several bars of one record lie on several lines."""
+    return [_row(r) for r in measured if r.case]
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    faster = r.peer_seconds / r.seconds if r.op == "decode_attention" and r.peer_seconds and r.seconds else None
+    return (
+        r.case,
+        _format_and_level(r),
+        f"{r.nbytes / 1e6:,.1f}" if r.nbytes else "",
+        _us(r.alone),
+        _us(r.paired),
+        "" if r.gb_per_s is None else f"{r.gb_per_s:,.0f}",
+        "" if r.roof_share is None else f"{100 * r.roof_share:.1f} %",
+        "" if faster is None else f"{faster:.2f}",
+        "\n".join(bound_text(v) for v in r.bars),
+        "\n".join(verdict_text(v) for v in r.bars) or ("refused" if r.refused else ""),
+    )
+
+
+def bound_text(v: Verdict) -> str:
+    """The bar in words."""
+    text = {
+        "roof_share": f"at least {100 * v.bound:.0f} % of roof",
+        "times_16_bit": f"at least {v.bound:g}x 16 bits",
+        "seconds": f"at most {1e6 * v.bound:g} us",
+        "times_even": f"at most {v.bound:g}x even",
+        "over_copy": f"copy + {1e6 * v.bound:g} us",
+        "over_launch": f"launch + {1e6 * v.bound:g} us",
+    }
+    return text[v.quantity]
+
+
+def verdict_text(v: Verdict) -> str:
+    """ "met: 95.1 %", "missed: 14.2 us (by 9 %)": what was measured, and how far a missed bar is, in parts of the bar."""
+    if v.value is None:
+        return "not measured"
+    value = {
+        "roof_share": f"{100 * v.value:.1f} %",
+        "times_16_bit": f"{v.value:.2f}x",
+        "times_even": f"{v.value:.2f}x",
+    }.get(v.quantity, f"{1e6 * v.value:.1f} us")
+    return f"met: {value}" if v.met else f"missed: {value} (by {100 * abs(v.value / v.bound - 1):.0f} %)"
+
+
+def count_text(measured: Sequence[Record]) -> str:
+    """ "41 bars met, 3 missed, 2 not measured"."""
+    verdicts = [v for r in measured for v in r.bars]
+    unknown = sum(v.value is None for v in verdicts)
+    met = sum(v.met for v in verdicts)
+    return f"{met} bars met, {len(verdicts) - met - unknown} missed, {unknown} not measured"
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:.1f}"
+
+
+def latest(measured: Sequence[Record]) -> list[Record]:
+    """Of several runs the last record of each case, format and implementation, in the order of the cases."""
+    last = {(r.case, r.formats, r.implementation): r for r in measured if r.case and r.implementation}
+    order = {name: i for i, name in enumerate(problem.name for problem in PROBLEMS)}
+    return sorted(last.values(), key=lambda r: order.get(r.case.removesuffix(EVENLY), len(order)))
+
+
+def shares(measured: Sequence[Record]) -> tuple[dict[str, float], dict[str, float]]:
+    """Percent of the roof that our records reach, and what their bars ask for, by "case, format"."""
+    ours = [r for r in measured if r.case and r.roof_share and r.implementation.startswith("halfbyte")]
+    asked = {_label(r): 100 * v.bound for r in ours for v in r.bars if v.quantity == "roof_share"}
+    return {_label(r): 100 * (r.roof_share or 0.0) for r in ours}, asked
+
+
+def _label(r: Record) -> str:
+    return f"{r.case}, {_format_and_level(r)}"
+
+
+def _format_and_level(r: Record) -> str:
+    """The format, and who reads it unless that is what halfbyte itself chooses."""
+    return r.formats if r.implementation in ("halfbyte auto", "") else f"{r.formats}, {r.implementation.removeprefix('halfbyte ')}"

@@ -1,0 +1,290 @@
+"""Tuned decode attention in Gluon: a cache of any supported format, read once, at the speed of memory.
+
+One *unit* is one KV head of one sequence. Its R = G * L query rows (G query heads share the KV head, L new tokens each) stay in
+registers; its tokens stream through a ring in shared memory, filled by cp.async. Tokens are the M axis of the tensor cores and rows
+the N axis, so no slot of an mma is wasted at R = 8, and every warp owns the tokens it works on (where R rows are too many for its
+registers, two warps or more share their tokens and divide the rows; W counts the streams of tokens, not the warps):
+
+    s[t, r] = sum_d K[t, d] q[r, d]                    one mma chain per scale group of K
+    p[t, r] = exp2(s - m)                              m: running maximum of s + log2(scale of V's token), per warp and row
+    o[d, r] += sum_t V[t, d] (p[t, r] * v_scale[t])    P goes from accumulator to operand by movmatrix, never through memory
+
+Codes enter the mma without conversion: a nibble or byte masked in place is a subnormal fp16 number (n * 2^-24), which tensor cores
+multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds `planes` codes (4, 2 or 1), and plane
+j of word w is dim planes * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
+
+Work is dealt out on the device. Each unit costs its tiles of tokens plus a constant; the programs take equal shares of the total,
+so a share may begin and end inside a unit. A unit that one program computes alone is written at once; else the partial results go
+to the workspace and the program that arrives last adds them up, in the order of the programs and never of their arrival.
+"""
+
+# ruff: noqa: RUF005, SIM108, E741
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.compat import barrier
+from halfbyte.kernels.compiling import Configuration, empty, recorded
+from halfbyte.kernels.decode_sample import Call, sample
+from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
+from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
+from halfbyte.kernels.gluon_output import parted, sum_parts, sum_warps, write_part, write_rows
+from halfbyte.kernels.gluon_tiles import (
+    TILE_COST,
+    UNIT_COST,
+    deal,
+    fetch,
+    load_query,
+    make_rings,
+    place_of,
+    program_at,
+    query_operands,
+    quotient,
+    tile_at,
+    tiles_of,
+    visible_keys,
+)
+from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.plans.decode_attention import GluonPlan, Problem, Spec, gluon_plan
+
+
+# Numbers that no vector of addresses is made of are not specialised on: a kernel for each would be compiled for nothing.
+@gluon.jit(do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"])
+def decode(
+    Q,  # [B, Hq, L, D], strides q_*
+    K,  # codes as 16-bit words [B or pages, H, T, words]
+    KScale,  # fp16 [B or pages, (H,) T, (groups)], or [1]
+    KOffset,  # fp16, as KScale and with its strides
+    V,
+    VScale,
+    VOffset,
+    Out,  # [B, Hq, L, Dv], contiguous
+    Lse,  # fp32 [B, Hq, L]
+    Part,  # fp32 workspace: two partial results a program
+    Count,  # int32 [B * H], zero before and after
+    Lengths,  # int32 [B]
+    QueryStart,
+    Starts,
+    Ends,
+    Pages,  # int32 [B, pages of a sequence]
+    Slopes,
+    Sinks,  # fp32 [Hq]
+    sm_scale,
+    softcap,
+    window,
+    batch,
+    heads,
+    pages,
+    capacity,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token8,
+    v_batch,
+    v_head,
+    v_token8,
+    ks_batch,
+    ks_head,
+    ks_token,
+    vs_batch,
+    vs_head,
+    vs_token,
+    p_batch,
+    C: gl.constexpr,
+):
+    """One program's share of the work: unit after unit, from where its share begins to where it ends."""
+    KS: gl.constexpr = C.keys
+    VS: gl.constexpr = C.values
+    mma: gl.constexpr = mma_layout(C)
+    k_rings = make_rings(KS, C)
+    v_rings = make_rings(VS, C)
+    at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
+    ok = at < batch
+    if C.pair:
+        gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
+        gdc_launch_dependents()
+    seen = visible_keys(at, ok, Lengths, QueryStart, Starts, Ends, capacity, window, C)
+    total, programs, x, x_end, b, start = deal(seen[2], seen[3], batch, heads, C)
+    program = gl.program_id(0)
+    h = -1
+    while x < x_end:
+        first, limit, lo, hi = visible_keys(b, True, Lengths, QueryStart, Starts, Ends, capacity, window, C)
+        tile0, tiles = tiles_of(lo, hi, C)
+        cost = tiles * TILE_COST + UNIT_COST
+        if h < 0:
+            h = quotient(x - start, cost)
+            start += h * cost
+        begin = x - start
+        end = gl.minimum(x_end - start, cost)
+        t_begin = tile0 + tile_at(begin, tiles)
+        t_end = tile0 + tile_at(end, tiles)
+
+        k_at = place_of(K, KScale, KOffset, Pages, b, h, pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch, C)
+        v_at = place_of(V, VScale, VOffset, Pages, b, h, pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch, C)
+        # The queries first: behind the ring's requests they would wait for all of those.
+        group: gl.constexpr = C.rows // C.queries
+        loaded = load_query(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
+        for i in gl.static_range(gl.constexpr(C.stages - 1)):
+            fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, t_end, lo, hi, C)
+
+        q, sums, factor = query_operands(loaded, KS, C)
+        if C.softcap:
+            owed = sm_scale / softcap
+        else:
+            owed = sm_scale * 1.4426950408889634
+        if KS.offset:
+            scaled = ()
+            for g in gl.static_range(gl.constexpr(KS.groups)):
+                scaled = scaled + (sums[g] * (factor * owed),)
+            sums = scaled
+        if KS.scale == "tensor":
+            owed = owed * gl.load(KScale).to(gl.float32)
+        factor = factor * (owed * KS.unit)
+        r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+        position = first + r % C.queries
+        slopes = gl.full([1, 1, C.padded_rows], 0.0, gl.float32, mma)
+        if C.alibi:
+            slopes = gl.load(Slopes + h * group + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+        t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
+        row = w * C.tokens + t
+        # Within [lo_all, hi_all) every query sees every key.
+        lo_all = lo
+        if C.window:
+            lo_all = gl.maximum(lo, first + (C.queries - window))
+        hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
+
+        state = empty_state(VS, C)
+        slot = 0
+        for tile in range(t_begin, t_end):
+            async_copy.wait_group(C.stages - 2)
+            free = gl.where(slot == 0, C.stages - 1, slot - 1)
+            fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), t_end, lo, hi, C)
+            token = tile * C.tile + row
+            if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
+                s = raw_scores(k_rings, slot, q, sums, factor, KS, C)
+                s = adjust(s, token, position, slopes, softcap, C)
+                state = accumulate(v_rings, slot, s, True, state, True, VS, C)
+            else:
+                s = raw_scores(k_rings, slot, q, sums, factor, KS, C)
+                s = adjust(s, token, position, slopes, softcap, C)
+                there = (token >= lo) & (token < hi)
+                if C.queries == 1:
+                    s = gl.where(there, s, float("-inf"))
+                else:
+                    visible = there & (token <= position) & (token < limit)
+                    if C.window:
+                        visible = visible & (token > position - window)
+                    s = gl.where(visible, s, float("-inf"))
+                state = accumulate(v_rings, slot, s, there, state, False, VS, C)
+            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        async_copy.wait_group(0)
+
+        unit = b * heads + h
+        m, l, z, o = state
+        m, l, v = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
+        if (begin == 0) & (end == cost):
+            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
+        else:
+            write_part(Part, 2 * program + gl.where(begin == 0, 1, 0), m, l, v, VS, C)
+            part_first = program_at(start, programs, total)
+            part_last = program_at(start + cost - 1, programs, total)
+            barrier()
+            arrived = gl.atomic_add(Count + unit, 1, sem="acq_rel", scope="gpu")
+            if arrived == part_last - part_first:
+                gl.store(Count + unit, 0)
+                m, l, v = sum_parts(Part, part_first, part_last, VS, C)
+                write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
+        x = start + end
+        if end == cost:
+            start += cost
+            h += 1
+            if h == heads:
+                h = 0
+                b += 1
+
+
+def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
+    """The numbers of a launch: sizes, and strides of queries, codes and scales. The same as long as the tensors' shapes are."""
+    k, v = keys.codes.view(torch.int16), values.codes.view(torch.int16)
+    return (
+        *(q.shape[0], keys.heads, k.shape[0], k.shape[2] * (1 if page_table is None else page_table.shape[1])),
+        *q.stride()[:3],
+        *(k.stride(0), k.stride(1), k.stride(2) // 8, v.stride(0), v.stride(1), v.stride(2) // 8),
+        *(*_scale_strides(keys), *_scale_strides(values), 0 if page_table is None else page_table.stride(0)),
+    )
+
+
+def launch(
+    q: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    options: AttentionOptions,
+    spec: Spec,
+    programs: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    count: torch.Tensor,
+) -> Any:
+    """Launch on the current stream, compiling if need be; returns what was compiled.
+
+    part: fp32, two partial results a program; count: int32 [B * H], zero before and after.
+    """
+    o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
+    return decode[(programs,)](
+        *(q, k, keys.scales, keys.offsets, v, values.scales, values.offsets, out, lse, part, count),
+        *(lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
+        *(o.sm_scale, o.softcap or 1.0, o.window or 0, *sizes(q, keys, values, page_table)),
+        C=spec,
+        num_warps=spec.warps,
+        launch_pdl=spec.pair,
+    )
+
+
+def _scale_strides(plane: Plane) -> tuple[int, int, int]:
+    """Strides of scales by batch (or page), head and token; scales of whole tokens have no heads."""
+    s = plane.scales
+    if s is None or s.ndim == 1:
+        return 0, 0, 0
+    return (s.stride(0), 0, s.stride(1)) if s.ndim == 2 else (s.stride(0), s.stride(1), s.stride(2))
+
+
+def configurations() -> list[Configuration]:
+    """The sample's calls, as an A100, an H100 and a B200 would be given them."""
+    return [c for call in sample() for c in _configurations(call)]
+
+
+def _configurations(call: Call) -> Iterator[Configuration]:
+    k, v, (batch, query_heads, queries, dim) = call.keys, call.values, call.q.shape
+    page = 0 if call.page_table is None else k.codes.shape[2]
+    o, group = call.options, query_heads // k.heads
+    problem = Problem(
+        *("bf16", batch, k.heads, group, queries, dim, v.dim, call.capacity, k.format.name, v.format.name, page),
+        *(True, False, False, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
+    )
+    lean = queries == 1 and o.alibi_slopes is None and o.softcap is None
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        plan = gluon_plan(problem, 132, capability, True)
+        if isinstance(plan, GluonPlan):
+            spec = plan.spec
+            part, count = empty(2 * plan.programs * spec.part_floats, dtype=torch.float32), empty(batch * k.heads)
+            rest = (spec, plan.programs, call.out, call.lse, part, count)
+            name, filled = f"{call.name}-{capability[0]}x", capability != (9, 0) and (dim > 128 or not lean)
+            why = "up to 72 bytes: heads of 256, or masks by row, fill the registers; tiles were chosen for sm_90" if filled else ""
+            target = 10 * capability[0]
+            yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

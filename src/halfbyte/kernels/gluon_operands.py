@@ -1,0 +1,210 @@
+"""Layouts of the tuned decode kernel, and how stored words become operands of the tensor cores."""
+
+# ruff: noqa: RET505, RUF005
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def mma_layout(C):
+    """mma.m16n8k16 of fp16 or bf16: streams of tokens along the batch axis, query rows divided over `across` warps."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.streams, 1, C.across], instr_shape=[1, 16, 8])
+
+
+@gluon.constexpr_function
+def code_copy_layout(C, words):
+    """One lane copies 16 bytes of a row."""
+    lanes = min(words // 8, 32)
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.streams, C.across, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def scale_copy_layout(C, groups, staged):
+    """Scales of a token lie side by side; one lane copies 8 bytes (4 if a warp has only 64 scales)."""
+    per_lane = max(1, C.tokens * groups // 32)
+    if not staged:
+        per_lane = min(8, max(2, per_lane))
+    inner = min(groups, per_lane)
+    outer = max(1, per_lane // inner)
+    across = max(1, groups // inner)
+    order = [2, 1, 0] if groups > 1 else [1, 2, 0]
+    return gl.BlockedLayout([1, outer, inner], [1, 32 // across, across], [C.streams, C.across, 1], order)
+
+
+@gluon.constexpr_function
+def code_ring_layout(words):
+    """Rows of 16-byte pieces, swizzled so that the eight rows of an ldmatrix fall into different banks."""
+    pieces = words // 8
+    per_phase = max(1, 8 // pieces)
+    return gl.SwizzledSharedLayout(8, per_phase, min(8, pieces), [2, 1, 0])
+
+
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.constexpr_function
+def sum_layout(S, C):
+    """[rows of an operand, query rows, operands of a group] over all threads of the block."""
+    across = min(32, C.padded_rows)
+    return gl.BlockedLayout([1, 1, S.operands], [32 // across, across, 1], [C.warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def lengths_layout(C):
+    """Every warp holds all sequences, so that sums over them need no barrier."""
+    return gl.BlockedLayout([max(1, C.batch // 32)], [32], [C.warps], [0])
+
+
+# --------------------------------------------------------------------------------------------------- unpacking by masks
+
+
+@gluon.jit
+def _unpack(x, S: gl.constexpr):
+    """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
+    if S.code == "nibbles":
+        a, b, c, d = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 h;
+            shr.u32 h, $4, 8;
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            and.b32 $2, h, 0x000F000F;
+            and.b32 $3, h, 0x00F000F0;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return (a, b, c, d)
+    elif S.code == "bytes":
+        a, b = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 h;
+            shr.u32 h, $2, 8;
+            lop3.b32 $0, $2, 0x00FF00FF, 0x00800080, 0x6A;
+            lop3.b32 $1, h, 0x00FF00FF, 0x00800080, 0x6A;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return (a, b)
+    elif S.code == "e4m3":
+        # s eeee mmm -> s 0 eeee mmm 0000000, an fp16 of the same value times 2^-8 (subnormals included)
+        a, b = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 l, s, t;
+            shl.b32 l, $2, 8;
+            shr.u32 s, l, 1;
+            shr.u32 t, $2, 1;
+            and.b32 s, s, 0x3F803F80;
+            and.b32 t, t, 0x3F803F80;
+            lop3.b32 $0, l, 0x80008000, s, 0xEA;
+            lop3.b32 $1, $2, 0x80008000, t, 0xEA;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return (a, b)
+    elif S.code == "fp16":
+        return (x.to(gl.float16, bitcast=True),)
+    else:
+        return (x.to(gl.bfloat16, bitcast=True),)
+
+
+@gluon.jit
+def _unpack_values(x, S: gl.constexpr):
+    """As `_unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
+    if S.code == "nibbles":
+        a, b, c, d = gl.inline_asm_elementwise(
+            """{
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            prmt.b32 $3, $4, 0, 0x4341;
+            and.b32 $2, $3, 0x000F000F;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return (a, b, c, d)
+    else:
+        return _unpack(x, S)
+
+
+@gluon.jit
+def movmatrix(x):
+    """Transposes 8 x 8 tiles of 16-bit numbers across the lanes: from accumulator layout to operand layout."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.constexpr_function
+def _chunk(S):
+    """Words loaded at a time: a group, but at least the depth of an mma."""
+    return max(16, S.padded // S.groups)
+
+
+@gluon.jit
+def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
+    """Words [W, T, n] as mma operands, group after group, plane after plane."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    made = ()
+    for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
+        words = ring.slice(c * _chunk(S), _chunk(S), dim=2).load(la)
+        if S.halved:
+            halves = gl.split(gl.permute(gl.reshape(words, [C.streams, C.tokens, 2, 8]), [0, 1, 3, 2]))
+            for half in gl.static_range(2):
+                n = _unpack(halves[half], S)
+                for j in gl.static_range(gl.constexpr(S.operands)):
+                    pair = gl.permute(gl.join(n[2 * j], n[2 * j + 1]), [0, 1, 3, 2])
+                    made = made + (gl.convert_layout(gl.reshape(pair, [C.streams, C.tokens, 16]), la, assert_trivial=True),)
+        else:
+            made = made + _unpack(words, S)
+    return made
+
+
+@gluon.jit
+def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
+    """Words [W, n, T] as mma operands, group after group. Paired planes are owed the same power of two: 0 with 2, 1 with 3."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    made = ()
+    for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
+        words = ring.slice(c * _chunk(S), _chunk(S), dim=1).load(la)
+        if S.halved:
+            halves = gl.split(gl.permute(gl.reshape(words, [C.streams, 2, 8, C.tokens]), [0, 2, 3, 1]))
+            for half in gl.static_range(2):
+                n = _unpack_values(halves[half], S)
+                for j in gl.static_range(gl.constexpr(S.operands)):
+                    pair = gl.permute(gl.join(n[j], n[j + S.operands]), [0, 3, 1, 2])
+                    made = made + (gl.convert_layout(gl.reshape(pair, [C.streams, 16, C.tokens]), la, assert_trivial=True),)
+        else:
+            made = made + _unpack_values(words, S)
+    return made
+
+
+@gluon.constexpr_function
+def first_dim(S, group, operand):
+    """The first dim of an operand of keys."""
+    words = 8 if S.halved else S.rows
+    return group * words * S.planes + (2 * operand if S.halved else operand)
+
+
+@gluon.constexpr_function
+def owed_by(S, operand):
+    """What sums over an operand of values are to be multiplied by; every second one of int4 holds 16 times its codes."""
+    return S.unit / 16 if S.code == "nibbles" and operand % 2 == 1 else S.unit

@@ -1,0 +1,205 @@
+"""The tuned decode kernel: from the warps to the block, from blocks to a unit, and to the output."""
+
+# ruff: noqa: RET505, RUF005, SIM108, B007, E741
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.gluon_operands import PLAIN, mma_layout, owed_by, sum_layout
+
+
+@gluon.constexpr_function
+def _bits(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _stack(v, n: gl.constexpr):
+    """n tensors (a power of two of them) as one with one more dim at its end."""
+    shape: gl.constexpr = v[0].shape
+    stacked = v
+    for level in gl.static_range(gl.constexpr(_bits(n))):
+        pairs = ()
+        for i in gl.static_range(n >> (level + 1)):
+            pairs = pairs + (gl.reshape(gl.join(stacked[i], stacked[i + (n >> (level + 1))]), shape + [2 << level]),)
+        stacked = pairs
+    return gl.reshape(stacked[0], shape + [n])
+
+
+@gluon.jit
+def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
+    """Merge the warps' states through shared memory: m and l [1, R, 1], and the values of each group [rows, R, operands]."""
+    lo: gl.constexpr = sum_layout(S, C)
+    W: gl.constexpr = C.streams
+    R: gl.constexpr = C.padded_rows
+    N: gl.constexpr = S.operands
+    A: gl.constexpr = S.groups * N
+    m, l, z, o = state
+    barrier()
+    shape: gl.constexpr = [S.groups * W * S.rows, R, N]
+    if C.reuses_ring:
+        red = reinterpret(ring, gl.float32, shape, PLAIN)
+    else:
+        red = gl.allocate_shared_memory(gl.float32, shape, PLAIN)
+    red_m = gl.allocate_shared_memory(gl.float32, [W, R, 1], PLAIN)
+    red_l = gl.allocate_shared_memory(gl.float32, [W, R, 1], PLAIN)
+    red_z = gl.allocate_shared_memory(gl.float32, [W, R, S.groups], PLAIN)
+    # One store for all: between two stores to the same memory the compiler puts a barrier.
+    red.store(gl.reshape(gl.permute(gl.reshape(_stack(o, A), [W * S.rows, R, S.groups, N]), [2, 0, 1, 3]), shape))
+    red_m.store(gl.reshape(m, [W, R, 1]))
+    red_l.store(gl.reshape(gl.sum(l, axis=1), [W, R, 1]))
+    if S.shifted:
+        sums = ()
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            sums = sums + (gl.sum(z[g], axis=1),)
+        red_z.store(_stack(sums, S.groups))
+    barrier()
+    top = red_m.slice(0, 1, dim=0).load(lo)
+    for w in gl.static_range(1, W):
+        top = gl.maximum(top, red_m.slice(w, 1, dim=0).load(lo))
+    total = gl.full([1, R, 1], 0.0, gl.float32, lo)
+    values = ()
+    shifts = ()
+    for g in gl.static_range(gl.constexpr(S.groups)):
+        values = values + (gl.full([S.rows, R, N], 0.0, gl.float32, lo),)
+        shifts = shifts + (total,)
+    for w in gl.static_range(W):
+        f = gl.exp2(red_m.slice(w, 1, dim=0).load(lo) - top)
+        total += f * red_l.slice(w, 1, dim=0).load(lo)
+        added = ()
+        shifted = ()
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            added = added + (values[g] + f * red.slice((g * W + w) * S.rows, S.rows, dim=0).load(lo),)
+            if S.shifted:
+                shifted = shifted + (shifts[g] + f * red_z.slice(w, 1, dim=0).slice(g, 1, dim=2).load(lo),)
+            else:
+                shifted = shifted + (shifts[g],)
+        values = added
+        shifts = shifted
+    j = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, lo)))[None, None, :]
+    whole = ()
+    for g in gl.static_range(gl.constexpr(S.groups)):
+        whole = whole + (values[g] * gl.where(j % 2 == 1, owed_by(S, 1), owed_by(S, 0)) + shifts[g],)
+    return top, total, whole
+
+
+@gluon.jit
+def parted(o, S: gl.constexpr, C: gl.constexpr):
+    """Sums over the planes of values, each alone: the last one of int4 was n2 + 16 n3."""
+    if S.code != "nibbles":
+        return o
+    else:
+        row = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma_layout(C))))[None, :, None]
+        parted = ()
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            for j in gl.static_range(gl.constexpr(S.operands - 1)):
+                parted = parted + (o[g * S.operands + j],)
+            last = o[g * S.operands + S.operands - 1]
+            if S.halved:
+                parted = parted + (last - gl.where(row >= 8, o[g * S.operands], 0.0),)
+            else:
+                parted = parted + (last - o[g * S.operands + 2],)
+        return parted
+
+
+@gluon.jit
+def write_rows(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
+    """Divide by the softmax's sum, sinks included, and write the rows of a unit and their log-sum-exp."""
+    R: gl.constexpr = C.padded_rows
+    r = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, sum_layout(S, C))))[None, :, None]
+    lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
+    gl.store(Lse + unit.to(gl.int64) * C.rows + r, lse, mask=r < C.rows)
+    if Sinks is not None:
+        heads: gl.constexpr = C.rows // C.queries
+        sink = gl.load(Sinks + head * heads + r // C.queries, mask=r < C.rows, other=0.0)
+        l += gl.exp2(sink * 1.4426950408889634 - m)
+    scale = 1.0 / gl.where(l == 0.0, 1.0, l)
+    if S.scale == "tensor":
+        scale = scale * gl.load(VScale).to(gl.float32)
+    dims: gl.constexpr = S.rows * S.operands
+    size: gl.constexpr = S.words * S.planes
+    for g in gl.static_range(gl.constexpr(S.groups)):
+        x = (v[g] * scale).to(Out.dtype.element_ty)
+        if S.halved:
+            x = gl.permute(gl.reshape(x, [2, 8, R, S.operands]), [2, 1, 0, 3])
+        else:
+            x = gl.permute(x, [1, 0, 2])
+        x = gl.reshape(x, [R, dims])
+        row = gl.arange(0, R, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+        d = gl.arange(0, dims, layout=gl.SliceLayout(0, x.type.layout))[None, :] + g * dims
+        pointers = Out + unit.to(gl.int64) * (C.rows * size) + (row * size + d)
+        gl.store(pointers, x, mask=(row < C.rows) & (d < size))
+
+
+@gluon.jit
+def _part_offsets(S: gl.constexpr, C: gl.constexpr):
+    """Where a partial result keeps the values of a group, [rows, R, operands], and the number of a query row, [1, R, 1]."""
+    lo: gl.constexpr = sum_layout(S, C)
+    i = gl.arange(0, S.rows, layout=gl.SliceLayout(1, gl.SliceLayout(2, lo)))[:, None, None]
+    r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lo)))[None, :, None]
+    j = gl.arange(0, S.operands, layout=gl.SliceLayout(0, gl.SliceLayout(1, lo)))[None, None, :]
+    return (i * C.padded_rows + r) * S.operands + j, r
+
+
+@gluon.jit
+def write_part(Part, slot, m, l, v, S: gl.constexpr, C: gl.constexpr):
+    """A partial result into its slot of the workspace; it goes to L2, where the program that adds the parts up will find it."""
+    R: gl.constexpr = C.padded_rows
+    size: gl.constexpr = S.rows * R * S.operands
+    at, r = _part_offsets(S, C)
+    base = Part + slot.to(gl.int64) * C.part_floats
+    for g in gl.static_range(gl.constexpr(S.groups)):
+        gl.store(base + g * size + at, v[g], cache_modifier=".cg")
+    gl.store(base + S.groups * size + r, m, cache_modifier=".cg")
+    gl.store(base + (S.groups * size + R) + r, l, cache_modifier=".cg")
+
+
+@gluon.jit
+def sum_parts(Part, first, last, S: gl.constexpr, C: gl.constexpr):
+    """Merge the partial results of programs first..last of one unit, in that order, several loads in flight."""
+    lo: gl.constexpr = sum_layout(S, C)
+    R: gl.constexpr = C.padded_rows
+    G: gl.constexpr = S.groups
+    size: gl.constexpr = S.rows * R * S.operands
+    together: gl.constexpr = max(1, min(4, 1024 * C.warps // (G * size)))
+    at, r = _part_offsets(S, C)
+    m = gl.full([1, R, 1], -3.0e38, gl.float32, lo)
+    l = gl.full([1, R, 1], 0.0, gl.float32, lo)
+    v = ()
+    for g in gl.static_range(G):
+        v = v + (gl.full([S.rows, R, S.operands], 0.0, gl.float32, lo),)
+    for begin in range(first, last + 1, together):
+        ms = ()
+        ls = ()
+        vs = ()
+        for y in gl.static_range(together):
+            program = begin + y
+            slot = 2 * program + gl.where(program == first, 1, 0)
+            base = Part + slot.to(gl.int64) * C.part_floats
+            there = (r >= 0) & (program <= last)
+            ms = ms + (gl.load(base + G * size + r, mask=there, other=-3.0e38, cache_modifier=".cg"),)
+            ls = ls + (gl.load(base + (G * size + R) + r, mask=there, other=0.0, cache_modifier=".cg"),)
+            for g in gl.static_range(G):
+                vs = vs + (gl.load(base + g * size + at, mask=(at >= 0) & (program <= last), other=0.0, cache_modifier=".cg"),)
+        top = m
+        for y in gl.static_range(together):
+            top = gl.maximum(top, ms[y])
+        f = gl.exp2(m - top)
+        l = l * f
+        kept = ()
+        for g in gl.static_range(G):
+            kept = kept + (v[g] * f,)
+        v = kept
+        for y in gl.static_range(together):
+            f = gl.exp2(ms[y] - top)
+            l += f * ls[y]
+            added = ()
+            for g in gl.static_range(G):
+                added = added + (v[g] + f * vs[y * G + g],)
+            v = added
+        m = top
+    return m, l, v

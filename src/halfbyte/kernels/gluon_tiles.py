@@ -1,0 +1,326 @@
+"""The tuned decode kernel: which tiles a program works on, and how keys, values and queries reach it."""
+
+# ruff: noqa: RET505, RUF005
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from halfbyte.kernels.compat import copy_to_shared
+from halfbyte.kernels.gluon_operands import (
+    PLAIN,
+    code_copy_layout,
+    code_ring_layout,
+    first_dim,
+    lengths_layout,
+    mma_layout,
+    scale_copy_layout,
+)
+
+#: What a unit costs beside its tiles, in eighths of a tile: its queries, its reduction, its output.
+TILE_COST = gl.constexpr(8)
+UNIT_COST = gl.constexpr(8)
+
+
+@gluon.jit
+def visible_keys(b, ok, Lengths, QueryStart, Starts, Ends, capacity, window, C: gl.constexpr):
+    """(position of the first query, end of the keys, [lo, hi): the keys that any query sees) of sequence(s) b."""
+    length = gl.load(Lengths + b, mask=ok, other=0)
+    limit = gl.minimum(gl.maximum(length, 0), capacity)
+    first = length - C.queries
+    if QueryStart is not None:
+        first = gl.load(QueryStart + b, mask=ok, other=0)
+    if Ends is not None:
+        limit = gl.minimum(limit, gl.load(Ends + b, mask=ok, other=0))
+    hi = gl.maximum(gl.minimum(limit, first + C.queries), 0)
+    lo = first * 0
+    if Starts is not None:
+        lo = gl.maximum(lo, gl.load(Starts + b, mask=ok, other=0))
+    if C.window:
+        lo = gl.maximum(lo, first - window + 1)
+    return first, limit, gl.minimum(lo, hi), hi
+
+
+@gluon.jit
+def tiles_of(lo, hi, C: gl.constexpr):
+    """(first tile, tiles) of keys [lo, hi)."""
+    first = lo // C.tile
+    return first, gl.where(hi > lo, (hi + C.tile - 1) // C.tile - first, 0)
+
+
+@gluon.jit
+def quotient(a, b):
+    """floor(a / b) of what fits fp32 exactly, at a third of the time of an integer division."""
+    q = ((a.to(gl.float32) + 0.5) / b.to(gl.float32)).to(gl.int32)
+    q -= (q * b > a).to(gl.int32)
+    return q + (q * b + b <= a).to(gl.int32)
+
+
+@gluon.jit
+def _share(program, programs, total):
+    """Where the work of a program begins: floor(program * total / programs), in 32 bits."""
+    whole = total // programs
+    return program * whole + quotient(program * (total - whole * programs), programs)
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def deal(lo, hi, batch, heads, C: gl.constexpr):
+    """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins)."""
+    program = gl.program_id(0)
+    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + UNIT_COST) * heads
+    if C.batch == 1:
+        total = costs
+    else:
+        every = gl.arange(0, C.batch, layout=lengths_layout(C))
+        ends = gl.associative_scan(gl.where(every < batch, costs, 0), 0, _add)
+        total = gl.max(ends, axis=0)
+    programs = gl.minimum(gl.num_programs(0), gl.maximum(total // TILE_COST, 1))
+    x = _share(program, programs, total)
+    x_end = gl.minimum(_share(program + 1, programs, total), total)
+    b = program * 0
+    start = program * 0
+    if C.batch > 1:
+        before = (ends <= x) & (every < batch)
+        b = gl.sum(before.to(gl.int32), axis=0)
+        start = gl.max(gl.where(before, ends, 0), axis=0)
+    return total, programs, x, x_end, b, start
+
+
+@gluon.jit
+def program_at(x, programs, total):
+    """The program whose share holds position x: the last one that begins at or before it."""
+    guess = (x.to(gl.float32) * programs.to(gl.float32) / total.to(gl.float32)).to(gl.int32)
+    guess = gl.maximum(gl.minimum(guess, programs - 1), 0)
+    guess -= (_share(guess, programs, total) > x).to(gl.int32)
+    return guess + (_share(guess + 1, programs, total) <= x).to(gl.int32)
+
+
+@gluon.jit
+def tile_at(position, tiles):
+    """The tile that a position within a unit stands for; a unit's own cost lies behind its tiles."""
+    return gl.minimum(position // TILE_COST, tiles)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@gluon.jit
+def _rows_of(layout: gl.constexpr, C: gl.constexpr):
+    """Token of a tile, [W, T, 1], in the layout of a copy."""
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    return w * C.tokens + t
+
+
+@gluon.jit
+def _page_of(Pages, token, hi, pages, C: gl.constexpr):
+    """(page, row in it) of tokens; a page number out of range, or beyond token hi, reads some page."""
+    entry = gl.minimum(token, gl.maximum(hi - 1, 0)) // C.page
+    number = gl.max_constancy(gl.load(Pages + entry), [1, 2, 1])  # true of whatever is read: neighbours share a page
+    return gl.minimum(gl.maximum(number, 0), pages - 1), token % C.page
+
+
+@gluon.jit
+def place_of(
+    Codes, Scales, Offsets, Pages, b, h, pages, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch, C: gl.constexpr
+):
+    """Where one side of unit (b, h) lies: codes, scales, offsets and page table, and the strides of pages and tokens."""
+    b = b.to(gl.int64)
+    h = h.to(gl.int64)
+    codes = h * c_head
+    scales = h * s_head
+    if C.page == 0:
+        codes += b * c_batch
+        scales += b * s_batch
+    return (
+        Codes + codes,
+        Codes if Scales is None else Scales + scales,
+        Codes if Offsets is None else Offsets + scales,
+        Codes if Pages is None else Pages + b * p_batch,
+        pages,
+        c_batch,
+        c_token8 * 8,
+        s_batch,
+        s_token,
+    )
+
+
+@gluon.jit
+def _copy_codes(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Codes of one tile into the ring. `whole`: all its tokens lie in [lo, hi); else those outside become zeros."""
+    layout: gl.constexpr = code_copy_layout(C, S.padded)
+    row = _rows_of(layout, C)
+    c = gl.arange(0, S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    first = tile * C.tile
+    if C.page == 0:
+        pointers = Base + (row * step + c) + first.to(gl.int64) * step
+    else:
+        page, inside = _page_of(Pages, first + row, hi, pages, C)
+        pointers = Base + (page.to(gl.int64) * s_page + inside * step) + c
+    if whole and S.padded == S.words:
+        copy_to_shared(ring, pointers)
+    elif whole:
+        copy_to_shared(ring, pointers, mask=(c < S.words) & (row >= 0))
+    else:
+        ok = (row < hi - first) & (row >= lo - first)
+        if S.padded != S.words:
+            ok = ok & (c < S.words)
+        copy_to_shared(ring, pointers, mask=ok)
+
+
+@gluon.jit
+def _copy_scales(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or offsets) of one tile into the ring, 0 outside [lo, hi)."""
+    layout: gl.constexpr = scale_copy_layout(C, S.groups, S.staged)
+    row = _rows_of(layout, C)
+    g = gl.arange(0, S.groups, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    first = tile * C.tile
+    if S.groups > 1 or S.staged:
+        ok = (row < hi - first) & (row >= lo - first)
+    else:  # copied in pairs, and a pair lies in one page; the mask of the scores takes care of an odd end
+        ok = (row < (hi - first + 1) // 2 * 2) & (row >= (lo - first) // 2 * 2)
+    if not S.staged:
+        step = S.groups  # known when compiling, which proves that neighbours can be copied together
+    if C.page == 0:
+        pointers = Base + (row * step + g) + first.to(gl.int64) * step
+    else:
+        page, inside = _page_of(Pages, first + row, hi, pages, C)
+        pointers = Base + (page.to(gl.int64) * s_page + inside * step) + g
+    if S.staged:
+        ring.store(gl.load(pointers, mask=ok & (g >= 0), other=0.0))
+    elif whole:
+        copy_to_shared(ring, pointers)
+    else:
+        copy_to_shared(ring, pointers, mask=ok & (g >= 0))
+
+
+@gluon.jit
+def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
+    """Query rows in the layout of mma operands, in the order of `key_operands`, as they are stored."""
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
+    loaded = ()
+    if S.halved or S.planes == 1:
+        words: gl.constexpr = 8 if S.halved else S.rows
+        i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
+        r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+        rows = Base + (r // C.queries * s_head + r % C.queries * s_token + w * 0)
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            for j in gl.static_range(gl.constexpr(S.operands)):
+                d = first_dim(S, g, j) + S.planes * (i % words) + i // words
+                loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.planes), other=0.0),)
+    else:
+        # The planes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
+        like = gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb)
+        like = gl.join(like, like)
+        if S.planes == 4:
+            like = gl.reshape(gl.join(like, like), [C.streams, S.rows, C.padded_rows, 4])
+        la: gl.constexpr = like.type.layout
+        j = gl.arange(0, S.planes, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
+        r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
+        i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
+        rows = Base + (r // C.queries * s_head + r % C.queries * s_token + w * 0)
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            d = (g * S.rows + i) * S.planes + j
+            x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
+            if S.planes == 2:
+                planes = gl.split(x)
+            else:
+                even, odd = gl.split(gl.reshape(x, [C.streams, S.rows, C.padded_rows, 2, 2]))
+                n0, n2 = gl.split(even)
+                n1, n3 = gl.split(odd)
+                planes = (n0, n1, n2, n3)
+            for k in gl.static_range(gl.constexpr(S.planes)):
+                loaded = loaded + (gl.convert_layout(planes[k], lb, assert_trivial=True),)
+    return loaded
+
+
+@gluon.jit
+def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
+    """Queries as mma operands, their sums per group, and the factor that scores are owed.
+
+    For fp16 operands the rows are multiplied by a power of two that puts the largest number of all at 2^8.
+    """
+    mma: gl.constexpr = mma_layout(C)
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    if S.planes == 1:
+        unscaled = gl.full([C.streams, 1, 1], 1.0, gl.float32, mma)
+        if S.code == "fp16":
+            return (loaded[0].to(gl.float16),), (), unscaled
+        else:
+            return (loaded[0].to(gl.bfloat16),), (), unscaled
+    else:
+        largest = gl.abs(loaded[0].to(gl.float32))
+        for j in gl.static_range(1, gl.constexpr(S.groups * S.operands)):
+            largest = gl.maximum(largest, gl.abs(loaded[j].to(gl.float32)))
+        largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
+        top = gl.max(gl.max(largest, axis=1), axis=1)
+        exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 32), 246)
+        up = ((262 - exponent) << 23).to(gl.float32, bitcast=True)  # 2^8 / 2^(exponent - 127)
+        down = ((exponent - 8) << 23).to(gl.float32, bitcast=True)
+        up = gl.convert_layout(up, gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+        i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
+        made = ()
+        sums = ()
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            total = gl.full([C.streams, S.rows, C.padded_rows], 0.0, gl.float32, lb)
+            for j in gl.static_range(gl.constexpr(S.operands)):
+                x = (loaded[g * S.operands + j].to(gl.float32) * up).to(gl.float16)
+                total += x.to(gl.float32)
+                if S.code == "nibbles":
+                    if S.halved:
+                        x = gl.where(i // 8 == 1, (x.to(gl.float32) * 0.0625).to(gl.float16), x)
+                    elif j % 2 == 1:
+                        x = (x.to(gl.float32) * 0.0625).to(gl.float16)
+                made = made + (x,)
+            sums = sums + (gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, mma))[:, None, :],)
+        factor = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+        return made, sums, factor
+
+
+@gluon.jit
+def make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory of one side: codes, scales, offsets, each [stages, W, T, n]; unused ones are as small as can be."""
+    shape: gl.constexpr = [C.stages, C.streams, C.tokens]
+    codes = gl.allocate_shared_memory(gl.int16, shape + [S.padded], code_ring_layout(S.padded))
+    scales = codes
+    offsets = codes
+    if S.scale == "token":
+        scales = gl.allocate_shared_memory(gl.float16, shape + [S.groups], PLAIN)
+    if S.offset:
+        offsets = gl.allocate_shared_memory(gl.float16, shape + [S.groups], PLAIN)
+    return codes, scales, offsets
+
+
+@gluon.jit
+def _fetch_side(rings, slot, at, tile, lo, hi, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Ask for one tile of one side. at: where its codes, scales, offsets and pages lie, and their strides."""
+    Codes, Scales, Offsets, Pages, pages, c_page, c_token, s_page, s_token = at
+    _copy_codes(rings[0].index(slot), Codes, c_token, tile, lo, hi, Pages, pages, c_page, whole, S, C)
+    if S.scale == "token":
+        _copy_scales(rings[1].index(slot), Scales, s_token, tile, lo, hi, Pages, pages, s_page, whole, S, C)
+    if S.offset:
+        _copy_scales(rings[2].index(slot), Offsets, s_token, tile, lo, hi, Pages, pages, s_page, whole, S, C)
+
+
+@gluon.jit
+def fetch(k_rings, v_rings, slot, k_at, v_at, tile, end, lo, hi, C: gl.constexpr):
+    """Ask for one tile of keys and values, if it lies before tile `end`."""
+    KS: gl.constexpr = C.keys
+    VS: gl.constexpr = C.values
+    if (tile * C.tile >= lo) & (tile * C.tile + C.tile <= hi) & (tile < end):
+        _fetch_side(k_rings, slot, k_at, tile, lo, hi, True, KS, C)
+        _fetch_side(v_rings, slot, v_at, tile, lo, hi, True, VS, C)
+    elif tile < end:
+        _fetch_side(k_rings, slot, k_at, tile, lo, hi, False, KS, C)
+        _fetch_side(v_rings, slot, v_at, tile, lo, hi, False, VS, C)
+    async_copy.commit_group()

@@ -1,0 +1,194 @@
+"""The GPU levels of `decode_attention`: from tensors to a plan, to a workspace, to a launch. Nothing here waits for the device.
+
+In decoding the same call comes once a layer and token, with other addresses only. So what the first such call found out - the plan,
+the compiled kernel, all sizes and strides - is kept beside the cache's planes (`_relaunch`), and later ones only fill in addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from halfbyte.device import describe
+from halfbyte.errors import Unsupported
+from halfbyte.ops import _relaunch
+from halfbyte.ops._workspace import counters, floats
+from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan
+from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
+from halfbyte.reference.hadamard import rotate
+from halfbyte.settings import pair_launches
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+#: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
+_FIXED_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: its tensors as kernels read them (vectors dense, slopes and sinks in fp32)."""
+
+    q: torch.Tensor
+    keys: Plane
+    values: Plane
+    lengths: torch.Tensor
+    query_start: torch.Tensor | None
+    page_table: torch.Tensor | None
+    options: AttentionOptions
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def run(
+    q: torch.Tensor,
+    keys: Plane,
+    values: Plane,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    options: AttentionOptions,
+    level: str,
+    deterministic_batch: bool,
+    compiled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level asked for ("auto": by the best that can).
+
+    `compiled`: called from compiled code, behind whose back nothing may be kept.
+    """
+    out = q.new_empty(*q.shape[:3], values.dim)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        pair = pair_launches()
+        key = None
+        if not compiled:
+            key = _relaunch.key(q, keys, values, lengths, query_start, page_table, options, level, deterministic_batch, pair)
+        if key is None or not _relaunch.launch(key, q, keys, values, lengths, query_start, page_table, options, out, lse):
+            call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
+            plan = _plan(problem_of(call, deterministic_batch), level, -1 if q.device.type == "cpu" else q.device.index, pair)
+            if isinstance(plan, TritonTiles):
+                _launch_triton(call, plan, compiled)
+            else:
+                kernel = _launch_gluon(call, plan, compiled)
+                if key is not None:
+                    _relaunch.remember(key, kernel, plan, q, keys, values, page_table)
+    return out, lse
+
+
+def _dense(t: Any, dtype: torch.dtype | None = None) -> Any:
+    """A vector as kernels read it, one number after the other; None stays None."""
+    return None if t is None else t.to(dtype or t.dtype).contiguous()
+
+
+def _table(t: torch.Tensor | None) -> torch.Tensor | None:
+    return t if t is None or t.stride(1) == 1 else t.contiguous()
+
+
+def _plain(o: AttentionOptions) -> AttentionOptions:
+    slopes, sinks = _dense(o.alibi_slopes, torch.float32), _dense(o.sinks, torch.float32)
+    return replace(o, alibi_slopes=slopes, sinks=sinks, starts=_dense(o.starts), ends=_dense(o.ends))
+
+
+def problem_of(call: Call, deterministic_batch: bool) -> Problem:
+    """What a plan needs to know of a call."""
+    q, keys, values, table, options = call.q, call.keys, call.values, call.page_table, call.options
+    rows = keys.codes.shape[2]
+    return Problem(
+        _NAMES.get(q.dtype, str(q.dtype)),
+        q.shape[0],
+        keys.heads,
+        q.shape[1] // keys.heads,
+        q.shape[2],
+        keys.dim,
+        values.dim,
+        rows if table is None else rows * table.shape[1],
+        keys.format.name,
+        values.format.name,
+        0 if table is None else rows,
+        _aligned(q, keys.codes) and _aligned(q, values.codes),
+        _staged(keys),
+        _staged(values),
+        options.window is not None,
+        options.alibi_slopes is not None,
+        options.softcap is not None,
+        deterministic_batch,
+    )
+
+
+def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether codes can be copied in 16-byte pieces, by addresses that the compiler can see are multiples of 32 bytes."""
+    b, h, t, d = codes.stride()
+    size = codes.element_size()
+    pieces = (b * size | h * size) % 32 == 0 and t * size % 16 == 0
+    return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and codes.shape[0] > 0
+
+
+def _staged(plane: Plane) -> bool:
+    """Whether the scales of neighbouring tokens cannot be copied together."""
+    s, o = plane.scales, plane.offsets
+    if s is None or s.ndim == 1:
+        return False
+    stride, groups = s.stride(), s.shape[3] if s.ndim == 4 else 1
+    token = stride[1] if s.ndim == 2 else stride[2]
+    together = token == groups and (groups == 1 or stride[3] == 1)
+    apart = 0 if s.ndim == 2 else stride[1]
+    same = o is None or (o.stride() == stride and o.data_ptr() % 16 == 0)
+    return not (together and same and (stride[0] | apart) % 16 == 0 and s.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | TritonTiles:
+    """What runs a problem on GPU number `device` (-1: the interpreter). Raises `Unsupported` when the level asked for cannot."""
+    if problem.dtype not in _NAMES.values():
+        raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
+    facts = None if device < 0 else describe(f"cuda:{device}")
+    capability, sm_count = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
+    tuned = gluon_plan(problem, sm_count, capability, pair) if level != "triton" else "asked for"
+    if isinstance(tuned, GluonPlan):
+        return tuned
+    if level == "gluon":
+        raise Unsupported(f"impl='gluon' cannot run this call: {tuned}; use impl='auto', which takes the portable kernel here")
+    return triton_tiles(
+        format_of(problem.keys),
+        format_of(problem.values),
+        batch=problem.batch,
+        heads=problem.heads,
+        rows=problem.rows,
+        capacity=problem.capacity,
+        dim=max(problem.dim, problem.value_dim),
+        processors=sm_count,
+        capability=capability if pair else (8, 0),
+        chunk=_FIXED_CHUNK if problem.deterministic_batch else 0,
+    )
+
+
+def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
+    from halfbyte.kernels.decode_gluon import launch
+
+    q = c.q
+    if c.options.rotate_keys:
+        # In fp32, where keys are codes: the kernel rounds once. Compiled code makes the matrix anew, as it may keep nothing.
+        matrix = (_hadamard.__wrapped__ if own else _hadamard)(q.shape[3], q.device)
+        q = (q.float() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
+    part = floats(q.device, 2 * plan.programs * plan.spec.part_floats, own)
+    count = counters(q.device, q.shape[0] * c.keys.heads, own)
+    tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
+    return launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
+
+
+def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
+    from halfbyte.kernels.decode_triton import launch, workspace_floats
+
+    part = floats(c.q.device, workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
+    start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
+    launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
+
+
+@functools.cache
+def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    """The matrix of `reference.hadamard.rotate`."""
+    return rotate(torch.eye(dim, device=device))

@@ -1,0 +1,66 @@
+"""Memory that kernels scribble in: fp32 partial results that nobody clears, and counters that are zero between launches.
+
+Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed beside anything else, so each
+call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a reserve that was cleared
+before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Counters set aside for calls in CUDA graphs. They are handed out once and never come back: graphs live as long as they like.
+_RESERVE = 1 << 20
+
+_floats: dict[tuple[torch.device, int], torch.Tensor] = {}
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+_reserves: dict[torch.device, tuple[torch.Tensor, int]] = {}
+
+
+def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
+    """At least `size` fp32 numbers, holding anything, for one launch on the current stream.
+
+    `own`: not from what is kept between calls. Compiled code allocates from pools that must not be held on to.
+    """
+    if own or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.float32, device=device)
+    key = (device, _stream(device))
+    found = _floats.get(key)
+    if found is None or found.numel() < size:
+        found = _floats[key] = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
+    return found
+
+
+def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
+    """At least `size` int32 zeros for one launch on the current stream, which leaves zeros behind."""
+    if torch.cuda.is_current_stream_capturing():
+        return _from_reserve(device, size)
+    if own:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    key = (device, _stream(device))
+    found = _counters.get(key)
+    if found is None or found.numel() < size:
+        found = _counters[key] = torch.zeros(max(size, 1 << 12), dtype=torch.int32, device=device)
+        prepare(device)
+    return found
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def prepare(device: torch.device) -> None:
+    """Set counters aside for CUDA graphs that will be recorded on this device, if there are not enough yet."""
+    reserve, used = _reserves.get(device, (None, 0))
+    if reserve is None or used > _RESERVE // 2:
+        _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device), 0
+        torch.cuda.current_stream(device).synchronize()  # once: a graph on any stream may use it from now on
+
+
+def _from_reserve(device: torch.device, size: int) -> torch.Tensor:
+    """Counters for one recorded call; cleared by the graph itself if no eager call has filled the reserve before."""
+    reserve, used = _reserves.get(device, (None, 0))
+    if reserve is None or used + size > reserve.numel():
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    _reserves[device] = reserve, used + size
+    return reserve[used : used + size]

@@ -1,0 +1,402 @@
+"""Attention calls to try on a GPU, and the promise they are held to.
+
+A `Variant` is what may be compiled into a kernel; there is a bounded number of them. A `Case` is one call: a variant with sizes,
+lengths and strides. `build` makes its tensors, in which everything that no token owns holds NaN (integers: the largest). All are
+drawn from a seed, so that a case printed by a failure can be built again: `build(Case(...), "cuda")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+import halfbyte as hb
+from halfbyte.formats import Format, key_format
+from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.reference import attention as reference
+from halfbyte.reference.hadamard import rotate
+
+T = TypeVar("T")
+
+KEYS = list(hb.KV_FORMATS)
+VALUES = [name for name, fmt in hb.KV_FORMATS.items() if not fmt.token_block]
+DIMS = (64, 80, 96, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+QUERIES = (1, 1, 1, 2, 3, 4, 5, 7, 8, 11, 16)
+PAGES = (None, None, None, 16, 32, 64, 128, 256)
+DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32")
+BATCHES = (1, 1, 2, 4, 4, 8, 32)
+LAYOUTS = ("BHTD", "BTHD", "slice")
+OPTIONS = ("alibi", "window", "softcap", "sinks", "starts", "rotate")
+EDGES = sorted({0, 1, 2, 3, *(n + d for n in (16, 32, 64, 128, 256, 512, 1024) for d in (-1, 0, 1))})
+PRIMES = (5, 7, 13, 31, 61, 97, 127, 251, 509, 997, 2003, 4093, 8191)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel may be compiled for.
+
+    value_dim  head size of the values, if it differs
+    group      query heads of one KV head
+    batch      sequences, rounded up to a power of two
+    page       tokens of a page; None: contiguous
+    odd        the capacity is no multiple of anything, and strides with it
+    """
+
+    keys: str
+    values: str
+    dim: int = 128
+    value_dim: int | None = None
+    group: int = 4
+    queries: int = 1
+    batch: int = 4
+    page: int | None = None
+    dtype: str = "bfloat16"
+    layout: str = "BHTD"
+    odd: bool = False
+    options: frozenset[str] = frozenset()
+
+    @property
+    def widest(self) -> int:
+        return max(self.dim, self.value_dim or 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `slack`: tokens of capacity behind the longest sequence. `early`: the queries are not the newest tokens."""
+
+    variant: Variant
+    heads: int
+    lengths: tuple[int, ...]
+    slack: int = 0
+    early: bool = False
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    seed: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Elements of the keys that the float64 reference makes, every query head with a copy of its own."""
+        return len(self.lengths) * self.heads * self.variant.group * max((1, *self.lengths)) * self.variant.widest
+
+
+# ---------------------------------------------------------------------------------------------------------------- drawing
+
+
+def _deck(rng: random.Random, cards: Sequence[T]) -> Iterator[T]:
+    """Cards for ever, shuffled anew each time all were seen: what is drawn often covers everything evenly."""
+    while True:
+        yield from rng.sample(cards, len(cards))
+
+
+def _fits(fmt: Format, dim: int, page: int | None) -> bool:
+    try:
+        fmt.check_shape((1, 1, page or 32, dim))
+    except hb.HalfbyteError:
+        return False
+    return page is None or page % (fmt.token_block or 1) == 0
+
+
+def variants(count: int, seed: int = 1) -> list[Variant]:
+    """`count` variants; every format, head size, ratio, page size and so on is among them if `count` is a few dozen."""
+    rng = random.Random(seed)
+    keys, values, dims, groups = _deck(rng, KEYS), _deck(rng, VALUES), _deck(rng, DIMS), _deck(rng, GROUPS)
+    queries, batches, pages = _deck(rng, QUERIES), _deck(rng, BATCHES), _deck(rng, PAGES)
+    dtypes, layouts, options = _deck(rng, DTYPES), _deck(rng, LAYOUTS), _deck(rng, OPTIONS)
+    made = []
+    for i in range(count):
+        key = next(keys)
+        dim, page = next((d, p) for d, p in zip(dims, pages, strict=False) if _fits(key_format(key), d, p))
+        value_dim = next(dims) if i % 16 == 15 else None
+        value = next(v for v in values if _fits(key_format(v), value_dim or dim, page))
+        chosen = {next(options) for _ in range(rng.choice((0, 0, 1, 1, 2, 4)))}
+        made.append(
+            Variant(
+                *(key, value, dim, value_dim, next(groups), next(queries), next(batches), page, next(dtypes), next(layouts)),
+                *(rng.random() < 0.25, frozenset(chosen)),
+            )
+        )
+    return made
+
+
+def draw(count: int, variant_count: int, *, longest: int, elements: int, seed: int = 1) -> list[Case]:
+    """`count` cases over `variant_count` variants in turn, about `elements` large at most. Every hundredth is one long sequence."""
+    rng, grid = random.Random(seed), variants(variant_count, seed)
+    return [
+        _long(rng, grid[i % len(grid)], longest, i) if i % 100 == 99 else _case(rng, grid[i % len(grid)], longest, elements, i)
+        for i in range(count)
+    ]
+
+
+def _case(rng: random.Random, variant: Variant, longest: int, elements: int, seed: int) -> Case:
+    batch = rng.randint(variant.batch // 2 + 1, variant.batch) * (rng.random() > 0.02)  # now and then there is no sequence
+    heads, top = rng.choice((1, 1, 2, 3, 4, 5, 8)), round(2 ** rng.uniform(0, longest.bit_length() - 1))
+    while batch * heads * variant.group * variant.widest * top > elements and (heads > 1 or top > 64):
+        heads, top = (heads, top // 2) if top > 64 else (heads // 2, top)
+    return Case(
+        variant,
+        heads,
+        _lengths(rng, batch, max(1, top)),
+        slack=rng.choice((0, 1, 7, 64)),
+        early=rng.random() < 0.1,
+        q_scale=rng.choice((1.0, 1.0, 8.0)),
+        k_scale=rng.choice((1.0, 1.0, 4.0)),
+        v_scale=rng.choice((1.0, 1.0, 1e-3, 100.0)),
+        seed=seed,
+    )
+
+
+def _long(rng: random.Random, variant: Variant, longest: int, seed: int) -> Case:
+    """One sequence of about twelve times the usual length (100,000 where that is 8,192), shorter for very many heads."""
+    length = longest * 12 // max(1, variant.group // 8) + rng.choice((-1, 0, 1, 17))
+    return Case(variant, 1, (length,), seed=seed)
+
+
+def _lengths(rng: random.Random, batch: int, top: int) -> tuple[int, ...]:
+    match rng.choice(("edges", "primes", "any", "skewed", "equal")):
+        case "edges":
+            return tuple(rng.choice([n for n in EDGES if n <= top]) for _ in range(batch))
+        case "primes":
+            return tuple(rng.choice([n for n in PRIMES if n <= top] or [1]) for _ in range(batch))
+        case "skewed":
+            return tuple(top if i == batch // 2 else rng.randint(0, 3) for i in range(batch))
+        case "equal":
+            return (top,) * batch
+    return tuple(rng.randint(0, top) for _ in range(batch))
+
+
+# --------------------------------------------------------------------------------------------------------------- building
+
+
+def junk(t: torch.Tensor) -> torch.Tensor:
+    """What unused memory holds: NaN, or the largest code (which for FP8 is NaN too)."""
+    return torch.full_like(t, torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty hands out NaN: outputs and workspaces that are not fully written are seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype) -> Plane:
+    """x [B, H, T, D] as a plane, junk wherever no token of `lengths` is; `dtype` is that of a tail."""
+    fmt = key_format(name)
+    made = hb.quantize(x, fmt)
+    token = torch.arange(x.shape[2], device=x.device)
+    beyond = token >= lengths.view(-1, 1)  # [B, T]
+    if (block := fmt.token_block) is None:
+        return _with_junk(Plane(fmt, made.codes, made.scales, made.offsets), beyond)
+    flushed = (lengths // block * block).view(-1, 1, 1, 1)
+    rows = (flushed + torch.arange(block, device=x.device).view(1, 1, -1, 1)).long()
+    tail = x.to(dtype).gather(2, rows.clamp_max(x.shape[2] - 1).expand(-1, x.shape[1], -1, x.shape[3]))
+    tail = tail.masked_fill(rows >= lengths.view(-1, 1, 1, 1), torch.nan)
+    return _with_junk(Plane(fmt, made.codes, made.scales, made.offsets, tail), token >= flushed.view(-1, 1))
+
+
+def _with_junk(plane: Plane, beyond: torch.Tensor) -> Plane:
+    """`plane` with junk in the tokens where `beyond` [B, T]. What belongs to several tokens follows the first of them."""
+
+    def spoil(t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or t.ndim == 1:
+            return t
+        axis = 1 if t.ndim == 2 else 2
+        rows = beyond[:, :: beyond.shape[1] // t.shape[axis]] if t.shape[axis] else beyond
+        rows = rows if t.ndim == 2 else rows.view(rows.shape[0], 1, rows.shape[1], *[1] * (t.ndim - 3))
+        return torch.where(rows, junk(t), t)
+
+    codes, scales, offsets = (spoil(t) for t in plane.tensors()[:3])
+    assert codes is not None
+    return Plane(plane.format, codes, scales, offsets, plane.tail)
+
+
+def mapped(plane: Plane, change: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
+    """`plane` with `change` applied to codes, scales and offsets that have a token axis."""
+    parts = [t if t is None or t.ndim == 1 else change(t) for t in plane.tensors()[:3]]
+    return Plane(plane.format, *parts, plane.tail)  # type: ignore[arg-type]
+
+
+def token_axis(t: torch.Tensor) -> int:
+    """Where the tokens are: [B, T] or [B, H, T, ...]."""
+    return 1 if t.ndim == 2 else 2
+
+
+def paged(keys: Plane, values: Plane, lengths: torch.Tensor, page: int, seed: int) -> tuple[Plane, Plane, torch.Tensor]:
+    """Both planes in pages of a pool, in no order, with some to spare; and the table, which holds nonsense where no token is."""
+    batch, count = lengths.shape[0], keys.codes.shape[2] // page
+    pool = batch * count + 3
+    order = torch.tensor(random.Random(seed).sample(range(pool), batch * count), dtype=torch.int32, device=lengths.device)
+    table = order.view(batch, count)
+    first = torch.arange(count, device=lengths.device) * page
+    nonsense = torch.where(first // page % 2 == 0, -1, 10**6)
+    shown = torch.where(first < lengths.view(-1, 1), table, nonsense).int()
+    in_pages = (mapped(p, lambda t: into_pages(t, table, pool)) for p in (keys, values))
+    return next(in_pages), next(in_pages), shown
+
+
+def into_pages(t: torch.Tensor, order: torch.Tensor, pool: int) -> torch.Tensor:
+    """The tokens of t in a pool of so many pages: page order[b, p] holds the p-th piece of sequence b, the others junk."""
+    axis = token_axis(t)
+    rows = t.unflatten(axis, (order.shape[1], -1)).movedim(axis, 1).flatten(0, 1)
+    pages = junk(rows.new_empty(pool, *rows.shape[1:]))
+    pages[order.flatten().long()] = rows
+    return pages
+
+
+def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers with other strides: tokens before heads, or cut out of a buffer that is longer and full of junk."""
+    if layout == "BTHD" and t.ndim > 2:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice":
+        axis = token_axis(t)
+        wide = torch.cat([t, junk(t)], axis)
+        return wide.narrow(axis, 0, t.shape[axis])
+    return t
+
+
+@dataclass
+class Call:
+    """One call of `decode_attention` on a device, and what it should give."""
+
+    q: torch.Tensor
+    cache: hb.KVCache
+    options: dict[str, Any]
+
+    def run(self, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the public function, with poisoned outputs and workspaces."""
+        with poisoned():
+            got = hb.decode_attention(self.q, self.cache, return_lse=True, impl=impl, **self.options)
+        assert isinstance(got, tuple)
+        return got
+
+    def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The formula in one dtype over the dequantised cache: the truth in float64, eager PyTorch's answer otherwise."""
+        cache, given = self.cache, dict(self.options)
+        start = given.pop("query_start", cache.lengths - self.q.shape[2])
+        options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5} | given)
+        oldest = reference.oldest_visible(start, options)
+        k, v = (reference.read(p, cache.lengths, cache.page_table, oldest).to(dtype) for p in (cache.keys, cache.values))
+        q = rotate(self.q.double()) if cache.rotate_keys else self.q
+        return reference.attend(q.to(dtype), k, v, cache.lengths, start, options)
+
+    def wrong(self, out: torch.Tensor, lse: torch.Tensor) -> str:
+        """What of a result breaks the promise, in words; "" when nothing does."""
+        truth, base = self._expected
+        return wrong(out, lse, *truth, *base)
+
+    @cached_property
+    def _expected(self) -> tuple[Any, Any]:
+        base = self.attend(self.q.dtype)
+        if not base[0].isfinite().all():  # scores beyond fp16: what eager PyTorch makes of them in the 16 bits that hold them
+            base = self.attend(torch.bfloat16)
+        return self.attend(torch.float64), base
+
+
+def build(case: Case, device: str) -> Call:
+    """The tensors of a case."""
+    v, rng = case.variant, torch.Generator(device).manual_seed(case.seed)
+    dtype, step = getattr(torch, v.dtype), v.page or key_format(v.keys).token_block or (1 if v.odd else 16)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    rows = (len(case.lengths), case.heads, -(-max((1, *case.lengths)) // step) * step + -(-case.slack // step) * step)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, device=device)
+
+    tail = torch.float16 if v.dtype == "float16" else torch.bfloat16
+    keys = stored(normal(*rows, v.dim) * case.k_scale, v.keys, lengths, tail)
+    values = stored(normal(*rows, v.value_dim or v.dim) * case.v_scale, v.values, lengths, tail)
+    table = None
+    if v.page is not None:
+        keys, values, table = paged(keys, values, lengths, v.page, case.seed)
+    keys, values = (mapped(p, lambda t: laid_out(t, v.layout)) for p in (keys, values))
+    cache = hb.KVCache.from_buffers(keys, values, lengths, page_table=table, rotate_keys="rotate" in v.options)
+    q = (normal(rows[0], v.queries, case.heads * v.group, v.dim) * case.q_scale).to(dtype).transpose(1, 2)
+    return Call(q if case.seed % 2 else q.contiguous(), cache, _options(case, normal, lengths))
+
+
+def _options(case: Case, normal: Callable[..., torch.Tensor], lengths: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of `decode_attention`."""
+    chosen, rng, heads = case.variant.options, random.Random(case.seed), case.heads * case.variant.group
+    found: dict[str, Any] = {}
+    if case.early:
+        found["query_start"] = (normal(len(lengths)).abs() * lengths / 2).int()
+    if "alibi" in chosen:
+        found["alibi_slopes"] = torch.exp2(-8 * torch.arange(1, heads + 1, device=lengths.device) / heads)
+    if "window" in chosen:
+        found["window"] = rng.choice((1, 2, 31, 64, 100, 1000, 4096))
+    if "softcap" in chosen:
+        found["softcap"] = rng.choice((5.0, 30.0))
+    if "sinks" in chosen:
+        found["sinks"] = normal(heads) * 3
+    if "starts" in chosen:
+        found["starts"] = (normal(len(lengths)).abs() * (lengths + 2) / 3).int()
+    return found
+
+
+def simple(
+    k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, keys: str, values: str, lengths: list[int] | None = None, **options: Any
+) -> Call:
+    """A call over a contiguous cache of k, v [B, H, T, D], full unless `lengths` are given."""
+    held = torch.tensor(lengths or [k.shape[2]] * k.shape[0], dtype=torch.int32, device=k.device)
+    tail = torch.float16 if q.dtype is torch.float16 else torch.bfloat16
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 32)) for x in (k, v))  # whole blocks, for per-channel keys
+    return Call(q, hb.KVCache.from_buffers(stored(k, keys, held, tail), stored(v, values, held, tail), held), options)
+
+
+def wrong(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    truth: torch.Tensor,
+    truth_lse: torch.Tensor,
+    base: torch.Tensor,
+    base_lse: torch.Tensor,
+) -> str:
+    """The promise: twice eager PyTorch's error plus twice what rounding near 0.3 costs in the output's dtype.
+
+    lse: 1e-5 plus twice eager PyTorch's error, and what fp32 loses of a score of that size: a sum of up to 256 products is off by
+    about sqrt(256) roundings, which matters where scores are in the ten thousands.
+    """
+    if out.shape != truth.shape or lse.shape != truth_lse.shape or lse.dtype is not torch.float32:
+        return f"shapes {list(out.shape)} {list(lse.shape)} {lse.dtype}, expected {list(truth.shape)}"
+    if not out.numel():
+        return ""
+    if out.isnan().any() or lse.isnan().any():
+        return f"NaN in {int(out.isnan().any(-1).sum())} rows of out, {int(lse.isnan().sum())} of lse"
+    empty = truth_lse == -torch.inf
+    if not torch.equal(lse == -torch.inf, empty) or out[empty].any():
+        return "rows that see no key: out is not 0 or lse not -inf there, or only there"
+    near = truth.to(out.dtype)
+    allowed = 2 * _largest(base, truth) + 2 * _largest(near + 0.3 - 0.3, near)
+    lse, truth_lse, base_lse = (t.masked_fill(empty, 0) for t in (lse, truth_lse, base_lse))
+    allowed_lse = 1e-5 + 2 * _largest(base_lse, truth_lse) + 16 * torch.finfo(lse.dtype).eps * truth_lse.abs().max().item()
+    error, error_lse = _largest(out, truth), _largest(lse, truth_lse)
+    found = [f"out is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed)
+    return "; ".join(found + [f"lse is off by {error_lse:.3g}, allowed {allowed_lse:.3g}"] * (not error_lse <= allowed_lse))
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, NaN and the sign of zero included."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype is b.dtype and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+
+
+def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether any bit differs, as a tensor on the device: nobody waits for it."""
+    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return (a.view(integers) != b.view(integers)).any()

@@ -1,0 +1,87 @@
+"""A few configurations for compute-sanitizer, see `make gpu-sanitize`: every kernel, every kind of format, odd sizes.
+
+Small, because the tools slow kernels down up to a hundredfold. Everything but the kernels happens on the CPU, so that the tools
+watch nothing else. Exits with 1 if a result breaks its promise.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from gpu_cases import Call, Case, Variant, build
+from gpu_place import PLACE
+
+import halfbyte as hb
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.planes import Plane
+
+ALL = frozenset({"alibi", "window", "softcap", "sinks", "starts"})
+MARKED = [
+    Case(Variant("int8", "int4_g32"), 2, (300, 65, 0, 1), slack=7),
+    Case(Variant("int4", "int4", group=8, layout="BTHD"), 1, (1025, 127)),
+    Case(Variant("int4_channel", "int8", dim=64, group=7, queries=2, dtype="float16"), 2, (97, 31, 64)),
+    Case(Variant("int8_token", "int8_token", group=2, queries=3, page=16, layout="slice"), 3, (33, 200)),
+    Case(Variant("fp8", "fp8", dim=256, group=1, queries=4, page=64, dtype="float16", options=ALL), 2, (130, 1, 64)),
+    Case(Variant("bf16", "bf16", dim=96, group=5, queries=5, odd=True, options=ALL), 1, (251,)),
+    Case(Variant("int4_g32", "int4_g64", dim=192, group=32, page=256, options=ALL), 1, (513, 255)),
+    Case(Variant("int8_channel", "fp8_tensor", group=12, queries=16, page=32), 1, (95, 63)),
+]
+
+
+def moved(t: torch.Tensor | None, device: str) -> torch.Tensor | None:
+    """A tensor on another device, with the strides it had."""
+    if t is None:
+        return None
+    empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return empty.copy_(t)
+
+
+def on_device(call: Call, device: str) -> Call:
+    """The same call elsewhere."""
+    planes = (Plane(p.format, *(moved(t, device) for t in p.tensors())) for p in (call.cache.keys, call.cache.values))  # type: ignore[arg-type]
+    cache = call.cache
+    table = moved(cache.page_table, device)
+    there = hb.KVCache.from_buffers(*planes, cache.lengths.to(device), page_table=table, rotate_keys=cache.rotate_keys)
+    options: dict[str, Any] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.options.items()}
+    return Call(call.q.to(device), there, options)
+
+
+def attention(case: Case, impl: str) -> str:
+    """What is wrong with a call, in words."""
+    call = build(case, "cpu")
+    there = on_device(call, PLACE.device)
+    try:
+        out, lse = hb.decode_attention(there.q, there.cache, return_lse=True, impl=impl, **there.options)
+    except (Unsupported, InvalidArgument) as error:
+        print(f"  {impl} refused: {error}")
+        return ""
+    return call.wrong(out.cpu(), lse.cpu())
+
+
+def append(case: Case) -> str:
+    """Two appends there and here."""
+    v = case.variant
+    k, x = torch.randn(2, 2, case.heads, 37, v.dim, generator=torch.Generator().manual_seed(case.seed))
+    caches = [hb.KVCache(2, case.heads, v.dim, 64, keys=v.keys, values=v.values, device=d) for d in ("cpu", PLACE.device)]
+    for cache in caches:
+        for first, last in ((0, 34), (34, 37)):
+            cache.append(k[:, :, first:last].to(cache.device), x[:, :, first:last].to(cache.device))
+    same = all(torch.equal(a, b.cpu()) for a, b in zip(caches[0].tensors(), caches[1].tensors(), strict=True))
+    return "" if same else "stores other bytes than on a CPU"
+
+
+def main() -> int:
+    """Run all; the number of failures becomes the exit status."""
+    failures = 0
+    for case in MARKED:
+        for what, why in (*((impl, attention(case, impl)) for impl in PLACE.impls), ("append", append(case))):
+            failures += bool(why)
+            print(f"{what}: {why or 'ok'}: {case.variant.keys}, {case.variant.values}, {case.variant.dim}")
+    PLACE.sync()
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Appending on the GPU stores the bytes that the reference stores on a CPU, in every format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import KEYS, VALUES, poisoned, same_bits
+from gpu_place import PLACE
+
+import halfbyte as hb
+from halfbyte.planes import Plane
+
+pytestmark = pytest.mark.compile_first
+
+#: Tokens of each append, and how many of them are real in each sequence (None: all).
+STEPS: list[tuple[int, list[int] | None]] = [
+    *((1, None), (5, [5, 0, 3]), (31, None), (1, [0, 0, 0])),
+    *((40, [40, 1, 33]), (64, None), (1, None)),
+]
+PAIRS = [(key, VALUES[i % len(VALUES)]) for i, key in enumerate(KEYS)]
+
+
+def numbers(count: int, dim: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values as models have them, and worse: each token of another magnitude, zeros, equal ones, ties."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 2, count, dim, generator=rng) * 10 ** (torch.rand(3, 2, count, 1, generator=rng) * 7 - 4)
+    x[0, :, ::5] = x[0, :, ::5].round()
+    x[1, 0, ::7] = 0
+    x[2, 1, ::6] = 0.7
+    return x.to(dtype)
+
+
+def same_stores(there: hb.KVCache, here: hb.KVCache) -> None:
+    """Bit for bit, but for the sign of an offset of 0 (where a block holds both zeros, either is its smallest number), and but for
+    the rows of a tail that hold no token."""
+    for a, b in zip(there.tensors(), here.tensors(), strict=True):
+        a = a.cpu() + 0 if a.is_floating_point() else a.cpu()
+        b = b + 0 if b.is_floating_point() else b
+        if here.keys.tail is not None and b.shape == here.keys.tail.shape:
+            held = torch.arange(b.shape[2]) < (here.lengths % b.shape[2]).view(-1, 1)
+            a, b = (t.masked_fill(~held[:, None, :, None], 0) for t in (a, b))
+        assert same_bits(a, b)
+
+
+def append_everywhere(dtype: torch.dtype, dim: int, make: Any) -> None:
+    there, here = make(PLACE.device), make("cpu")
+    for i, (count, real) in enumerate(STEPS):
+        k, v = numbers(count, dim, 2 * i, dtype), numbers(count, dim, 2 * i + 1, dtype)
+        counts = None if real is None else torch.tensor(real)
+        with poisoned():
+            there.append(k.to(PLACE.device), v.to(PLACE.device), None if counts is None else counts.to(PLACE.device))
+        here.append(k, v, counts)
+        same_stores(there, here)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("keys", "values"), PAIRS, ids="-".join)
+@pytest.mark.parametrize("page", [None, 32, 128])
+def test_every_format(keys: str, values: str, dtype: torch.dtype, page: int | None) -> None:
+    options: dict[str, Any] = {"keys": keys, "values": values, "k_scale": None, "v_scale": None}
+
+    def make(device: str) -> hb.KVCache:
+        if page is None:
+            return hb.KVCache(3, 2, 64, 256, device=device, **options)
+        return hb.PagedKVCache(3, 2, 64, 256, page_size=page, device=device, **options)
+
+    append_everywhere(dtype, 64, make)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 192, 256])
+@pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp8", "int8_token"])
+def test_every_head_size(keys: str, dim: int) -> None:
+    append_everywhere(torch.bfloat16, dim, lambda device: hb.KVCache(3, 2, dim, 256, keys=keys, values="int4", device=device))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("keys", ["int8", "int4_g32", "int4_channel"])
+def test_rotated_keys(keys: str, dim: int) -> None:
+    append_everywhere(
+        torch.bfloat16, dim, lambda device: hb.KVCache(3, 2, dim, 256, keys=keys, values="int8", rotate_keys=True, device=device)
+    )
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS, ids="-".join)
+def test_memory_with_tokens_before_heads(keys: str, values: str) -> None:
+    """An engine's [B, T, H, D] buffers, wrapped."""
+
+    def turned(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or t.ndim < 3 else t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def make(device: str) -> hb.KVCache:
+        cache = hb.KVCache(3, 2, 64, 256, keys=keys, values=values, device=device)
+        planes = (Plane(p.format, *map(turned, p.tensors()[:3]), p.tail, p.saturated) for p in (cache.keys, cache.values))  # type: ignore[arg-type]
+        return hb.KVCache.from_buffers(*planes, cache.lengths)
+
+    append_everywhere(torch.bfloat16, 64, make)
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> None:
+    """Rotary embedding inside of the append, by tables of one sequence or of each."""
+    for shape in ((50, 32), (3, 50, 32)):
+        angle = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 100
+        k, v = numbers(50, 64, 0, dtype), numbers(50, 64, 1, dtype)
+        caches = [hb.KVCache(3, 2, 64, 64, keys=keys, values="int8", device=device) for device in (PLACE.device, "cpu")]
+        for cache in caches:
+            rope = angle.cos().to(cache.device), angle.sin().to(cache.device)
+            cache.append(k.to(cache.device), v.to(cache.device), rope=rope)
+        same_stores(*caches)
+
+
+def test_more_than_fits_is_refused_and_changes_nothing() -> None:
+    cache = hb.KVCache(3, 2, 64, 40, keys="int8", values="int4_g32", device=PLACE.device)
+    k, v = (numbers(30, 64, seed, torch.bfloat16).to(PLACE.device) for seed in (0, 1))
+    cache.append(k, v)
+    before = [t.clone() for t in cache.tensors()]
+    with pytest.raises(hb.HalfbyteError, match="do not fit"):
+        cache.append(k, v)
+    PLACE.sync()
+    assert all(same_bits(a, b) for a, b in zip(before, cache.tensors(), strict=True))
+
+
+@pytest.mark.skipif(PLACE.dry, reason="a CPU refuses NaN")
+@pytest.mark.parametrize("keys", ["bf16", "int8", "int4_g32", "int8_token", "fp8"])
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_own_block_and_no_other(keys: str, spoil: float) -> None:
+    """Nobody waits for the GPU to look, so it must show: what shares a scale with it reads as not finite afterwards."""
+    k, v = (numbers(5, 64, seed, torch.bfloat16).to(PLACE.device) for seed in (0, 1))
+    spoiled = k.clone()
+    spoiled[2, 1, 3, 7] = spoil
+    clean, dirty = (hb.KVCache(3, 2, 64, 40, keys=keys, values="int8", device=PLACE.device) for _ in range(2))
+    clean.append(k, v)
+    dirty.append(spoiled, v)
+    (wanted, wanted_v), (found, found_v) = clean.dequantized(), dirty.dequantized()
+    assert same_bits(wanted_v, found_v)
+    assert not found[2, 1, 3, 7].isfinite()
+    fmt = hb.KV_FORMATS[keys]
+    heads = slice(None) if fmt.granularity == "token" else slice(1, 2)
+    width = fmt.group_size(64) if fmt.is_quantized else 1
+    block = (2, heads, 3, slice(7 // width * width, 7 // width * width + width))
+    wanted[block] = found[block] = 0
+    assert same_bits(wanted, found)

@@ -1,0 +1,60 @@
+"""More than one GPU: work happens where the tensors are, and one long sequence may be split over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import Case, Variant, build, same_bits
+from gpu_place import PLACE
+
+import halfbyte as hb
+
+GPUS = 0 if PLACE.dry else torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")
+VARIANT = Variant("int8", "int4_g32", options=frozenset({"sinks"}))
+
+
+def test_tensors_of_another_gpu_than_the_current_one(impl: str) -> None:
+    case = Case(VARIANT, 2, (1000, 77, 0))
+    expected = build(case, "cuda:0").run(impl)
+    assert torch.cuda.current_device() == 0
+    call = build(case, "cuda:1")
+    out, lse = call.run(impl)
+    assert out.device == lse.device == torch.device("cuda:1")
+    assert not call.wrong(out, lse)
+    assert torch.cuda.current_device() == 0
+    if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
+        assert same_bits(out.cpu(), expected[0].cpu())
+
+
+def test_appending_on_another_gpu() -> None:
+    caches = [hb.KVCache(2, 2, 128, 64, device=device) for device in ("cpu", "cuda:1")]
+    k, v = torch.randn(2, 2, 2, 33, 128)
+    for cache in caches:
+        cache.append(k.to(cache.device), v.to(cache.device))
+    for a, b in zip(caches[0].tensors(), caches[1].tensors(), strict=True):
+        assert same_bits(a, b.cpu())
+
+
+def test_one_sequence_over_all_gpus(impl: str) -> None:
+    """Each GPU holds a part of the sequence; what they return is merged on the first."""
+    rng = torch.Generator().manual_seed(0)
+    length, sinks = 20_000, torch.randn(8, generator=rng)
+    k, v = torch.randn(2, 1, 2, length, 128, generator=rng)
+    q = torch.randn(1, 8, 1, 128, generator=rng).bfloat16()
+
+    def attend(first: int, last: int, device: str, **options: Any) -> Any:
+        cache = hb.KVCache(1, 2, 128, last - first, device=device)
+        cache.append(k[:, :, first:last].to(device), v[:, :, first:last].to(device))
+        return hb.decode_attention(q.to(device), cache, return_lse=True, impl=impl, **options)
+
+    bounds = [length * i // GPUS for i in range(GPUS + 1)]
+    parts = [attend(bounds[i], bounds[i + 1], f"cuda:{i}") for i in range(GPUS)]
+    merged, lse = hb.merge_states(
+        [out.to("cuda:0") for out, _ in parts], [part.to("cuda:0") for _, part in parts], sinks.to("cuda:0")
+    )
+    whole, whole_lse = attend(0, length, "cuda:0", sinks=sinks.to("cuda:0"))
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(merged, whole, rtol=0.02, atol=2 * torch.finfo(torch.bfloat16).eps * float(whole.abs().max()))

@@ -1,0 +1,55 @@
+"""The public functions with impl="triton" on a CPU, through Triton's interpreter: what a user calls, from end to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.errors import Unsupported
+from halfbyte.settings import interpreted
+
+#: numpy warns of what a GPU computes silently, and as meant: log2 of 0.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize(("keys", "values", "page"), [("int8", "int4_g32", 0), ("int4", "fp8", 16), ("int4_channel", "int8", 0)])
+def test_append_and_attend(keys: str, values: str, page: int) -> None:
+    assert interpreted()
+    rng = torch.Generator().manual_seed(0)
+    made = [
+        hb.PagedKVCache(2, 2, 64, 64, page_size=page, keys=keys, values=values)
+        if page
+        else hb.KVCache(2, 2, 64, 64, keys=keys, values=values)
+        for _ in range(2)
+    ]
+    for count in (35, 1):
+        k, v = torch.randn(2, 2, 2, count, 64, generator=rng).bfloat16()
+        for cache in made:
+            cache.append(k, v)
+    q = torch.randn(2, 6, 2, 64, generator=rng).bfloat16()
+    slopes, sinks = torch.rand(6), torch.randn(6)
+    options = {"alibi_slopes": slopes, "sinks": sinks, "window": 20, "softcap": 30.0, "return_lse": True}
+    for deterministic in (False, True):
+        out, lse = hb.decode_attention(q, made[0], impl="triton", deterministic_batch=deterministic, **options)  # type: ignore[arg-type]
+        truth, truth_lse = hb.decode_attention(q, made[1], impl="reference", **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(out, truth, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse, truth_lse, rtol=0, atol=1e-3)
+
+
+def test_prefill_and_the_registered_op() -> None:
+    k, v = torch.randn(2, 1, 2, 40, 64).half()
+    q = torch.randn(1, 4, 40, 64).half()
+    cache = hb.KVCache(1, 2, 64, 64, dtype=torch.float16)
+    cache.append(k, v)
+    out, expected = (hb.prefill_attention(q, k, v, cache, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
+
+
+def test_what_cannot_run_here_is_refused() -> None:
+    cache = hb.KVCache(1, 2, 64, 64)
+    cache.append(*torch.randn(2, 1, 2, 3, 64))
+    with pytest.raises(Unsupported, match=r"q is torch\.float32; the triton kernel takes float16 and bfloat16"):
+        hb.decode_attention(torch.randn(1, 2, 1, 64), cache, impl="triton")
+    with pytest.raises(Unsupported, match=r"impl='gluon' of decode_attention runs on an NVIDIA GPU"):
+        hb.decode_attention(torch.randn(1, 2, 1, 64).half(), cache, impl="gluon")

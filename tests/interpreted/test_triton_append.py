@@ -1,0 +1,386 @@
+"""The append kernels, interpreted: what they write equals what the reference writes, bit for bit, and they write nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.cache import KVCache
+from halfbyte.errors import CapacityError, InvalidArgument
+from halfbyte.formats import KV_FORMATS, key_format
+from halfbyte.ops.append import append_
+from halfbyte.planes import Plane
+from halfbyte.reference.append import check_capacity
+from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.rope import apply_rope, rope_tables
+
+VALUES = [name for name, f in KV_FORMATS.items() if not f.token_block]
+PAIRS = [(keys, VALUES[(i + shift) % len(VALUES)]) for i, keys in enumerate(KV_FORMATS) for shift in (0, 5)]
+COUNTS = [[1, 1, 1], [2, 0, 1], [31, 33, 7], [1, 1, 0]]  # of three sequences: the first tokens, the end of a block, one more
+
+
+def tokens(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(shape, generator=g) * torch.logspace(-1, 1, shape[-1])
+    return k.to(dtype), torch.randn(shape, generator=g).to(dtype)
+
+
+def in_memory(t: torch.Tensor | None, how: str) -> torch.Tensor | None:
+    """Poisoned memory of the shape of `t`: whatever is read by mistake is seen, and so is what is written by mistake."""
+    if t is None or t.ndim == 1:
+        return None if t is None else t.clone()
+    turned = how == "transposed" and t.ndim > 2
+    shape = (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) if turned else t.shape
+    raw = torch.full(shape, -1, dtype={1: torch.int8, 2: torch.int16}[t.element_size()]).view(t.dtype)  # 16 bits: NaN
+    return raw.transpose(1, 2) if turned else raw
+
+
+def make(how: str, heads: int, dim: int, **options: Any) -> KVCache:
+    """A cache of 3 sequences and 96 tokens in memory of its own: in one piece, as [B, T, H, D], or in pages out of order."""
+    made = KVCache(9 if how == "paged" else 3, heads, dim, 32 if how == "paged" else 96, **options)
+    planes = []
+    for p in (made.keys, made.values):
+        tail = None if p.tail is None else in_memory(p.tail[:3], how)
+        planes.append(Plane(p.format, *(in_memory(t, how) for t in p.tensors()[:3]), tail, p.saturated))  # type: ignore[arg-type]
+    table = torch.tensor([[4, 0, 8], [2, 6, 1], [7, 3, 5]], dtype=torch.int32) if how == "paged" else None
+    rotated = bool(options.get("rotate_keys"))
+    return KVCache.from_buffers(*planes, torch.zeros(3, dtype=torch.int32), page_table=table, rotate_keys=rotated)
+
+
+def put(cache: KVCache, k: torch.Tensor, v: torch.Tensor, counts: list[int] | None, impl: str, **more: Any) -> None:
+    given = None if counts is None else torch.tensor(counts, dtype=torch.int32)
+    places = {"page_table": cache.page_table, "rotate_keys": cache.rotate_keys}
+    append_(k, v, cache.keys, cache.values, cache.lengths, counts=given, impl=impl, **places, **more)
+
+
+def assert_same(a: KVCache, b: KVCache) -> None:
+    """Every byte, written or not; of a tail what it holds."""
+    assert torch.equal(a.lengths, b.lengths)
+    for p, q in ((a.keys, b.keys), (a.values, b.values)):
+        for s, t in zip((*p.tensors()[:3], p.saturated), (*q.tensors()[:3], q.saturated), strict=True):
+            if s is not None and t is not None:
+                assert torch.equal(s.contiguous().view(torch.uint8), t.contiguous().view(torch.uint8))
+        if p.tail is not None and q.tail is not None:
+            for i, n in enumerate((a.lengths % p.tail.shape[2]).tolist()):
+                assert torch.equal(p.tail[i, :, :n], q.tail[i, :, :n])
+
+
+def both(how: str, heads: int, dim: int, dtype: torch.dtype = torch.float16, **options: Any) -> None:
+    """The same appends by the reference and by the kernel."""
+    tail = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    expected, got = make(how, heads, dim, dtype=tail, **options), make(how, heads, dim, dtype=tail, **options)
+    for step, counts in enumerate(COUNTS):
+        k, v = tokens((3, heads, max(counts), dim), step, dtype)
+        for b, n in enumerate(counts):
+            k[b, :, n:] = v[b, :, n:] = torch.nan
+        for cache, impl in ((expected, "reference"), (got, "triton")):
+            put(cache, k, v, counts, impl)
+    assert_same(expected, got)
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_every_format_is_the_reference_bit_for_bit(keys: str, values: str) -> None:
+    i = PAIRS.index((keys, values))
+    scales = {"k_scale": 0.25} if i % 3 == 0 and keys.endswith("_tensor") else {}
+    dtype = (torch.float16, torch.bfloat16, torch.float32)[i % 3]
+    both(("piece", "transposed", "paged", "paged")[i % 4], 2, 64, dtype, keys=keys, values=values, **scales)
+
+
+@pytest.mark.parametrize(("how", "dim", "keys", "values", "rotate_keys", "heads"), [
+    ("paged", 40, "int8", "int4", False, 3),
+    ("transposed", 80, "int4_channel", "fp8", True, 3),
+    ("paged", 80, "int8_token", "int8_token", True, 3),
+    ("transposed", 96, "int4_g32", "int8_g32", True, 1),
+    ("paged", 59, "int8_channel", "bf16", False, 2),
+    ("transposed", 128, "int8_tensor", "fp8_tensor", True, 2),
+    ("paged", 192, "int4_g64", "int4_g64", True, 3),
+])  # fmt: skip
+def test_sizes_and_rotation(how: str, dim: int, keys: str, values: str, rotate_keys: bool, heads: int) -> None:
+    both(how, heads, dim, keys=keys, values=values, rotate_keys=rotate_keys)
+
+
+def test_more_heads_than_a_tile_holds() -> None:
+    k, v = tokens((1, 70, 2, 128))
+    for keys in ("int8_token", "int4"):
+        a, b = (KVCache(1, 70, 128, 4, keys=keys, values="int8_token") for _ in range(2))
+        put(a, k, v, None, "reference")
+        put(b, k, v, None, "triton")
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_strides_and_types_of_the_input_do_not_matter(dtype: torch.dtype) -> None:
+    base = tokens((5, 2, 3, 130), dtype=dtype)[0]
+    k = base.permute(2, 1, 0, 3)[..., 1:129]
+    v = k[:1].expand(3, -1, -1, -1)[..., ::2]
+    for keys in ("int8", "int4_channel", "bf16"):
+        a, b = (KVCache(3, 2, 128, 64, keys=keys, values="int4", value_dim=64) for _ in range(2))
+        put(a, k, v, None, "reference")
+        put(b, k, v, None, "triton")
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "keys", "dim"), [
+    (torch.float16, "int8", 80),
+    (torch.bfloat16, "int4_channel", 128),
+    (torch.float32, "fp16", 40),
+    (torch.float16, "int8_token", 64),
+])  # fmt: skip
+def test_rope(dtype: torch.dtype, keys: str, dim: int) -> None:
+    """On both levels: cos and sin of every sequence, or the same for all."""
+    k, v = tokens((3, 2, 5, dim), dtype=dtype)
+    each = rope_tables(torch.arange(15).reshape(3, 5) + 7, dim)
+    for rope in (each, (each[0][1], each[1][1])):
+        caches = [make("piece", 2, dim, keys=keys, values="int8", rotate_keys=keys == "int8") for _ in range(3)]
+        put(caches[0], apply_rope(k, *(t.unsqueeze(-3) for t in rope)), v, [5, 2, 0], "reference")
+        put(caches[1], k, v, [5, 2, 0], "reference", rope=rope)
+        put(caches[2], k, v, [5, 2, 0], "triton", rope=rope)
+        assert_same(caches[0], caches[1])
+        assert_same(caches[0], caches[2])
+
+
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel", "int4_g32"])
+def test_many_appends_are_one(keys: str) -> None:
+    k, v = tokens((3, 1, 70, 32))
+    one, many = make("piece", 1, 32, keys=keys), make("piece", 1, 32, keys=keys)
+    put(one, k, v, None, "triton")
+    for lo, hi in ((0, 1), (1, 30), (30, 32), (32, 33), (33, 70)):
+        put(many, k[:, :, lo:hi], v[:, :, lo:hi], None, "triton")
+    assert_same(one, many)
+
+
+def test_nothing_new_changes_nothing() -> None:
+    a, b = make("piece", 2, 64), make("piece", 2, 64)
+    put(a, *tokens((3, 2, 0, 64)), None, "triton")
+    put(a, *tokens((3, 2, 2, 64)), [0, 0, 0], "triton")
+    assert_same(a, b)
+
+
+# --------------------------------------------------------------------------------------------------- what cannot be raised
+
+
+@pytest.mark.parametrize("keys", ["int8_g32", "int4_channel", "int8_tensor"])
+@pytest.mark.parametrize("how", ["piece", "paged"])
+def test_what_does_not_fit_is_not_written(how: str, keys: str) -> None:
+    """The length says so: it counts every token."""
+    k, v = tokens((3, 2, 7, 64))
+    a, b = (make(how, 2, 64, keys=keys, **({"k_scale": 0.25} if keys == "int8_tensor" else {})) for _ in range(2))
+    start = torch.tensor([93, 96, 2**31 - 9], dtype=torch.int32)
+    for cache, impl, counts in ((a, "reference", [3, 0, 0]), (b, "triton", None)):
+        if cache.keys.tail is not None:
+            cache.keys.tail.zero_()
+        cache.lengths.copy_(start.clamp_max(96) if impl == "reference" else start)
+        put(cache, k, v, counts, impl)
+    assert b.lengths.tolist() == [100, 103, 2**31 - 2]
+    b.lengths.copy_(a.lengths)
+    assert_same(a, b)
+
+
+def test_lengths_and_counts_that_make_no_sense() -> None:
+    k, v = tokens((3, 2, 2, 64))
+    a, b = make("piece", 2, 64), make("piece", 2, 64)
+    b.lengths.copy_(torch.tensor([-3, 5, 5]))
+    a.lengths.copy_(torch.tensor([0, 5, 5]))
+    put(a, k, v, [0, 0, 2], "reference")
+    put(b, k, v, [2, -1, 9], "triton")
+    assert b.lengths.tolist() == [-1, 5, 7]
+    b.lengths[0] = 0
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("keys", ["int8", "int8_channel"])
+def test_pages_that_are_not_there(keys: str) -> None:
+    k, v = tokens((3, 2, 40, 64))
+    a, b = make("paged", 2, 64, keys=keys), make("paged", 2, 64, keys=keys)
+    put(a, k, v, [32, 0, 40], "reference")
+    assert b.page_table is not None
+    b.page_table.copy_(torch.tensor([[4, -1, 8], [9, 2**30, -(2**31)], [7, 3, 5]]))
+    put(b, k, v, None, "triton")
+    assert b.lengths.tolist() == [40, 40, 40]
+    assert torch.equal(a.keys.codes, b.keys.codes)
+    assert torch.equal(a.values.codes, b.values.codes)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("fmt", ["int8", "int8_g32", "int8_token", "fp8", "int4", "int4_g32"])
+def test_a_block_with_nan_or_infinity_is_nan(fmt: str, bad: float) -> None:
+    k, v = tokens((1, 2, 2, 64))
+    k[0, 1, 1, 40] = v[0, 1, 1, 40] = bad
+    cache = KVCache(1, 2, 64, 4, keys=fmt, values=fmt)
+    put(cache, k, v, None, "triton")
+    for got in cache.dequantized():
+        wrong = got.isnan()
+        broken = {"group": (0, 1, 1, slice(32, 64)), "token": (0, slice(None), 1)}.get(str(key_format(fmt).granularity), (0, 1, 1))
+        assert wrong[broken].all()
+        assert int(wrong.sum()) == wrong[broken].numel()
+
+
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
+def test_a_channel_with_nan_is_nan(keys: str) -> None:
+    k, v = tokens((1, 1, 33, 64))
+    k[0, 0, 9, 5] = k[0, 0, 32, 7] = torch.nan
+    cache = KVCache(1, 1, 64, 64, keys=keys)
+    put(cache, k, v, None, "triton")
+    wrong = cache.dequantized()[0].isnan()
+    assert wrong[0, 0, :32, 5].all()
+    assert wrong[0, 0, 32, 7]
+    assert int(wrong.sum()) == 33
+
+
+def test_under_a_scale_for_everything_nan_is_counted() -> None:
+    x = torch.ones(1, 1, 2, 64)
+    x[0, 0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e9])
+    for fmt, codes in (("int8_tensor", [0, 127, -127, 127]), ("fp8_tensor", [0x7F, 0x7F, 0xFF, 0x7E])):
+        cache = KVCache(1, 1, 64, 4, keys=fmt, values=fmt, k_scale=1.0, v_scale=1.0)
+        put(cache, x, x, None, "triton")
+        for plane in (cache.keys, cache.values):
+            assert plane.codes[0, 0, 0, :4].tolist() == codes
+            assert int(plane.saturated or 0) == 4
+
+
+def test_nan_does_not_measure_a_scale() -> None:
+    x = torch.ones(1, 1, 2, 64)
+    x[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
+    cache = KVCache(1, 1, 64, 4, keys="int8_tensor", values="int8_tensor")
+    put(cache, x * 0, x * 0, None, "triton")
+    put(cache, x, x, None, "triton")
+    assert cache.keys.scales is not None
+    assert float(cache.keys.scales) == float(torch.tensor(1 / 127).half())
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_a_scale_beyond_fp16_saturates() -> None:
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., 0], x[..., 1] = 3e38, -3e38
+    for fmt, codes in (("int8", [127, -127, 0]), ("int4", [15, 0])):
+        cache = KVCache(1, 1, 64, 4, keys=fmt, values=fmt)
+        put(cache, x, x, None, "triton")
+        assert cache.keys.scales is not None
+        assert float(cache.keys.scales[0, 0, 0]) == 65504
+        assert cache.dequantized()[0].isfinite().all()
+        first = cache.keys.codes[0, 0, 0]
+        assert (first[:3].tolist() if fmt == "int8" else [int(first[0]) & 15, int(first[0]) >> 4]) == codes
+
+
+# ------------------------------------------------------------------------------------------------------- rounding, all of it
+
+
+def test_every_half_to_e4m3_and_to_integers() -> None:
+    """All finite fp16 numbers under a scale of 1, ties and subnormals among them; then counted as the reference counts."""
+    x = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.float16)
+    x = torch.cat([x[x.isfinite()], torch.zeros(2**11, dtype=torch.float16)]).reshape(1, 1, -1, 256)
+    for fmt in ("fp8_tensor", "int8_tensor"):
+        a, b = (KVCache(1, 1, 256, x.shape[2], keys=fmt, values="fp16", k_scale=1.0) for _ in range(2))
+        put(a, x, x, None, "reference")
+        put(b, x, x, None, "triton")
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("spread", [2.0**-30, 2.0**-14, 1e-3, 1.0, 1e4])
+def test_scales_of_all_sizes(spread: float) -> None:
+    """Tiny ones are floored, and a constant block has code 0."""
+    x = tokens((1, 2, 4, 64), dtype=torch.float32)[1] * spread
+    x[:, :, 1] = spread
+    x[:, :, 2] = 0
+    for keys, values in (("int8", "int4"), ("fp8", "int4_g32")):
+        a, b = (KVCache(1, 2, 64, 4, keys=keys, values=values) for _ in range(2))
+        put(a, x, x, None, "reference")
+        put(b, x, x, None, "triton")
+        assert_same(a, b)
+
+
+def test_rotation_is_that_of_the_reference() -> None:
+    k, v = tokens((1, 1, 3, 96), dtype=torch.float32)
+    cache = KVCache(1, 1, 96, 4, keys="fp16", rotate_keys=True)
+    put(cache, k, v, None, "triton")
+    assert torch.equal(cache.keys.codes[:, :, :3], rotate(k).half())
+
+
+# ------------------------------------------------------------------------------------------------------------ around the op
+
+
+def test_opcheck_and_compiling() -> None:
+    """What the op changes is declared, and a compiled append stores what an eager one does."""
+    a, b = make("paged", 1, 64, keys="int8_tensor"), make("paged", 1, 64, keys="int8_tensor")
+    k, v = tokens((3, 1, 3, 64))
+    counts, kp, vp = torch.tensor([3, 1, 0], dtype=torch.int32), a.keys, a.values
+    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors()[:3], vp.saturated, a.lengths, a.page_table)
+    torch.library.opcheck(
+        torch.ops.halfbyte.append_.default,
+        (*flat, kp.format.name, vp.format.name, False, *rope_tables(torch.arange(3), 64), True, "triton"),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+    )
+    a = make("paged", 1, 64, keys="int8_tensor")  # opcheck runs the op on it
+    step = torch.compile(put, backend="aot_eager", fullgraph=True)
+    for counts_of in ([3, 1, 0], [2, 3, 3]):
+        step(a, k, v, counts_of, "triton")
+        put(b, k, v, counts_of, "triton")
+    assert_same(a, b)
+
+
+class OnGpu(torch.Tensor):
+    """Memory that says it is a GPU's, to see when a cache looks at it."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_the_host_counts_tokens_and_rarely_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr("halfbyte.cache.check_capacity", lambda *a: (looks.append(1), check_capacity(*a)))
+    capturing: list[bool] = []
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: bool(capturing))
+    cache = KVCache(3, 1, 64, 8)
+    cache.lengths = cache.lengths.as_subclass(OnGpu)
+    for _ in range(4):
+        cache._check_capacity(2, None)
+        cache.lengths += 2
+    assert not looks
+    with pytest.raises(CapacityError):
+        cache._check_capacity(1, None)
+    assert len(looks) == 1
+    cache.crop(4)
+    cache._check_capacity(4, None)
+    assert len(looks) == 1
+    cache.reset()
+    counts = torch.tensor([1, 0, 0], dtype=torch.int32)
+    for i in range(8):  # the bound grows by all tokens, not by those that are real, and is then put right
+        cache._check_capacity(2, counts)
+        cache.lengths += counts
+        assert len(looks) == 1 + (i > 3) + (i > 5) + (i > 6), i
+    cache.reset()
+    looks.clear()
+    for _ in range(2):  # an engine's lengths are not known until they have been read
+        wrapped = KVCache.from_buffers(cache.keys, cache.values, cache.lengths)
+        wrapped._check_capacity(2, None)
+        wrapped._check_capacity(2, None)
+    assert len(looks) == 2
+    capturing.append(True)
+    cache._check_capacity(9, None)
+    assert len(looks) == 2
+    capturing.clear()
+    for i in range(3):  # replays of a graph append without a word
+        cache._check_capacity(1, None)
+        assert len(looks) == 3 + i
+
+
+def test_rope_is_looked_at() -> None:
+    k, v = tokens((3, 2, 2, 64))
+    cos, sin = rope_tables(torch.arange(2), 64)
+    cache = KVCache(3, 2, 64, 8)
+    for rope, says in (
+        (cos, "expected two tensors"),
+        ((cos, sin[:1]), r"rope\[1\] \(sin\) has shape \[1, 32\]; expected \[2, 32\]"),
+        ((cos[None], sin), r"rope\[0\] \(cos\) has shape \[1, 2, 32\]; expected \[3, 2, 32\]"),
+        ((cos.expand(3, -1, -1), sin), "cos has shape"),
+        ((cos.half(), sin), r"rope\[0\] \(cos\) is torch.float16; expected torch.float32"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            cache.append(k, v, rope=rope)  # type: ignore[arg-type]
+    assert not cache.lengths.any()
+    odd = KVCache(1, 1, 59, 8, values="int8")
+    with pytest.raises(InvalidArgument, match="odd head_dim"):
+        odd.append(torch.zeros(1, 1, 2, 59), torch.zeros(1, 1, 2, 59), rope=(cos, sin))
+    cache.append(k, v, rope=(cos, sin))
+    assert cache.lengths.tolist() == [2, 2, 2]

@@ -1,0 +1,160 @@
+"""What `make compile-check` refuses: toy kernels that spill, add atomically, or want more shared memory than there is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+
+from halfbyte.kernels.compiling import TARGETS, Configuration, build, divisible_by_16, float_atomics, recorded  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+compile_check: Any = importlib.import_module("compile_check")
+
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, i < n) + tl.load(y + i, i < n), i < n)
+
+
+@triton.jit
+def atomic(x, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(out + i % 8, tl.load(x + i, i < n))
+
+
+@gluon.jit
+def copy(x, out, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, LAYOUT)
+    gl.store(out + i, gl.load(x + i, i < n), i < n)
+
+
+@gluon.jit
+def through_shared(x, out, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, SHARED: gl.constexpr):  # type: ignore[no-untyped-def]
+    i = gl.arange(0, BLOCK, LAYOUT)
+    memory = gl.allocate_shared_memory(gl.float32, [BLOCK], SHARED)
+    memory.store(gl.load(x + i))
+    gl.store(out + i, memory.load(LAYOUT))
+
+
+def configuration(**changes: Any) -> Configuration:
+    pointers = {"x": "*fp32", "y": "*fp32", "out": "*fp32"}
+    return Configuration(
+        **{"name": "toy", "kernel": add, "signature": {**pointers, "n": "i32"}, "constexprs": {"BLOCK": 1024}} | changes
+    )
+
+
+def two_pointers(kernel: Any, signature: dict[str, str] | None = None, **constexprs: Any) -> Configuration:
+    return configuration(kernel=kernel, signature={"x": "*fp32", "out": "*fp32", **(signature or {})}, constexprs=constexprs)
+
+
+def found(c: Configuration, capability: int = 90) -> list[str]:
+    target = next(t for t in TARGETS if t.capability == capability)
+    return list(compile_check.problems(build(c, target), c, target))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_triton_and_gluon_compile_without_a_gpu(target: Any) -> None:
+    layout = gl.BlockedLayout([1], [32], [4], [0])
+    for c in (configuration(), two_pointers(copy, {"n": "i32"}, BLOCK=1024, LAYOUT=layout)):
+        binary = build(c, target)
+        assert 0 < binary.registers < 64
+        assert not list(compile_check.problems(binary, c, target))
+        assert target.name in binary.ptx
+
+
+def test_what_is_known_of_alignment_changes_the_code() -> None:
+    aligned = build(configuration(attrs=divisible_by_16("x", "y", "out", "n")), TARGETS[1])
+    assert "ld.global.v4" in aligned.ptx
+    assert "ld.global.v4" not in build(configuration(), TARGETS[1]).ptx
+
+
+def test_spills_are_refused_unless_there_is_a_reason() -> None:
+    c = configuration(constexprs={"BLOCK": 2048}, options={"num_warps": 1, "maxnreg": 24})
+    assert "spilled" in found(c)[0]
+    assert not found(configuration(constexprs=c.constexprs, options=c.options, may_spill="a toy"))
+
+
+def test_floating_point_atomics_are_refused() -> None:
+    assert "atom" in found(two_pointers(atomic, {"n": "i32"}, BLOCK=1024))[0]
+    counters = configuration(kernel=atomic, signature={"x": "*i32", "out": "*i32", "n": "i32"})
+    assert not found(counters)
+
+
+def test_atomics_are_told_apart_in_ptx() -> None:
+    ptx = """
+    // atom.global.add.f32 in a comment
+    @%p1 red.global.gpu.relaxed.add.noftz.f16x2 [%rd1], %r1;
+    atom.acq_rel.gpu.global.inc.u32 %r1, [%rd1], 3;
+    redux.sync.min.f32 %f1, %f2, 0xffffffff;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd2], [%r3], 16;
+    atom.global.add.f64 %fd1, [%rd1], %fd2; mov.f32 %f1, %f2;
+    """
+    assert [name.split(".")[0] for name in float_atomics(ptx)] == ["atom", "cp", "red"]
+
+
+def test_more_shared_memory_than_a_block_has_is_refused() -> None:
+    layout, shared = gl.BlockedLayout([1], [32], [4], [0]), gl.SwizzledSharedLayout(1, 1, 1, [0])
+    c = two_pointers(through_shared, BLOCK=65536, LAYOUT=layout, SHARED=shared)
+    c = Configuration(**{**c.__dict__, "may_spill": "a toy"})
+    assert "shared memory" in found(c)[0]
+    small = two_pointers(through_shared, BLOCK=1024, LAYOUT=layout, SHARED=shared)
+    assert build(small, TARGETS[1]).shared_bytes == 4096
+
+
+def test_arguments_that_are_forgotten_are_named() -> None:
+    with pytest.raises(ValueError, match="without a type or a value: n"):
+        build(configuration(signature={"x": "*fp32", "y": "*fp32", "out": "*fp32"}), TARGETS[0])
+    with pytest.raises(ValueError, match="no arguments called z"):
+        build(configuration(attrs=divisible_by_16("z")), TARGETS[0])
+
+
+def test_a_sample_is_spread_evenly() -> None:
+    names = [str(i) for i in range(10)]
+    assert compile_check.spread(names, 4) == ["0", "3", "6", "9"]
+    assert compile_check.spread(names, 0) == names
+    assert compile_check.spread(names, 1) == ["0"]
+
+
+class Both(NamedTuple):
+    """Pointers in a tuple, one of which may be absent."""
+
+    x: Any
+    y: Any
+
+
+@triton.jit
+def add_both(both, out, stride, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(both.x + i * stride, i < n)
+    if both.y is not None:
+        x += tl.load(both.y + i, i < n)
+    tl.store(out + i, x, i < n)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_a_launch_can_be_recorded_instead_of_written_down(absent: bool) -> None:
+    """Types, ones, what is absent and what is aligned, as the JIT sees them; in tuples too."""
+    t = torch.empty(4096, dtype=torch.float16, device="meta")
+    both = Both(t, None if absent else t)
+    (c,) = recorded("toy", lambda: add_both[(8,)](both, t, 1, 4096, BLOCK=512, num_warps=2), targets=(90,))
+    assert c.name == "toy add_both"
+    assert c.options["num_warps"] == 2
+    assert c.targets == (90,)
+    binary = build(c, TARGETS[1])
+    assert binary.ptx.count("ld.global.v4") == (1 if absent else 2)

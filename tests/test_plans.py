@@ -1,0 +1,119 @@
+"""Plans of decode attention: pure functions, so every GPU can be asked about here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte import plans
+from halfbyte.errors import InvalidArgument
+from halfbyte.formats import KV_FORMATS
+from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, programs, side
+from halfbyte.plans.explain import explanation
+
+H200 = (132, (9, 0))
+LAYER = Problem(
+    *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False, False, False),
+    deterministic_batch=False,
+)
+
+
+def tuned(p: Problem, sm_count: int = 132, capability: tuple[int, int] = (9, 0)) -> GluonPlan:
+    found = gluon_plan(p, sm_count, capability, True)
+    assert isinstance(found, GluonPlan), found
+    return found
+
+
+def why_not(p: Problem, capability: tuple[int, int] = (9, 0)) -> str:
+    found = gluon_plan(p, 132, capability, True)
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("name", [n for n, f in KV_FORMATS.items() if not f.token_block])
+def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) -> None:
+    limit = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
+    for dim in (64, 128, 256):
+        for group in (1, 4, 8, 16, 32):
+            p = replace(
+                LAYER, keys=name, values=name, dim=dim, value_dim=dim, group=group, dtype="fp16" if name == "fp16" else "bf16"
+            )
+            found = gluon_plan(p, 132, capability, True)
+            if isinstance(found, GluonPlan):
+                assert found.spec.shared_bytes <= limit
+                assert found.spec.pair == (capability >= (9, 0))
+                assert found.spec.padded_rows >= max(8, group)
+            else:
+                assert "registers" in found or "shared memory" in found, found
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"keys": "int8_channel"}, "portable kernel only"),
+        ({"deterministic_batch": True}, "shares the work of a whole batch"),
+        ({"aligned": False}, "not aligned to 16 bytes"),
+        ({"keys": "fp16"}, "bf16 queries over fp16"),
+        ({"page": 24}, "pages of 24 tokens"),
+        ({"dim": 96, "keys": "int8_g32"}, "3 groups in a head are not a power of two"),
+        ({"group": 64}, "64 query rows of 128"),
+        ({"dim": 40, "keys": "int4"}, "rows of 20 bytes"),
+        ({"batch": 5000}, "5000 sequences"),
+    ],
+)
+def test_what_the_tuned_kernel_leaves_to_the_portable_one(change: dict[str, object], why: str) -> None:
+    tuned(LAYER)
+    assert why in why_not(replace(LAYER, **change))  # type: ignore[arg-type]
+
+
+def test_an_old_gpu_is_refused() -> None:
+    assert "compute capability 7.5" in why_not(LAYER, (7, 5))
+
+
+@given(st.integers(1, 5000), st.integers(1, 400))
+def test_programs_fill_the_slots_without_straddling_where_that_is_cheap(units: int, slots: int) -> None:
+    count = programs(units, slots)
+    assert 1 <= count <= slots
+    assert 8 * count >= 7 * slots or units < slots  # an eighth may idle
+    if count != slots:
+        assert count % units == 0 or -(-units // count) == -(-units // slots)
+
+
+@pytest.mark.parametrize(
+    ("units", "slots", "expected"), [(512, 132, 128), (32, 132, 128), (8, 132, 128), (1, 132, 132), (100, 132, 132)]
+)
+def test_programs_by_hand(units: int, slots: int, expected: int) -> None:
+    assert programs(units, slots) == expected
+
+
+def test_a_side_says_how_its_words_are_read() -> None:
+    int4 = side(format_of("int4_g32"), 128, False)
+    assert isinstance(int4, Side)
+    assert (int4.words, int4.planes, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
+    odd = side(format_of("int8"), 80, True)
+    assert isinstance(odd, Side)
+    assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
+    assert side(format_of("int8_tensor"), 64, True) == replace(odd, words=32, padded=32, scale="tensor", staged=False)
+
+
+def test_levels_are_named_where_they_are_explained() -> None:
+    assert set(plans.GPU_LEVELS) < set(plans.LEVELS["decode_attention"])
+
+
+def test_an_explanation_says_which_kernel_and_why() -> None:
+    sizes = (8, 32, 8, 128, 8192, 1, "int8", "int4_g32", 0, "bf16")
+    facts = explanation(*sizes, False, *H200)
+    assert facts["kernel"].startswith("gluon")
+    assert "64 units" in facts["work"]
+    facts = explanation(*sizes, True, *H200)
+    assert facts["kernel"].startswith("triton")
+    assert "deterministic_batch" in facts["not gluon"]
+    assert "1024 tokens each" in facts["splits"]
+    with pytest.raises(InvalidArgument, match="heads=7/3"):
+        explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
+    with pytest.raises(InvalidArgument, match="dim=0"):
+        explanation(1, 6, 3, 0, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
