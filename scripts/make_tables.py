@@ -138,7 +138,9 @@ def all_bars() -> str:
     if not measured:
         return NOTHING
     rows = [[cell.replace("\n", "<br>") for cell in row] for row in bars.table_rows(measured)]
-    return f"{_where(measured)} {bars.count_text(measured)}.\n\n{markdown(bars.HEADERS, rows)}"
+    left = len(bars.BARS) - sum(len(r.bars) for r in measured)
+    missing = f"; {left} more are not in these records" if left > 0 else ""
+    return f"{_where(measured)} {bars.count_text(measured)}{missing}.\n\n{markdown(bars.HEADERS, rows)}"
 
 
 def gpu_records() -> list[Record]:

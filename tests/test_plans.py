@@ -63,6 +63,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
         ({"group": 64}, "64 query rows of 128"),
         ({"dim": 40, "keys": "int4"}, "rows of 20 bytes"),
         ({"batch": 5000}, "5000 sequences"),
+        ({"batch": 4000, "capacity": 2**20}, "more than it counts"),
     ],
 )
 def test_what_the_tuned_kernel_leaves_to_the_portable_one(change: dict[str, object], why: str) -> None:

@@ -133,9 +133,10 @@ def _records_graphs(model_or_config: Any) -> bool:
 
     Queries of 16 bits have kernels; quantised linear layers have none yet.
     """
-    half = getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16, "float16", "bfloat16")
-    modules = model_or_config.modules() if isinstance(model_or_config, torch.nn.Module) else ()
-    return half and not any(isinstance(module, QuantLinear | FusedQKV) for module in modules)
+    if not isinstance(model_or_config, torch.nn.Module):
+        return False  # a configuration does not say what its linear layers are
+    half = getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16)
+    return half and not any(isinstance(module, QuantLinear | FusedQKV) for module in model_or_config.modules())
 
 
 class PackedCache(Cache):  # type: ignore[misc]

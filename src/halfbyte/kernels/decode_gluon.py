@@ -54,7 +54,7 @@ from halfbyte.kernels.gluon_tiles import (
     visible_keys,
 )
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import GluonPlan, Problem, Spec, gluon_plan
+from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Problem, Spec, gluon_plan
 
 
 # Numbers that no vector of addresses is made of are not specialised on: a kernel for each would be compiled for nothing.
@@ -249,7 +249,7 @@ def launch(
     return decode[(programs,)](
         *(q, k, keys.scales, keys.offsets, v, values.scales, values.offsets, out, lse, part, count),
         *(lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
-        *(o.sm_scale, o.softcap or 1.0, o.window or 0, *sizes(q, keys, values, page_table)),
+        *(o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST), *sizes(q, keys, values, page_table)),
         C=spec,
         num_warps=spec.warps,
         launch_pdl=spec.pair,

@@ -48,8 +48,11 @@ def raw_scores(rings, slot, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
 def adjust(s, token, row_position, slopes, softcap, C: gl.constexpr):
     """Softcap and ALiBi on scores that are in units of log2 (for the softcap: in units of the cap)."""
     if C.softcap:
+        # tanh: by its series where 1 - 2 / (1 + e) would cancel, as a cap may be much larger than the scores.
+        y = s * s
+        small = s * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 - y * (17.0 / 315.0))))
         e = gl.exp2(s * 2.8853900817779268)
-        s = (1.0 - 2.0 / (1.0 + e)) * (softcap * 1.4426950408889634)
+        s = gl.where(gl.abs(s) < 0.15, small, 1.0 - 2.0 / (1.0 + e)) * (softcap * 1.4426950408889634)
     if C.alibi:
         s += slopes * (token - row_position).to(gl.float32)
     return s

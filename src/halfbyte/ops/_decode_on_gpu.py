@@ -171,9 +171,11 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
 
     q = c.q
     if c.options.rotate_keys:
-        # In fp32, where keys are codes: the kernel rounds once. Compiled code makes the matrix anew, as it may keep nothing.
-        matrix = (_hadamard.__wrapped__ if own else _hadamard)(q.shape[3], q.device)
-        q = (q.float() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
+        # To fp32, where keys are codes: the kernel rounds once. In float64, which neither autocast nor TF32 touches.
+        keep = not own and not (q.is_cuda and torch.cuda.is_current_stream_capturing())  # else it would lie in memory of a graph
+        matrix = (_hadamard if keep else _hadamard.__wrapped__)(q.shape[3], q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            q = (q.double() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
     part = floats(q.device, 2 * plan.programs * plan.spec.part_floats, own)
     count = counters(q.device, q.shape[0] * c.keys.heads, own)
     tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
@@ -191,4 +193,4 @@ def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
 @functools.cache
 def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """The matrix of `reference.hadamard.rotate`."""
-    return rotate(torch.eye(dim, device=device))
+    return rotate(torch.eye(dim, dtype=torch.float64, device=device))

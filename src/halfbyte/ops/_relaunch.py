@@ -14,7 +14,7 @@ import torch
 
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import GluonPlan, Spec
+from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Spec
 
 Key = tuple[Any, ...]
 
@@ -53,9 +53,10 @@ def key(
         return None
     vectors = (lengths, query_start, o.starts, o.ends, o.alibi_slopes, o.sinks)
     seen = tuple(None if t is None else (t.data_ptr() % 16, t.dtype, t.is_contiguous()) for t in vectors)
-    table = None if page_table is None else (page_table.shape, page_table.stride(), page_table.data_ptr() % 16)
+    table = None if page_table is None else (page_table.dtype, page_table.shape, page_table.stride(), page_table.data_ptr() % 16)
     query = (q.shape, q.stride(), q.dtype, q.data_ptr() % 16)
-    return (id(keys), id(values), query, seen, table, o.window is None, o.softcap is None, level, pair)
+    where = tuple(None if t is None else t.data_ptr() for p in (keys, values) for t in (p.codes, p.scales, p.offsets))
+    return (id(keys), id(values), where, query, seen, table, o.window is None, o.softcap is None, level, pair)
 
 
 def launch(
@@ -77,7 +78,7 @@ def launch(
     part, count = floats(q.device, e.part), counters(q.device, e.count)
     e.compiled[e.grid](
         *(q, *e.planes, out, lse, part, count, lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
-        *(o.sm_scale, o.softcap or 1.0, o.window or 0, *e.sizes, e.spec),
+        *(o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST), *e.sizes, e.spec),
     )
     return True
 
@@ -88,8 +89,9 @@ def remember(
     """Keep what a launch found out, unless its tensors were not as the kernel reads them."""
     from halfbyte.kernels.decode_gluon import sizes
 
-    dense = all(found is None or found[2] for found in key[3])
-    fp32 = all(found is None or found[1] is torch.float32 for found in key[3][4:])
+    vectors = key[4]
+    dense = all(found is None or found[2] for found in vectors)
+    fp32 = all(found is None or found[1] is torch.float32 for found in vectors[4:])
     if not (dense and fp32) or (page_table is not None and page_table.stride(1) != 1):
         return
     planes = tuple(t for p in (keys, values) for t in (p.codes.view(torch.int16), p.scales, p.offsets))

@@ -15,6 +15,8 @@ _RESERVE = 1 << 20
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 _reserves: dict[torch.device, tuple[torch.Tensor, int]] = {}
+#: Reserves that are used up. Graphs count in them, and nobody knows for how long.
+_used_up: list[torch.Tensor] = []
 
 
 def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
@@ -53,6 +55,7 @@ def prepare(device: torch.device) -> None:
     """Set counters aside for CUDA graphs that will be recorded on this device, if there are not enough yet."""
     reserve, used = _reserves.get(device, (None, 0))
     if reserve is None or used > _RESERVE // 2:
+        _used_up.extend([] if reserve is None else [reserve])
         _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device), 0
         torch.cuda.current_stream(device).synchronize()  # once: a graph on any stream may use it from now on
 
@@ -62,5 +65,5 @@ def _from_reserve(device: torch.device, size: int) -> torch.Tensor:
     reserve, used = _reserves.get(device, (None, 0))
     if reserve is None or used + size > reserve.numel():
         return torch.zeros(size, dtype=torch.int32, device=device)
-    _reserves[device] = reserve, used + size
+    _reserves[device] = reserve, used + -(-size // 32) * 32  # aligned, or a second kernel would be compiled for the next call
     return reserve[used : used + size]

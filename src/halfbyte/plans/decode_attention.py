@@ -15,6 +15,8 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
 
 
+#: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
+WIDEST, MOST_TOKENS = 2**30, 2**33
 #: What the tuned kernel calls the codes that it reads.
 _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
 
@@ -256,6 +258,8 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
         return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
+    if p.batch * p.heads * p.capacity > MOST_TOKENS:
+        return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
     if p.batch > 4096:
         return f"{p.batch} sequences are more than a program looks through"
     return ""

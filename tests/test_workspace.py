@@ -1,0 +1,29 @@
+"""Counters for CUDA graphs: handed out once, aligned, and alive as long as the process is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from halfbyte.ops import _workspace
+
+
+def test_a_reserve_that_is_used_up_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(_workspace, "_RESERVE", 256)
+    monkeypatch.setattr(_workspace, "_reserves", {device: (torch.zeros(256, dtype=torch.int32), 0)})
+    first = _workspace._from_reserve(device, 3)
+    second = _workspace._from_reserve(device, 200)
+    assert second.data_ptr() - first.data_ptr() == 32 * 4
+    memory = weakref.ref(_workspace._reserves[device][0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"synchronize": lambda self: None})())
+        _workspace.prepare(device)
+    del first, second
+    gc.collect()
+    assert memory() is not None
+    assert _workspace._reserves[device] == (_workspace._reserves[device][0], 0)
+    assert _workspace._from_reserve(device, 300).eq(0).all()  # more than a reserve holds: zeros of its own
