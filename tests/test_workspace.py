@@ -25,5 +25,5 @@ def test_a_reserve_that_is_used_up_stays_alive(monkeypatch: pytest.MonkeyPatch) 
     del first, second
     gc.collect()
     assert memory() is not None
-    assert _workspace._reserves[device] == (_workspace._reserves[device][0], 0)
+    assert _workspace._reserves[device][1] == 0
     assert _workspace._from_reserve(device, 300).eq(0).all()  # more than a reserve holds: zeros of its own

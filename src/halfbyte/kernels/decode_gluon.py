@@ -19,7 +19,7 @@ to the workspace and the program that arrives last adds them up, in the order of
 """
 
 # ruff: noqa: RUF005, SIM108, E741
-# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
 

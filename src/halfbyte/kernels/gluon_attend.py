@@ -1,7 +1,7 @@
 """The tuned decode kernel: scores of a tile, its online softmax, and its product with the values."""
 
 # ruff: noqa: RUF005, SIM108, B007, E741
-# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
 

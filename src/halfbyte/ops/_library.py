@@ -24,7 +24,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _guarded(name, run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.no_grad()(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     if not schema.endswith("-> ()"):
         torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=_LIBRARY)
@@ -41,16 +41,6 @@ def level(op: str, impl: str, device: torch.device) -> str:
     if device.type != "cpu" and impl == "auto" and chosen.level not in GPU_LEVELS:
         say_once(chosen.why)
     return chosen.level
-
-
-def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without gradients."""
-
-    @torch.no_grad()
-    def guarded(*args: Any) -> Any:
-        return run(*args)
-
-    return guarded
 
 
 def refuse_capture(name: str, device: torch.device) -> None:
