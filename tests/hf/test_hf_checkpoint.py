@@ -225,9 +225,9 @@ def test_folders_that_are_none(tmp_path, build):
     (tmp_path / "empty" / "config.json").write_text("[" * 100000)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         hf.load(tmp_path / "empty")
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}')
     save_file({"x": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
-    with pytest.raises(Unsupported, match="gptq"):
+    with pytest.raises(Unsupported, match="hqq"):
         hf.load(tmp_path / "empty")
 
 

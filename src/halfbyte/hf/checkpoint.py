@@ -6,7 +6,6 @@ config.json a `quantization_config` that says which module has which format.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -21,9 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from halfbyte.checkpoints.adapters import make_adapter, read_quantization
 from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files, read_folder
-from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.foreign import ForeignCheckpoint
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
 
@@ -188,39 +189,50 @@ def load(
 ) -> Any:
     """A causal language model from a folder or a Hub id, its files checked first, then quantised as asked.
 
-    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved. dtype is
-    that of everything that is not quantised. Only safetensors are read, and no code from the folder runs.
+    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
+    quantised by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
+    installed: docs/checkpoints.md. dtype is that of everything that is not quantised. Only safetensors are read, and no code from
+    the folder runs.
     """
     from halfbyte.hf import quantize
 
     folder = local_folder(folder_or_id)
-    method = read_method(folder)
+    quantization = read_quantization(folder)
+    foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
     infos = read_folder(folder)
-    if method not in (None, METHOD):
-        raise Unsupported(
-            f"{folder}: its weights are quantised as {method!r}; halfbyte.hf.load reads 16-bit weights and its own format"
-        )
-    if method == METHOD and weights is not None:
+    if quantization is not None and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
-    _check_size(folder, infos)
+    empty = _build_empty(folder, infos)
+    checkpoint = None if foreign is None else ForeignCheckpoint(folder, empty, foreign, infos)
+    _check_tensors(folder, empty, infos if checkpoint is None else checkpoint.plain)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+        if checkpoint is not None:
+            model, found = checkpoint.load(dtype)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
     except (HalfbyteError, torch.OutOfMemoryError):
         raise
     except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    if weights is not None or keys is not None or values is not None:
+    if weights is not None or keys is not None or values is not None or options.get("fuse_qkv"):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
     return model
 
 
-def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
-    """The configuration must not describe far more than the files hold: what is missing would be allocated and made up."""
+#: Numbers that one element of these types may hold: 4-bit codes are packed.
+_PACKED = {torch.uint8: 2, torch.int32: 8}
+
+
+def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
+    """The model of config.json on the meta device, its weights not quantised.
+
+    It must not be far more than the files hold: what is missing would be allocated and made up.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
@@ -229,18 +241,18 @@ def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except CheckpointError:
         raise
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error
     wanted = sum(p.numel() for p in model.parameters())
-    held = sum(math.prod(i.shape) * (2 if i.dtype is torch.uint8 else 1) for i in infos.values())  # uint8 may be two 4-bit codes
+    held = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for i in infos.values())
     if wanted > 2 * held:  # less than that is found and named while loading
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
         )
-    _check_tensors(folder, model, infos)
+    return model
 
 
 def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo]) -> None:
@@ -279,22 +291,3 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {error}") from error
-
-
-def read_method(folder: Path) -> str | None:
-    """`quant_method` of a folder's configuration; None for plain weights. Raises `CheckpointError` when there is no usable one."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no config.json; pass a folder with a transformers model") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{file}: it has no model_type; pass a folder with a transformers model")
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict) or not isinstance(quantization.get("quant_method"), str):
-        raise CheckpointError(f"{file}: quantization_config has no quant_method")
-    return str(quantization["quant_method"])
