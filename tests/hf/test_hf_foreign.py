@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch import nn
 
 import halfbyte.hf as hf
 from checkpoint_files import KINDS, Drawn, draw
+from halfbyte import cli
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.weights import linear_size
 from halfbyte.nn import FusedQKV, QuantLinear, fuse_qkv
+from halfbyte.paths import shipped_model
 
 #: Sizes that every kind divides: rows of 128 and 256.
 SIZES = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}
@@ -55,7 +58,7 @@ def write(model: Any, folder: Path, kind_of: Chooser, **config: Any) -> Any:
         values = torch.from_numpy(drawn.values)
         with torch.no_grad():
             module.weight.copy_(values if isinstance(module, nn.Linear) else values.T)
-        state.pop(f"{name}.weight")
+        state.pop(f"{name}.weight", None)
         state |= {f"{name}.{part}": t for part, t in drawn.tensors.items()}
     model.config.save_pretrained(folder)
     described = json.loads((folder / "config.json").read_text())
@@ -222,3 +225,56 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HalfbyteError, match="'hqq'"):
         hf.load(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str) -> int:
+    """The exit code of `halfbyte ...` in this process."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> Path:
+    """The model that comes with halfbyte, as a GPTQ folder with its tokenizer."""
+    folder = tmp_path / "gptq"
+    folder.mkdir()
+    model = tf.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
+    write(model, folder, blocks("gptq v1 act-order, group 64"))
+    for file in shipped_model().glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("quantize", "--from", str(shipped), "-o", str(tmp_path / "own")) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    first, second = hf.load(shipped).state_dict(), hf.load(tmp_path / "own").state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(t, second[name]) for name, t in first.items())
+    outputs = []
+    for folder in (shipped, tmp_path / "own"):
+        assert run("generate", str(folder), "--prompt", "The", "--tokens", "3") == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert run("eval", str(shipped), "--windows", "1", "--length", "64", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a MODEL"),
+        (["demo"], "give a MODEL"),
+        (["--from", "demo", "--weights", "nf4"], "give a MODEL"),
+        (["demo", "--weights", "nf4", "--from", "demo"], "give a MODEL"),
+        (["--from", "demo"], "'demo' is not quantised"),
+    ],
+)
+def test_quantize_needs_one_source(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("quantize", *arguments, "-o", str(tmp_path / "out")) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
