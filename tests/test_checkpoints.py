@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_files import KINDS, Drawn, awq, bnb, compressed, draw, gptq, mxfp4, nvfp4, pack
+from fuzz import damage_config, mutate
 from halfbyte.checkpoints.adapters import make_adapter, read_quantization
 from halfbyte.checkpoints.layer import Layer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
 from halfbyte.packing import unpack_nibbles
-from halfbyte.reference.quantize import dynamic_map
+from halfbyte.reference.quantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
 
 
@@ -341,3 +344,60 @@ def test_other_methods_are_named(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": 3}')
     with pytest.raises(HalfbyteError, match="no quantization"):
         read_quantization(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- ten thousand mutants
+
+
+TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def damage_tensor(drawn: Drawn, rng: random.Random) -> None:
+    """Another type, shape or content for one tensor, or none."""
+    name = rng.choice(sorted(drawn.tensors))
+    raw = drawn.tensors[name].contiguous().view(-1).view(torch.uint8).clone()
+    match rng.randrange(5):
+        case 0:
+            del drawn.tensors[name]
+        case 1:
+            kind = rng.choice(TYPES)
+            drawn.tensors[name] = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(kind)
+        case 2:
+            shape = rng.choice([(), (1,), (0,), (0, 5), (2, 2), tuple(reversed(drawn.tensors[name].shape)), (8, 4), (4, 8)])
+            drawn.tensors[name] = torch.zeros(shape, dtype=drawn.tensors[name].dtype)
+        case 3:
+            raw[rng.randrange(raw.numel())] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
+            drawn.tensors[name] = raw.view(drawn.tensors[name].dtype).view(drawn.tensors[name].shape)
+        case 4:
+            raw.fill_(rng.choice([0, 0x7F, 0x80, 0xFF]))
+            drawn.tensors[name] = raw.view(drawn.tensors[name].dtype).view(drawn.tensors[name].shape)
+
+
+def test_fuzzed_layers(tmp_path: Path) -> None:
+    """Damaged configurations, tensors and bytes of every kind: a weight with finite scales, or the library's own error.
+
+    HALFBYTE_FUZZ=10000 for as many; HALFBYTE_FUZZ_SEED for others.
+    """
+    count, seed = int(os.environ.get("HALFBYTE_FUZZ", "800")), int(os.environ.get("HALFBYTE_FUZZ_SEED", "4"))
+    rng, file, refused = random.Random(seed), tmp_path / "x.safetensors", 0
+    for i in range(count):
+        kind = rng.choice(sorted(KINDS))
+        drawn, config = draw(kind, 8, 128, i), None
+        match i % 3:
+            case 0:
+                config = damage_config(drawn.config, rng)
+            case 1:
+                damage_tensor(drawn, rng)
+        save_file({f"a.b.{name}": t.contiguous() for name, t in drawn.tensors.items()}, file)
+        if i % 3 == 2:
+            file.write_bytes(mutate(file.read_bytes(), rng))
+        try:
+            described = {**config, "quant_method": drawn.config["quant_method"]} if isinstance(config, dict) else drawn.config
+            weight = make_adapter(described).convert(Layer("a.b", 8, 128, read_header(file)))
+            assert weight.shape == (8, 128)
+            assert bool(block_scales(weight).isfinite().all())
+        except HalfbyteError:
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"seed {seed}, round {i}, {kind}: {type(error).__name__}: {error}")
+    assert count * 0.3 < refused < count * 0.95  # many are refused, and harmless changes are not

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, LLAMA
 
 import halfbyte.hf as hf
+from fuzz import mutate
 from halfbyte.checkpoints import safetensors_files as files
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
@@ -317,27 +318,6 @@ def test_indexes(tmp_path, weight_map, message):
         files.read_folder(tmp_path)
 
 
-def _mutate(data: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, repeat or insert a few bytes; digits, quotes and brackets more often than the rest."""
-    out = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(out)) if out else 0
-        match rng.randrange(6):
-            case 0 if out:
-                out[at] = rng.randrange(256)
-            case 1 if out:
-                out[at] = rng.choice(b'0123456789-.eE"[]{},:/\\ ')
-            case 2:
-                del out[at : at + rng.choice([1, 1, 2, 8, len(out)])]
-            case 3:
-                out[at:at] = out[at : at + rng.randrange(1, 40)]
-            case 4:
-                out[at:at] = rng.choice([b"9" * 30, b"null", b"NaN", b"1e400", b"-1", b"[[[[", b'"../x"', b"\x00", b"\\ud800"])
-            case 5 if len(out) >= 8:
-                out[:8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63 - 1, 2**64 - 1, len(out), len(out) - 8]))
-    return bytes(out)
-
-
 def test_fuzzed_headers_and_indexes(tmp_path):
     """Thousands of damaged files: tensors that lie inside the file, or CheckpointError. Nothing else."""
     seed = int(os.environ.get("HALFBYTE_FUZZ_SEED", "20261"))
@@ -350,7 +330,7 @@ def test_fuzzed_headers_and_indexes(tmp_path):
     for i in range(4000):
         single = i % 4 != 0
         target = tmp_path / files.SINGLE if single else root / files.INDEX
-        target.write_bytes(_mutate(header if single else index, rng))
+        target.write_bytes(mutate(header if single else index, rng))
         try:
             for info in (files.read_header(target) if single else files.read_folder(root)).values():
                 assert 0 <= info.start <= info.end <= os.path.getsize(info.file), f"seed {seed}, round {i}"
@@ -369,7 +349,7 @@ def test_fuzzed_folders_through_load(folder):
     for i in range(30):
         name = "config.json" if i % 3 == 0 else "model.safetensors"
         head, rest = good[name][:6000], good[name][6000:]
-        (folder / name).write_bytes(_mutate(head, rng) + rest)
+        (folder / name).write_bytes(mutate(head, rng) + rest)
         try:
             hf.load(folder)
         except HalfbyteError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 
 import halfbyte.hf as hf
 from checkpoint_files import KINDS, Drawn, draw
+from fuzz import damage_config, mutate
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.weights import linear_size
@@ -278,3 +281,32 @@ def test_quantize_needs_one_source(arguments: list[str], message: str, tmp_path:
     assert run("quantize", *arguments, "-o", str(tmp_path / "out")) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_fuzzed_folders(tmp_path: Path) -> None:
+    """Damaged folders through the whole loader, fewer than the layers of tests/test_checkpoints.py: only the library's errors."""
+    count, rng = int(os.environ.get("HALFBYTE_FUZZ", "30")), random.Random(int(os.environ.get("HALFBYTE_FUZZ_SEED", "4")))
+    for number, kind in enumerate(
+        ("gptq v1 act-order, group 64", "awq", "bnb nf4 nested", "ct int4 asym g_idx", "ct nvfp4", "quark mxfp4")
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(tiny(num_hidden_layers=1), folder, blocks(kind))
+        good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+        for i in range(count // 6):
+            if i % 3 == 0:
+                config = json.loads(good["config.json"])
+                config["quantization_config"] = damage_config(config["quantization_config"], rng)
+                (folder / "config.json").write_text(json.dumps(config))
+            else:
+                name = ("config.json", "model.safetensors")[i % 3 - 1]
+                head, rest = good[name][:4000], good[name][4000:]
+                (folder / name).write_bytes(mutate(head, rng) + rest)
+            try:
+                hf.load(folder)
+            except HalfbyteError:
+                pass
+            except Exception as error:
+                pytest.fail(f"{kind}, round {i}: {type(error).__name__}: {error}")
+            for name, content in good.items():
+                (folder / name).write_bytes(content)

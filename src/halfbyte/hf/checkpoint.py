@@ -25,6 +25,7 @@ from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, chec
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.foreign import ForeignCheckpoint
+from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
 
@@ -112,11 +113,16 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
-                weight = module.weight
+                weight = module.weight  # under tensor parallelism, this rank's share
                 check_scales(name, module.format, weight.parts())
                 if weight.perm is not None:
                     check_perm(f"{name}.weight_perm", weight.perm)
         return model
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        """How the parts of a layer are shared out. Versions of transformers that do not ask fail on the shapes of shares."""
+        if (ranks := ranks_of(model)) > 1:
+            update_plan(model, plan, ranks)
 
     @property
     def is_trainable(self) -> bool:
