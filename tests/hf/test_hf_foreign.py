@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -18,6 +19,7 @@ from tiny_models import LLAMA
 from torch import nn
 
 import halfbyte.hf as hf
+import w4_reference_decoders as decoders
 from checkpoint_files import KINDS, Drawn, draw
 from fuzz import damage_config, mutate
 from halfbyte import cli
@@ -310,3 +312,59 @@ def test_fuzzed_folders(tmp_path: Path) -> None:
                 pytest.fail(f"{kind}, round {i}: {type(error).__name__}: {error}")
             for name, content in good.items():
                 (folder / name).write_bytes(content)
+
+
+# ------------------------------------------------------------------------------------------------------------------ gpt-oss
+
+
+def gpt_oss(folder: Path) -> Any:
+    """A tiny gpt-oss with its experts in MXFP4 as OpenAI stores them; returns the model with the same values."""
+    torch.manual_seed(0)
+    options = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
+    config = tf.GptOssConfig(**options, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    rng, state = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, width, out = parameter.shape
+            blocks = rng.integers(0, 256, (experts, out, width // 32, 16)).astype(np.uint8)
+            scales = rng.integers(115, 122, (experts, out, width // 32)).astype(np.uint8)
+            del state[name]
+            state |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(decoders.gptoss_mxfp4(blocks, scales)).transpose(1, 2))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    return model
+
+
+def test_experts_of_gpt_oss(prompt: Any, tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path)
+    loaded = hf.load(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt()).logits, model(prompt()).logits)
+    hf.quantize(loaded, "int4_g32", keys="int8", values="int8")  # the rest is in 16 bits, and can still be quantised
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales must both be there"),
+        (lambda t: t["model.layers.0.mlp.experts.down_proj_scales"].fill_(255), "down_proj_scales holds scales that are NaN"),
+        (
+            lambda t: t.update({n: t[n][:2].clone() for n in list(t) if "down_proj_" in n and "bias" not in n}),
+            "GptOssForCausalLM has",
+        ),
+        (lambda t: t.update({n: t[n][..., :8].clone() for n in list(t) if n.endswith("_blocks")}), "expected"),
+    ],
+)
+def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(tmp_path)

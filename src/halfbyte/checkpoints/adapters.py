@@ -10,7 +10,7 @@ from typing import Any
 from halfbyte.checkpoints.awq import Awq
 from halfbyte.checkpoints.bitsandbytes import BitsAndBytes
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
-from halfbyte.checkpoints.fp4 import ModelOpt, Quark
+from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
@@ -23,6 +23,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "compressed-tensors": CompressedTensors,
     "modelopt": ModelOpt,
     "quark": Quark,
+    "mxfp4": GptOss,
 }
 
 

@@ -2,19 +2,21 @@
 
 MXFP4   codes uint8 [N, K/2], scales uint8 (E8M0) [N, K/32]                      compressed-tensors, quark
 NVFP4   codes uint8 [N, K/2], scales E4M3 [N, K/16], one fp32 number a tensor    modelopt: a factor; compressed-tensors: a divisor
+    gpt-oss, experts alone: NAME_blocks uint8 [E, out, K/32, 16], NAME_scales uint8 [E, out, K/32] for a parameter NAME [E, K, out]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
-from halfbyte.errors import Unsupported
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.reference.quantize import e8m0_to_float
+from halfbyte.reference.quantize import dequantize, e8m0_to_float
 from halfbyte.tensors import QuantTensor
 
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
@@ -38,6 +40,7 @@ def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, di
     factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, shape, torch.float32).reshape(1))
     if divides:
         factor = layer.check_scales(tensor_scale, 1 / factor)
+    layer.check_scales(scales, stored.float() * factor)
     return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
 
 
@@ -80,3 +83,31 @@ class Quark(Adapter):
 
     def convert(self, layer: Layer) -> QuantTensor:
         return mxfp4_weight(layer, "weight", "weight_scale")
+
+
+class GptOss(Quark):
+    """OpenAI's gpt-oss: stacks of experts in MXFP4, which transformers holds in 16 bits; all else is bf16 in the files."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Nothing in this configuration changes the layout."""
+
+    def stacks(self, names: Iterable[str]) -> list[str]:
+        return [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
+
+    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
+        """[E, K, out] in `dtype`. A value is 2 bits times a power of two, so bf16 and fp32 hold it exactly."""
+        blocks, scales = infos[f"{stack}_blocks"], infos.get(f"{stack}_scales")
+        if scales is None or blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+            raise CheckpointError(f"{stack}_blocks and {stack}_scales must both be there, of uint8")
+        if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
+            raise CheckpointError(
+                f"{stack}_blocks is {list(blocks.shape)} and {stack}_scales {list(scales.shape)}; "
+                f"expected [E, N, G, 16] and [E, N, G]"
+            )
+        experts, out_features, groups = scales.shape
+        shape = (experts, out_features, groups * 32)
+        values = dequantize(QuantTensor(MXFP4, shape, read_tensor(blocks).flatten(2), read_tensor(scales)), torch.float32)
+        made = values.to(dtype).transpose(1, 2).contiguous()
+        if not bool(torch.isfinite(made).all()):
+            raise CheckpointError(f"{stack}_scales holds scales that are NaN, or too large for {dtype}")
+        return made

@@ -88,6 +88,14 @@ class Adapter(ABC):
         """The quantised layers among the tensor names of the files."""
         return [name.removesuffix(f".{self.marker}") for name in names if name.endswith(f".{self.marker}")]
 
+    def stacks(self, names: Iterable[str]) -> list[str]:
+        """The stacks of experts among the tensor names, by the names of the parameters that they stand for."""
+        return []
+
+    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
+        """The values of a stack in `dtype`, as the model holds them; they fit exactly, or this raises."""
+        raise Unsupported(f"{stack}: {type(self).__name__} has no stacks of experts")
+
     def consumed(self, layer: str) -> set[str]:
         """The names of the tensors that `convert` reads, or leaves out, for this layer."""
         return {f"{layer}.{part}" for part in (*self.parts, *self.unused)}

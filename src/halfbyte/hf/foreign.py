@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig
 from halfbyte.checkpoints.layer import Adapter, Layer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
-from halfbyte.hf.weights import linear_size
+from halfbyte.hf.weights import linear_size, tell_experts
 
 
 class ForeignCheckpoint:
@@ -27,10 +27,12 @@ class ForeignCheckpoint:
         self.folder, self.model, self.adapter, self.infos = folder, model, adapter, infos
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.layers = {self._layer_name(name): name for name in adapter.layers(infos)}
-        if not self.layers:
+        self.stacks = adapter.stacks(infos)
+        if not self.layers and not self.stacks:
             raise CheckpointError(f"{folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
         self._check_layers()
         used = set[str]().union(*(adapter.consumed(name) for name in self.layers.values()))
+        used |= {f"{stack}_{part}" for stack in self.stacks for part in ("blocks", "scales")}
         #: The tensors that transformers loads as they are.
         self.plain = {name: info for name, info in infos.items() if name not in used and not self._is_spare(name)}
 
@@ -47,16 +49,29 @@ class ForeignCheckpoint:
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
         config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or self._plain_type()
+        state |= {name: self._expand(name, dtype) for name in self.stacks}
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        if formats:
+            config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
         made, found = type(self.model).from_pretrained(  # type: ignore[attr-defined]
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
+        tell_experts(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)
         if (self.folder / "generation_config.json").is_file():
             made.generation_config = GenerationConfig.from_pretrained(self.folder)
         return made, found
+
+    def _expand(self, stack: str, dtype: torch.dtype | str) -> torch.Tensor:
+        wanted = dict(self.model.named_parameters()).get(stack)
+        made = self.adapter.expand(stack, self.infos, dtype if isinstance(dtype, torch.dtype) else self._plain_type())
+        if wanted is None or wanted.shape != made.shape:
+            shape = None if wanted is None else list(wanted.shape)
+            raise CheckpointError(f"{stack}_blocks holds {list(made.shape)}; {type(self.model).__name__} has {shape}")
+        return made
 
     def _layer_name(self, stored: str) -> str:
         """The model's name of a layer of the files, which may lack the prefix of the causal model's body."""
