@@ -144,6 +144,14 @@ def test_modelopt_beside_a_plain_configuration(prompt: Any, tmp_path: Path) -> N
     same_logits(hf.load(tmp_path), model, prompt())
 
 
+def test_scales_of_caches_and_activations_are_left_out(prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(), tmp_path, blocks("modelopt nvfp4", without="k_proj"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    same_logits(hf.load(tmp_path), model, prompt())
+
+
 def test_biases_of_zeros_that_the_model_does_not_have(prompt: Any, tmp_path: Path) -> None:
     model = write(tiny(), tmp_path, blocks("gptq v1"))
     tensors = load_file(tmp_path / "model.safetensors")

@@ -71,7 +71,7 @@ class Adapter(ABC):
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
-    #: Names below a layer: a tensor that only a quantised layer has; those its weight is made of; those that are not needed.
+    #: Names below a layer: a tensor that only a quantised layer has; those of its weight; those that are not needed anywhere.
     marker: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     unused: ClassVar[tuple[str, ...]] = ()

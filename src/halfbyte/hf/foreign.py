@@ -33,6 +33,7 @@ class ForeignCheckpoint:
         self._check_layers()
         used = set[str]().union(*(adapter.consumed(name) for name in self.layers.values()))
         used |= {f"{stack}_{part}" for stack in self.stacks for part in ("blocks", "scales")}
+        used |= {name for name in infos if name.rpartition(".")[2] in adapter.unused}
         #: The tensors that transformers loads as they are.
         self.plain = {name: info for name, info in infos.items() if name not in used and not self._is_spare(name)}
 
