@@ -64,11 +64,19 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def empty(
-        cls, out_features: int, in_features: int, fmt: Format, bias_dtype: torch.dtype | None, device: str = "meta"
+        cls,
+        out_features: int,
+        in_features: int,
+        fmt: Format,
+        bias_dtype: torch.dtype | None,
+        device: str = "meta",
+        *,
+        act_order: bool = False,
     ) -> QuantLinear:
         """A layer of the right shapes and types for a checkpoint to be loaded into; without a bias when `bias_dtype` is None."""
         shape = (out_features, in_features)
-        parts = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in expected_parts(fmt, shape).items()}
+        expected = expected_parts(fmt, shape, act_order=act_order)
+        parts = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in expected.items()}
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype, device=device)
         return cls(QuantTensor(fmt, shape, **parts), bias)
 

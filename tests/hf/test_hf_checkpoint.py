@@ -17,7 +17,10 @@ import halfbyte.hf as hf
 from halfbyte.checkpoints import safetensors_files as files
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.checkpoint import mark_quantized
+from halfbyte.nn import QuantLinear, fuse_qkv
+
+ORDER = "model.layers.0.self_attn.q_proj.weight_perm"
 
 
 def _same(a, b) -> None:
@@ -72,6 +75,46 @@ def test_plain_folder_is_quantised_on_the_way(build, tmp_path):
     hf.save(loaded, tmp_path / "q")
     with pytest.raises(InvalidArgument, match="quantised already"):
         hf.load(tmp_path / "q", "nf4")
+
+
+@pytest.fixture
+def act_ordered(build):
+    """A model of which two layers are in act-order."""
+    model = hf.quantize(build("llama"), "int4_g32")
+    for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp.down_proj):
+        perm = torch.randperm(layer.in_features).int()
+        layer.register_parameter("weight_perm", torch.nn.Parameter(perm, requires_grad=False))
+    mark_quantized(model, dict(model.hf_quantizer.quantization_config.modules))
+    return model
+
+
+def test_act_order(act_ordered, prompt, tmp_path):
+    folder, ids = hf.save(act_ordered, tmp_path / "model"), prompt()
+    with torch.no_grad():
+        expected = act_ordered(ids).logits
+        for again in (hf.load(folder), tf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()):
+            _same(again, act_ordered)
+            assert torch.equal(again(ids).logits, expected)
+            assert fuse_qkv(again) == 2
+            assert torch.equal(again(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(ORDER), "q_proj.weight_perm is missing"),
+        (lambda t: t.update({ORDER: t[ORDER].long()}), "q_proj.weight_perm is torch.int64"),
+        (lambda t: t[ORDER].view(-1)[3].fill_(64), "q_proj.weight_perm is no permutation"),
+        (lambda t: t[ORDER].view(-1)[3].fill_(-1), "q_proj.weight_perm is no permutation"),
+        (lambda t: t[ORDER].zero_(), "q_proj.weight_perm is no permutation"),
+        (lambda t: t.update({ORDER.replace("q_proj", "k_proj"): t[ORDER].clone()}), "k_proj.weight_perm is in the files"),
+    ],
+)
+def test_wrong_act_orders(act_ordered, tmp_path, change, message):
+    folder = hf.save(act_ordered, tmp_path / "model")
+    _edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(folder)
 
 
 def test_shards(build, tmp_path):
@@ -155,6 +198,8 @@ def test_configuration_larger_than_the_files(folder, change):
         (lambda q: q["modules"].update({"model.layers.0.mlp.up_proj": "int4_g128"}), "up_proj.weight"),
         (lambda q: q["modules"].pop("model.layers.0.mlp.up_proj"), "up_proj.weight"),
         (lambda q: q.update(modules=[1]), "modules"),
+        (lambda q: q.update(act_order=["model.norm"]), "act_order"),
+        (lambda q: q.update(act_order=3), "act_order"),
     ],
 )
 def test_wrong_configuration(folder, change, message):

@@ -215,9 +215,9 @@ def _damaged(file: Path, why: str) -> NoReturn:
 # ---------------------------------------------------------------------------------------------------- quantised weights
 
 
-def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo]) -> None:
+def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo], *, act_order: bool = False) -> None:
     """The tensors `name.weight_codes`, ... must be those that `fmt` stores for a weight of this shape."""
-    expected = {f"{name}.weight_{part}": spec for part, spec in expected_parts(fmt, shape).items()}
+    expected = {f"{name}.weight_{part}": spec for part, spec in expected_parts(fmt, shape, act_order=act_order).items()}
     for tensor, (size, dtype) in expected.items():
         info = infos.get(tensor)
         if info is None:
@@ -227,6 +227,12 @@ def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, Tensor
                 f"{tensor} is {info.dtype} {list(info.shape)} in {info.file.name}; {fmt.name} of shape {list(shape)} stores "
                 f"{dtype} {list(size)}"
             )
+
+
+def check_perm(tensor: str, perm: torch.Tensor) -> None:
+    """An act-order must hold every column once; the error names the tensor."""
+    if not torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device)):
+        raise CheckpointError(f"{tensor} is no permutation of the {len(perm)} in features; the file is damaged")
 
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:

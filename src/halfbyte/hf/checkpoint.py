@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_scales, read_files, read_folder
+from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files, read_folder
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.weights import linear_size, replace
@@ -34,13 +35,19 @@ FORMAT_VERSION = 1
 
 @register_quantization_config(METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """`quantization_config` of config.json: the weight format of every quantised module, by name."""
+    """`quantization_config` of config.json: the weight format of every quantised module, by name, and which are in act-order."""
 
     def __init__(
-        self, modules: dict[str, str] | None = None, version: int = FORMAT_VERSION, quant_method: str = METHOD, **kwargs: Any
+        self,
+        modules: dict[str, str] | None = None,
+        version: int = FORMAT_VERSION,
+        quant_method: str = METHOD,
+        act_order: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
         self.quant_method, self.version = METHOD, version
         self.modules: dict[str, str] = {} if modules is None else modules
+        self.act_order = act_order
         self.check()
 
     def check(self) -> None:
@@ -54,9 +61,14 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise CheckpointError(
                     f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
                 )
+        if not isinstance(self.act_order, list | tuple) or not all(
+            isinstance(n, str) and n in self.modules for n in self.act_order
+        ):
+            raise CheckpointError("quantization_config has an act_order that is no list of names of its modules")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+        made = {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+        return {**made, "act_order": list(self.act_order)} if self.act_order else made
 
 
 @register_quantizer(METHOD)
@@ -72,13 +84,15 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
+        config: HalfbyteConfig = self.quantization_config
         for name in infos or ():
-            if name.endswith(".weight_codes") and name.removesuffix(".weight_codes") not in self.quantization_config.modules:
-                raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
+            for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
+                if name.endswith(suffix) and name.removesuffix(suffix) not in named:
+                    raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[int, QuantLinear] = {}
-        for name, fmt_name in self.quantization_config.modules.items():
-            module, fmt = modules.get(name), WEIGHT_FORMATS[fmt_name]
+        for name, fmt_name in config.modules.items():
+            module, fmt, act_order = modules.get(name), WEIGHT_FORMATS[fmt_name], name in config.act_order
             size = None if module is None else linear_size(module)
             if module is None or size is None:
                 raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer of {type(model).__name__}")
@@ -87,17 +101,20 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             except InvalidArgument as error:
                 raise CheckpointError(str(error)) from error
             if infos is not None:
-                check_parts(name, fmt, size, infos)
+                check_parts(name, fmt, size, infos, act_order=act_order)
             bias = getattr(module, "bias", None)
             if id(module) not in made:
-                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype)
+                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
             replace(model, name, made[id(module)])
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
-                check_scales(name, module.format, module.weight.parts())
+                weight = module.weight
+                check_scales(name, module.format, weight.parts())
+                if weight.perm is not None:
+                    check_perm(f"{name}.weight_perm", weight.perm)
         return model
 
     @property
@@ -114,7 +131,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
-    config = HalfbyteConfig(modules)
+    config = HalfbyteConfig(modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None])
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
     model.is_quantized, model.quantization_method = True, METHOD

@@ -18,10 +18,11 @@ _LEVELS = {"cpu": cpu.linear, "reference": reference.linear}
 
 
 def _weight(parts: Sequence[torch.Tensor], name: str) -> QuantTensor:
-    """A weight from its flat parts: the tensors of `expected_parts`, in that order."""
+    """A weight from its flat parts: the tensors of `expected_parts`, in that order; one more than a format stores is `perm`."""
     fmt = weight_format(name)
     shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
-    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape), parts, strict=True)))
+    act_order = len(parts) > len(expected_parts(fmt, shape))
+    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
 
 def _flat(weight: QuantTensor) -> list[torch.Tensor]:
