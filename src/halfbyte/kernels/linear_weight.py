@@ -1,0 +1,198 @@
+"""A quantised weight [N, K] as kernels read it: `weight()` on the host, `read_scale` and `numbers` on the device, for every format.
+
+    W[n, k] = scale[n, k / GROUP] UNIT (c[n, k] - zero[n, k / GROUP])        y = x W^T + bias
+
+c - zero is exact in 16 bits, and so is what a lookup code means, up to its UNIT: E2M1 as it is, bitsandbytes' FP4 in twelfths. Only
+NF4's levels are not: they are rounded to 16 bits, as they are in a 16-bit weight. Integers become floating point without a
+conversion: an integer below 1024 in the low bits of the fp16 1024 (below 128 in those of the bf16 128) adds to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.formats import Code
+from halfbyte.kernels.codes import e4m3_bits, nearest, power_of_two
+from halfbyte.kernels.stored import INTERPRETED
+from halfbyte.tensors import QuantTensor
+
+#: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
+#: n                     out features
+#: out                   [M, N] contiguous: what is written for this weight
+#: KIND, BITS, ZERO      "integer", "e2m1" or "table"; bits of a code; what an integer code counts from, without zero points
+#: TABLE                 the 16-bit patterns of a table's levels / UNIT, level i from bit 16 i on
+#: UNIT                  what the numbers of a code are multiples of
+#: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantisation (0: none)
+#: DOT                   dtype of the products: x's; fp32 for bf16 in the interpreter, whose bf16 arithmetic is wrong
+Weight = NamedTuple(
+    "Weight",
+    [
+        *((name + axis, Any) for name in ("codes", "scales", "offsets") for axis in ("", "0", "1")),
+        *((name, Any) for name in ("tensor_scale", "nested", "bias", "perm", "out", "n")),
+        *((name, Any) for name in ("KIND", "BITS", "ZERO", "TABLE", "UNIT", "GROUP", "SCALE", "NESTED", "DOT")),
+    ],
+)
+
+
+@triton.jit
+def read_scale(w: Weight, row, group, groups, seen):
+    """fp32 scales of weight rows `row` and groups `group` (int64, of `groups` in a row), 0 where `seen` is false."""
+    raw = tl.load(w.scales + row * w.scales0 + group * w.scales1, mask=seen, other=0)
+    if w.NESTED:
+        block = (row * groups + group) // w.NESTED
+        mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.NESTED))
+        scale = _dynamic(raw.to(tl.int32)) * tl.load(w.nested + block, mask=seen, other=0) + mean
+    elif w.SCALE == "e8m0":
+        bits = tl.maximum(raw.to(tl.int32) << 23, 0x00400000)  # 0 means 2^-127, a subnormal
+        scale = tl.where(raw == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif w.SCALE == "e4m3":
+        scale = e4m3_bits(raw.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        scale = raw.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _dynamic(index):
+    """bitsandbytes' signed dynamic map (`reference.quantize.dynamic_map`) of int32 0..255, in arithmetic instead of a table.
+
+    Code 127 is 0 and 255 is 1. Between them 127 magnitudes of each sign: number p = 1..127 is 2^d (1 + f), and means the middle of
+    its part of [0.1, 1] cut into 2^d, times 10^(d - 6).
+    """
+    p = tl.where(index < 127, 127 - index, index - 127)
+    bits = p.to(tl.float32).to(tl.int32, bitcast=True)
+    d = (bits >> 23) - 127
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    value = (0.1 + 0.9 * (fraction + 0.5 * power_of_two(-d))) * tl.exp2((d - 6).to(tl.float32) * 3.3219280948873623)
+    value = tl.where(index < 127, -value, value)
+    return tl.where(index == 127, 0.0, tl.where(index == 255, 1.0, value))
+
+
+@triton.jit
+def read_zero(w: Weight, row, group, seen):
+    """Zero points as `numbers` takes them: int16, 0 where `seen` is false."""
+    return tl.load(w.offsets + row * w.offsets0 + group * w.offsets1, mask=seen, other=0).to(tl.int16)
+
+
+@triton.jit
+def numbers(codes, zero, w: Weight, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What stored codes mean, less their zero points, in units of UNIT: [ROWS, WIDTH] in w.DOT. zero: int16, broadcastable."""
+    if w.BITS == 4:
+        low, high = (codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)
+        u = tl.reshape(tl.join(low, high), (ROWS, WIDTH))
+    else:
+        u = codes.to(tl.int16) + 128  # int8, from 0 on
+    if w.KIND == "integer":
+        made = _integer(u, zero, w)
+    elif w.KIND == "e2m1":
+        made = _e2m1(u, w)
+    else:
+        made = _table(u, w)
+    return made
+
+
+@triton.jit
+def operand(a, w: Weight):
+    """Numbers rounded to nearest in w.DOT; in the interpreter, fp32 that bf16 holds."""
+    if w.DOT == tl.float32:  # noqa: SIM300 (an operand, not a constant)
+        a = nearest(a.to(tl.float32), 16)
+    return a.to(w.DOT)
+
+
+@triton.jit
+def _integer(u, zero, w: Weight):
+    """u - zero, exact; u 0..255, zero 0..255 in int16."""
+    if w.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
+        made = (u | 0x6400).to(tl.float16, bitcast=True) - (zero | 0x6400).to(tl.float16, bitcast=True)
+    elif w.DOT == tl.bfloat16 and w.BITS == 4:  # noqa: SIM300
+        made = (u | 0x4300).to(tl.bfloat16, bitcast=True)
+        if w.offsets is None:
+            made -= 128.0 + w.ZERO
+        else:  # 128 + zero may need more bits than a bf16 has; the difference does not
+            made = (made - 128.0) - zero.to(tl.float32).to(tl.bfloat16)
+    else:  # 8 bits do not fit beside the leading one of a bf16: through fp32, the same way
+        made = (u.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+        made = (made - (zero.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)).to(w.DOT)
+    return made
+
+
+@triton.jit
+def _e2m1(u, w: Weight):
+    """Sign, two bits of exponent, one of mantissa: in place they are a number of any floating type, but for a power of two."""
+    if w.DOT == tl.bfloat16:  # noqa: SIM300
+        made = (((u & 7) << 6) | ((u & 8) << 12)).to(tl.bfloat16, bitcast=True) * 2.0**126
+    else:
+        made = ((((u & 7) << 9) | ((u & 8) << 12)).to(tl.float16, bitcast=True) * 2.0**14).to(w.DOT)
+    return made
+
+
+@triton.jit
+def _table(u, w: Weight):
+    """Level u of a table: two levels a word, the word chosen by the upper three bits."""
+    high = u >= 8
+    words = ()
+    for i in tl.static_range(4):
+        words += (tl.where(high, _pair(w, 4 + i), _pair(w, i)),)
+    upper = (u & 4) != 0
+    first, second = tl.where(upper, words[2], words[0]), tl.where(upper, words[3], words[1])
+    bits = tl.where((u & 2) != 0, second, first) >> ((u & 1).to(tl.int32) << 4)
+    if w.DOT == tl.float32:  # noqa: SIM300 (the interpreter's bf16)
+        made = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        made = bits.to(tl.int16).to(w.DOT, bitcast=True)
+    return made
+
+
+@triton.jit
+def _pair(w: Weight, NUMBER: tl.constexpr):
+    """Levels 2 NUMBER and 2 NUMBER + 1 as an int32."""
+    bits: tl.constexpr = (w.TABLE >> (32 * NUMBER)) & 0xFFFFFFFF
+    return tl.full([], bits - ((bits >> 31) << 32), tl.int32)
+
+
+# --------------------------------------------------------------------------------------------------------------- host code
+
+
+def weight(q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor, x: torch.dtype) -> Weight:
+    """A QuantTensor's tensors, strides and constants, for products with an x of this dtype (fp16 or bf16)."""
+    code, scale = q.format.code, q.format.scale
+    assert scale is not None
+    kind, unit = ("integer", 1.0) if code.kind == "affine" else ("e2m1", 1.0) if _is_e2m1(code) else ("table", _unit(code))
+    zero = code.bias if code.bits == 4 else 128
+    group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
+    dot = tl.float16 if x is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
+    table = _bits_of(code, unit, x) if kind == "table" else 0
+    constants = (kind, code.bits, zero, table, unit, group, scale.dtype, scale.nested or 0, dot)
+    strided = (part for t in (q.codes, q.scales, q.offsets) for part in (t, *(t.stride() if t is not None else (0, 0))))
+    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], *map(tl.constexpr, constants))
+
+
+def _is_e2m1(code: Code) -> bool:
+    """Whether the codes are the bits of small floating-point numbers: `_e2m1` makes them so."""
+    u = torch.arange(16, dtype=torch.int32)
+    made = (((u & 7) << 9) | ((u & 8) << 12)).to(torch.int16).view(torch.float16).double() * 2.0**14
+    return code.values is not None and torch.equal(made, torch.tensor(code.values, dtype=torch.float64))
+
+
+def _unit(code: Code) -> float:
+    """1 / d for the smallest d = 1..16 that makes every level d exact in 16 bits (to fp32's precision); 1 if none does."""
+    assert code.values is not None
+
+    def exact(level: float, d: int) -> bool:
+        mantissa = math.frexp(level * d)[0] * 2**8
+        return abs(mantissa - round(mantissa)) < 2**-14
+
+    fits: Iterator[int] = (d for d in range(1, 17) if all(exact(level, d) for level in code.values))
+    return 1.0 / next(fits, 1)
+
+
+def _bits_of(code: Code, unit: float, dtype: torch.dtype) -> int:
+    """All levels / unit in one integer, 16 bits each."""
+    bits = (code.levels().double() / unit).float().to(dtype).view(torch.int16).tolist()
+    return sum((b & 0xFFFF) << (16 * i) for i, b in enumerate(bits))
