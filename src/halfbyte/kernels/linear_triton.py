@@ -2,30 +2,31 @@
 
     y^T [N, M] = W [N, K] x^T + bias        W[n, k] = s[n, k / g] (c[n, k] - z[n, k / g])
 
-A program takes a tile of weight rows and rows of x and walks its share of K. Decoded numbers are the left operand of the product, so
-that on Hopper they go from registers into the tensor cores: a byte is copied to shared memory as it is stored, read in the layout of
-the operand and decoded there. c - z is exact in 16 bits (kernels/linear_weight.py). Products take 16-bit operands and add in fp32.
+A program takes a tile of weight rows and of rows of x and walks its share of K. Decoded numbers are the left operand of the
+product, so that on Hopper they go from registers into the tensor cores: bytes are copied to shared memory as they are stored, read
+in the layout of the operand and decoded there. c - z is exact in 16 bits (kernels/linear_weight.py). Products take 16-bit operands
+and add in fp32.
 
 Scales of rows multiply the finished sums, in fp32. Those of groups multiply fp32 sums of a step of K inside of one group, or, FOLD,
-the numbers in 16 bits before the product: exactly for MXFP4 and NVFP4, with one rounding of the weight for fp16 and two for bf16
-(the scale itself is rounded there), where a 16-bit weight has one. Relative L2 error as a share of that of a 16-bit product, measured
-over all formats (tests/interpreted/test_triton_linear.py): at most 0.9 in fp32 sums and 1.3 folded; 2 is promised. Folded fp16
-numbers count in a power of two for each weight row, so that no scale leaves fp16's range.
+the numbers in 16 bits before the product: exactly for MXFP4 and NVFP4; else with one rounding of the weight for fp16 and two for
+bf16, where the scale is rounded too; a 16-bit weight has one. Relative L2 error, measured over all formats, as a share of that of
+a 16-bit product: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded numbers have the range of 16-bit weights.
 
-Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last to
-arrive adds them in the order of the splits. No floating-point atomics. A row of x meets no other row.
+Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last
+to arrive adds them in the order of the splits. No floating-point atomics. A row of x meets no other row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.codes import exponent, power_of_two, rounded
+from halfbyte.formats import WEIGHT_FORMATS, Format
+from halfbyte.kernels.codes import rounded
 from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.linear_weight import Weight, numbers, operand, read_scale, read_zero, weight
 from halfbyte.kernels.stored import INTERPRETED
@@ -36,16 +37,18 @@ from halfbyte.tensors import QuantTensor, expected_parts
 
 
 @triton.jit
-def _of_group(k, row, end, groups, w: Weight, N: tl.constexpr, K: tl.constexpr):
+def _of_step(k, row, end, groups, w: Weight, K: tl.constexpr, EVEN: tl.constexpr):
     """Scales (fp32) and zero points (int16) of columns k .. k + K: [N, 1] of one group, or [N, K / GROUP]."""
-    COUNT: tl.constexpr = K // w.GROUP if w.GROUP < K else 1
-    group = k // w.GROUP + tl.arange(0, COUNT)
-    seen = (group * w.GROUP < end)[None, :]
-    at = group.to(tl.int64)[None, :]
-    scale = read_scale(w, row[:, None], at, groups, seen)
+    group = k // w.GROUP
+    if w.GROUP < K:
+        group += tl.arange(0, K // w.GROUP)[None, :]
+    seen = None
+    if not EVEN and w.GROUP < K:
+        seen = group * w.GROUP < end
+    scale = read_scale(w, row[:, None], group, groups, seen)
     zero = tl.full([1, 1], w.ZERO, tl.int16)
     if w.offsets is not None:
-        zero = read_zero(w, row[:, None], at, seen)
+        zero = read_zero(w, row[:, None], group, seen)
     return scale, zero
 
 
@@ -55,17 +58,6 @@ def _spread(small, w: Weight, N: tl.constexpr, K: tl.constexpr):
     if w.GROUP > 0 and w.GROUP < K and small.shape[1] > 1:
         small = tl.reshape(tl.broadcast_to(small[:, :, None], (N, K // w.GROUP, w.GROUP)), (N, K))
     return small
-
-
-@triton.jit
-def _row_exponent(row, width, groups, w: Weight, N: tl.constexpr):
-    """For each weight row the power of two [N, 1] of its largest scale, in fp16's reach of everything that fp32 holds."""
-    largest = tl.zeros([N], tl.float32)
-    for first in tl.range(0, groups, 16):
-        group = (first + tl.arange(0, 16)).to(tl.int64)[None, :]
-        scale = tl.abs(read_scale(w, row[:, None], group, groups, group < groups))
-        largest = tl.maximum(largest, tl.max(scale, 1))
-    return tl.minimum(tl.maximum(exponent(largest), -100), 100)[:, None]
 
 
 @triton.jit
@@ -79,16 +71,9 @@ def _sums(
     column, byte = tl.arange(0, K).to(tl.int64), tl.arange(0, K // PER).to(tl.int64)
     x_rows, codes = x + m[:, None] * x0, w.codes + row[:, None] * w.codes0
     groups = width // w.GROUP if w.GROUP > 0 else 1
-    zero = tl.full([1, 1], w.ZERO, tl.int16)
-    if w.GROUP > 0:
-        scale, zero = _of_group(begin, row, end, groups, w, N, K)
-    elif w.offsets is not None:
-        zero = read_zero(w, row[:, None], tl.zeros([1, 1], tl.int64), tl.full([1, 1], 1, tl.int1))
-    down = 1.0
-    SHIFTED: tl.constexpr = FOLD and w.DOT == tl.float16 and w.SCALE != "e4m3"  # noqa: SIM300 (an operand, not a constant)
-    if SHIFTED:
-        e = _row_exponent(row, width, groups, w, N)
-        up, down = power_of_two(-e), power_of_two(e)
+    row_zero = tl.full([1, 1], w.ZERO, tl.int16)
+    if w.GROUP == 0 and w.offsets is not None:
+        row_zero = read_zero(w, row[:, None], 0, None)
     acc = tl.zeros([N, M], tl.float32)
     for k in tl.range(begin, end, K, num_stages=STAGES):
         at = codes + (byte + k // PER)[None, :] * w.codes1
@@ -103,22 +88,17 @@ def _sums(
             stored = tl.load(at, mask=(k + byte * PER < width)[None, :], other=0)
             values = tl.load(x_rows + where * x1, mask=(k + column < width)[None, :], other=0)
         values = tl.trans(values.to(w.DOT))
-        made = numbers(stored, _spread(zero, w, N, K), w, N, K)
-        if w.GROUP > 0:
-            # Of the next step, a step early: too small to be copied asynchronously.
-            next_scale, next_zero = _of_group(k + K, row, end, groups, w, N, K)
+        if w.GROUP == 0:
+            acc = tl.dot(numbers(stored, row_zero, w, N, K), values, acc, input_precision="ieee")
+        else:
+            scale, zero = _of_step(k, row, end, groups, w, K, EVEN)
+            made = numbers(stored, _spread(zero, w, N, K), w, N, K)
             if FOLD:
-                factor = scale
-                if SHIFTED:
-                    factor = scale * up
-                made = operand(made * _spread(operand(factor, w), w, N, K), w)
+                made = operand(made * _spread(operand(scale, w), w, N, K), w)
                 acc = tl.dot(made, values, acc, input_precision="ieee")
             else:
                 acc += tl.dot(made, values, input_precision="ieee") * scale
-            scale, zero = next_scale, next_zero
-        else:
-            acc = tl.dot(made, values, acc, input_precision="ieee")
-    return acc * down
+    return acc
 
 
 @triton.jit
@@ -126,7 +106,7 @@ def _finish(y, n, m, rows, row, w: Weight, INTERPRETED: tl.constexpr):
     """Store finished sums y [M, N]: what a weight row shares, the bias, and one rounding."""
     factor = tl.full([1], w.UNIT, tl.float32)
     if w.GROUP == 0:
-        factor = read_scale(w, row, 0, 1, n >= 0) * w.UNIT
+        factor = read_scale(w, row, 0, 1, None) * w.UNIT
     if w.tensor_scale is not None:
         factor *= tl.load(w.tensor_scale)
     y *= factor[None, :]
@@ -229,3 +209,54 @@ def launch(
         WEIGHTS=len(weights), N=tiles.block_n, M=tiles.block_m, K=tiles.block_k, EVEN=width % tiles.block_k == 0, FOLD=tiles.fold,
         STAGES=tiles.num_stages, SPLIT=tiles.splits > 1, TOGETHER=16, INTERPRETED=INTERPRETED, num_warps=tiles.num_warps,
     )  # fmt: skip
+
+
+#: (formats, rows, N, K, options): every format and kind of tile is in it, most with both kinds of x.
+_SAMPLE = (
+    *((name, rows, 4096, 4096, "") for name in WEIGHT_FORMATS for rows in (16, 1024)),
+    ("int4_g128", 1, 4096, 4096, "fp16"),
+    ("int4_g128", 64, 4096, 4096, "fp16 bias"),
+    ("int4_g128", 100, 4096, 4096, "fp16"),
+    ("int4_g64", 4096, 8192, 8192, "fp16"),
+    ("nf4", 1024, 4096, 4096, "fp16"),
+    ("mxfp4", 1024, 4096, 4096, "fp16"),
+    ("int4_sym_g32", 64, 4096, 4096, "invariant"),
+    ("int4_g128", 8, 4001, 4224, "perm bias strided"),
+    ("int4_g128", 300, 4001, 4224, "perm fp16 strided"),
+    ("int4_g128 int4_g128 int4_g128", 1, 2048, 4096, ""),
+    ("int4_g64 nf4 nvfp4", 1024, 2048, 4096, "bias"),
+)
+
+
+def configurations() -> list[Configuration]:
+    """The sample's calls, with the tiles that a plan gives them: those of Hopper, and those of older GPUs."""
+    return [c for call in _SAMPLE for c in _configurations(*call)]
+
+
+def _configurations(formats: str, rows: int, n: int, width: int, options: str) -> Iterator[Configuration]:
+    dtype = torch.float16 if "fp16" in options else torch.bfloat16
+    weights = [_empty_weight(WEIGHT_FORMATS[name], n, width, "perm" in options) for name in formats.split()]
+    x = empty(rows, 2 * width, dtype=dtype)[:, ::2] if "strided" in options else empty(rows, width, dtype=dtype)
+    biases = [empty(n, dtype=dtype) if "bias" in options else None for _ in weights]
+    outs = [empty(rows, n, dtype=dtype) for _ in weights]
+    facts = [(w.format, n) for w in weights]
+    seen: dict[LinearTiles, tuple[int, ...]] = {}
+    for capability in (8, 9, 10):
+        tiles = linear_tiles(
+            facts,
+            rows=rows,
+            width=width,
+            processors=132,
+            capability=(capability, 0),
+            row_invariant="invariant" in options,
+        )
+        seen[tiles] = (*seen.get(tiles, ()), 10 * capability)
+    for tiles, targets in seen.items():
+        name = "-".join([*formats.split(), f"M{rows}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
+        parts = empty(1, dtype=torch.float32), empty(1)
+        yield from recorded(name, functools.partial(launch, x, weights, biases, outs, tiles, *parts), targets=targets)
+
+
+def _empty_weight(fmt: Format, n: int, width: int, act_order: bool) -> QuantTensor:
+    parts = expected_parts(fmt, (n, width), act_order=act_order)
+    return QuantTensor(fmt, (n, width), **{name: empty(*shape, dtype=dtype) for name, (shape, dtype) in parts.items()})

@@ -29,6 +29,7 @@ from halfbyte.tensors import QuantTensor
 #: TABLE                 the 16-bit patterns of a table's levels / UNIT, level i from bit 16 i on
 #: UNIT                  what the numbers of a code are multiples of
 #: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantisation (0: none)
+#: SCALES_PER, OFFSETS_PER  scales (zero points) in one of the words that are read: 1, or as many as 32 bits hold
 #: DOT                   dtype of the products: x's; fp32 for bf16 in the interpreter, whose bf16 arithmetic is wrong
 Weight = NamedTuple(
     "Weight",
@@ -36,24 +37,49 @@ Weight = NamedTuple(
         *((name + axis, Any) for name in ("codes", "scales", "offsets") for axis in ("", "0", "1")),
         *((name, Any) for name in ("tensor_scale", "nested", "bias", "perm", "out", "n")),
         *((name, Any) for name in ("KIND", "BITS", "ZERO", "TABLE", "UNIT", "GROUP", "SCALE", "NESTED", "DOT")),
+        *((name, Any) for name in ("SCALES_PER", "OFFSETS_PER")),
     ],
 )
 
 
 @triton.jit
+def _field(pointer, row, group, stride0, stride1, seen, PER: tl.constexpr):
+    """Number `group` of a row that is stored PER in a word of 32 bits; PER 1: as it is.
+
+    Words, because a copy of less cannot be asynchronous. One load for each place in a word, all but one of them masked: a shift by
+    a variable number would keep the compiler from decoding in the layout of the product's operand.
+    """
+    at = pointer + row * stride0 + group // PER * stride1
+    if PER == 1:
+        raw = tl.load(at) if seen is None else tl.load(at, mask=seen, other=0)
+    else:
+        BITS: tl.constexpr = 32 // PER
+        raw = 0
+        for i in tl.static_range(PER):
+            here = group % PER == i
+            if seen is not None:
+                here = here & seen
+            raw |= (tl.load(at, mask=here, other=0) >> (i * BITS)) & (2**BITS - 1)
+    return raw
+
+
+@triton.jit
 def read_scale(w: Weight, row, group, groups, seen):
-    """fp32 scales of weight rows `row` and groups `group` (int64, of `groups` in a row), 0 where `seen` is false."""
-    raw = tl.load(w.scales + row * w.scales0 + group * w.scales1, mask=seen, other=0)
+    """fp32 scales of weight rows `row` and groups `group` (of `groups` in a row), 0 where `seen` is false (None: nowhere)."""
+    raw = _field(w.scales, row, group, w.scales0, w.scales1, seen, w.SCALES_PER)
     if w.NESTED:
-        block = (row * groups + group) // w.NESTED
-        mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.NESTED))
-        scale = _dynamic(raw.to(tl.int32)) * tl.load(w.nested + block, mask=seen, other=0) + mean
+        absmax = _field(w.nested, (row * groups + group) // w.NESTED, 0, 1, 0, seen, 1)
+        # A tensor and not a number: what is spread over a tensor would keep decoding away from the operand's layout.
+        mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.NESTED) + row * 0)
+        scale = _dynamic(raw.to(tl.int32)) * absmax + mean
     elif w.SCALE == "e8m0":
         bits = tl.maximum(raw.to(tl.int32) << 23, 0x00400000)  # 0 means 2^-127, a subnormal
         scale = tl.where(raw == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     elif w.SCALE == "e4m3":
         scale = e4m3_bits(raw.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
+        if w.SCALES_PER > 1:
+            raw = raw.to(tl.int16).to(tl.float16, bitcast=True)
         scale = raw.to(tl.float32)
     return scale
 
@@ -76,24 +102,22 @@ def _dynamic(index):
 
 @triton.jit
 def read_zero(w: Weight, row, group, seen):
-    """Zero points as `numbers` takes them: int16, 0 where `seen` is false."""
-    return tl.load(w.offsets + row * w.offsets0 + group * w.offsets1, mask=seen, other=0).to(tl.int16)
+    """Zero points as `numbers` takes them: int16, 0 where `seen` is false (None: nowhere)."""
+    return _field(w.offsets, row, group, w.offsets0, w.offsets1, seen, w.OFFSETS_PER).to(tl.int16)
 
 
 @triton.jit
 def numbers(codes, zero, w: Weight, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """What stored codes mean, less their zero points, in units of UNIT: [ROWS, WIDTH] in w.DOT. zero: int16, broadcastable."""
-    if w.BITS == 4:
-        low, high = (codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)
-        u = tl.reshape(tl.join(low, high), (ROWS, WIDTH))
+    if w.KIND == "e2m1":
+        wide = codes.to(tl.int32)
+        made = _e2m1(tl.reshape(tl.join(wide << 28, wide << 24), (ROWS, WIDTH)), w)
+    elif w.KIND == "table":
+        made = _table(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), w)
+    elif w.BITS == 4:
+        made = _integer(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), zero, w)
     else:
-        u = codes.to(tl.int16) + 128  # int8, from 0 on
-    if w.KIND == "integer":
-        made = _integer(u, zero, w)
-    elif w.KIND == "e2m1":
-        made = _e2m1(u, w)
-    else:
-        made = _table(u, w)
+        made = _integer(codes.to(tl.int16) + 128, zero, w)  # int8, from 0 on
     return made
 
 
@@ -107,9 +131,13 @@ def operand(a, w: Weight):
 
 @triton.jit
 def _integer(u, zero, w: Weight):
-    """u - zero, exact; u 0..255, zero 0..255 in int16."""
+    """u - zero, exact; u and zero 0..255 in int16."""
     if w.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
-        made = (u | 0x6400).to(tl.float16, bitcast=True) - (zero | 0x6400).to(tl.float16, bitcast=True)
+        made = (u | 0x6400).to(tl.float16, bitcast=True)
+        if w.offsets is None:
+            made -= 1024.0 + w.ZERO
+        else:
+            made -= (zero | 0x6400).to(tl.float16, bitcast=True)
     elif w.DOT == tl.bfloat16 and w.BITS == 4:  # noqa: SIM300
         made = (u | 0x4300).to(tl.bfloat16, bitcast=True)
         if w.offsets is None:
@@ -118,17 +146,21 @@ def _integer(u, zero, w: Weight):
             made = (made - 128.0) - zero.to(tl.float32).to(tl.bfloat16)
     else:  # 8 bits do not fit beside the leading one of a bf16: through fp32, the same way
         made = (u.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-        made = (made - (zero.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)).to(w.DOT)
+        if w.offsets is None:
+            made -= 2.0**23 + w.ZERO
+        else:
+            made -= (zero.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+        made = made.to(w.DOT)
     return made
 
 
 @triton.jit
-def _e2m1(u, w: Weight):
-    """Sign, two bits of exponent, one of mantissa: in place they are a number of any floating type, but for a power of two."""
+def _e2m1(top, w: Weight):
+    """Codes in the upper four bits of int32: sign, exponent (2), mantissa (1). Spread, they are a number but for a power of two."""
     if w.DOT == tl.bfloat16:  # noqa: SIM300
-        made = (((u & 7) << 6) | ((u & 8) << 12)).to(tl.bfloat16, bitcast=True) * 2.0**126
+        made = ((top >> 22) & 0x81C0).to(tl.int16).to(tl.bfloat16, bitcast=True) * 2.0**126
     else:
-        made = ((((u & 7) << 9) | ((u & 8) << 12)).to(tl.float16, bitcast=True) * 2.0**14).to(w.DOT)
+        made = (((top >> 19) & 0x8E00).to(tl.int16).to(tl.float16, bitcast=True) * 2.0**14).to(w.DOT)
     return made
 
 
@@ -142,7 +174,7 @@ def _table(u, w: Weight):
     upper = (u & 4) != 0
     first, second = tl.where(upper, words[2], words[0]), tl.where(upper, words[3], words[1])
     bits = tl.where((u & 2) != 0, second, first) >> ((u & 1).to(tl.int32) << 4)
-    if w.DOT == tl.float32:  # noqa: SIM300 (the interpreter's bf16)
+    if w.DOT == tl.float32:  # noqa: SIM108, SIM300 (the interpreter's bf16)
         made = (bits << 16).to(tl.float32, bitcast=True)
     else:
         made = bits.to(tl.int16).to(w.DOT, bitcast=True)
@@ -168,9 +200,23 @@ def weight(q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor, x: torc
     group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
     dot = tl.float16 if x is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
     table = _bits_of(code, unit, x) if kind == "table" else 0
-    constants = (kind, code.bits, zero, table, unit, group, scale.dtype, scale.nested or 0, dot)
-    strided = (part for t in (q.codes, q.scales, q.offsets) for part in (t, *(t.stride() if t is not None else (0, 0))))
+    scales, scales_per = _in_words(q.scales)
+    offsets, offsets_per = _in_words(q.offsets)
+    constants = (
+        *(kind, code.bits, zero, table, unit, group, scale.dtype, scale.nested or 0, dot),
+        *(scales_per, offsets_per),
+    )
+    strided = (part for t in (q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
     return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], *map(tl.constexpr, constants))
+
+
+def _in_words(t: torch.Tensor | None) -> tuple[Any, int]:
+    """A matrix of small numbers as int32 words and how many each holds, if rows are whole words at aligned addresses."""
+    if t is None or t.element_size() == 4:
+        return t, 1
+    per = 4 // t.element_size()
+    whole = t.stride(1) == 1 and all(n % per == 0 for n in (t.shape[1], t.stride(0))) and t.data_ptr() % 4 == 0
+    return (t.view(torch.int32), per) if whole else (t, 1)
 
 
 def _is_e2m1(code: Code) -> bool:

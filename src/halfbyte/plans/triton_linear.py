@@ -1,32 +1,34 @@
 """How the portable Triton level of `linear` cuts a product into programs: pure functions, no device is asked anything.
 
 y^T [N, M] = W [N, K] x^T: a program takes `block_n` weight rows and `block_m` rows of x, and walks its share of K in steps of
-`block_k`. Up to 64 rows the weight's bytes are what it costs, and K is split until all multiprocessors read; beyond, the tensor
-cores are, and each weight tile is decoded for as many rows of x as registers hold.
+`block_k`. Up to 64 rows reading the weight is what takes time, and K is split until all multiprocessors read. Beyond, it is the
+tensor cores and the decoding in front of them: a tile of the weight is decoded for as many rows of x as registers hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
 
-#: Rows of x up to which scales multiply fp32 sums instead of codes.
+#: Rows of x up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
 EXACT_ROWS = 64
-#: Rows of a tile, and programs over N x K, where the same bits are asked for whatever the number of rows.
+#: Where the same bits are asked for whatever the number of rows: rows of a tile, and programs over N and K.
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
-#: The most partial results that are added for one number.
-_MOST_SPLITS = 32
-#: What decoding a number costs, in multiply-adds of the tensor cores.
-_DECODING = 80
+#: The most partial results that are added for one number, and the fewest columns of one.
+_MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
+#: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
+_DECODING, _TILE, _PARTIAL = 80, 8, 3
 
 
 @dataclass(frozen=True)
 class LinearTiles:
     """One launch over tiles of `block_n` weight rows and `block_m` rows of x, each walked by `splits` programs.
 
-    Split s takes `share` steps of `block_k` columns, from step s * share on. `fold`: scales of groups multiply the codes, in 16 bits;
-    else fp32 sums over `block_k` columns, which are then those of one scale. `why`: the choice in words.
+    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: scales of groups multiply
+    the codes, in 16 bits; else fp32 sums of a step, whose columns then share a scale (where a step holds more groups, codes again).
+    `why`: the choice in words.
     """
 
     block_n: int
@@ -41,46 +43,55 @@ class LinearTiles:
 
 
 def linear_tiles(
-    weights: tuple[tuple[Format, int], ...], *, rows: int, width: int, processors: int, row_invariant: bool = False
+    weights: Sequence[tuple[Format, int]],
+    *,
+    rows: int,
+    width: int,
+    processors: int,
+    capability: tuple[int, int] = (8, 0),
+    row_invariant: bool = False,
 ) -> LinearTiles:
-    """Tiles for x [rows, width] and weights of these formats and numbers of out features, on `processors` multiprocessors.
+    """Tiles for x [rows, width] and weights of these formats and out features, on `processors` multiprocessors.
 
-    `row_invariant`: nothing depends on `rows` or on the device.
+    `row_invariant`: from the weights alone, neither from `rows` nor from the device.
     """
-    groups = [fmt.group_size(width) if fmt.granularity == "group" else 0 for fmt, _ in weights]
+    features = [n for _, n in weights]
     if rows > EXACT_ROWS and not row_invariant:
-        return _many_rows(tuple(n for _, n in weights), groups, rows, width, processors)
+        return _many_rows(features, rows, width, processors, capability)
     block_m = _INVARIANT_ROWS if row_invariant else max(16, 1 << (rows - 1).bit_length())
-    fold = any(0 < g < 32 for g in groups)
-    block_k = 64 if fold else min([128, *(g for g in groups if g)])
-    tiles = sum(-(-n // 64) for _, n in weights) * -(-(1 if row_invariant else rows) // block_m)
+    block_k = min([128, *(fmt.group_size(width) for fmt, _ in weights if not folds_exactly(fmt))])
+    block_k = 1 << max(5, block_k.bit_length() - 1)
+    tiles = sum(-(-n // 64) for n in features)
+    steps = -(-width // block_k)
     wanted = _INVARIANT_PROGRAMS if row_invariant else 4 * processors
-    splits, share = _splits(tiles, wanted, -(-width // block_k), max(1, 512 // block_k))
-    why = f"{rows} rows: the weight is read once, K in {splits} parts" if not row_invariant else "a function of N and K alone"
-    return LinearTiles(64, block_m, block_k, splits, share, fold, 4, 4 if block_k > 32 else 6, why)
+    splits = max(1, min(wanted // max(tiles, 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
+    why = "a function of N and K alone" if row_invariant else f"{rows} rows: the weight is read once"
+    found = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
+    return _split(found, splits)
 
 
-def _splits(tiles: int, wanted: int, steps: int, least: int) -> tuple[int, int]:
-    """(splits, steps of each) so that tiles * splits comes near `wanted`, with `least` steps in each, and none without any."""
-    splits = max(1, min(wanted // max(tiles, 1), steps // least, _MOST_SPLITS))
-    share = max(1, -(-steps // splits))
-    return max(1, -(-steps // share)), share
+def folds_exactly(fmt: Format) -> bool:
+    """Whether codes of this format times their stored scale are exact in 16 bits: E8M0 is a power of two, E4M3 has four bits."""
+    return fmt.scale is not None and fmt.scale.dtype in ("e8m0", "e4m3")
 
 
-def _many_rows(features: tuple[int, ...], groups: list[int], rows: int, width: int, processors: int) -> LinearTiles:
-    """The shape whose waves over the GPU take the least: multiply-adds of a tile and the decoding of its weight rows."""
+def _split(tiles: LinearTiles, splits: int) -> LinearTiles:
+    """The same work by about so many programs a tile, each with a share of the steps."""
+    share = -(-tiles.share // splits)
+    return replace(tiles, splits=-(-tiles.share // share), share=share, why=f"{tiles.why}, K in {-(-tiles.share // share)} parts")
+
+
+def _many_rows(features: list[int], rows: int, width: int, processors: int, capability: tuple[int, int]) -> LinearTiles:
+    """The shape whose waves over the GPU cost the least."""
 
     def cost(tiles: LinearTiles) -> float:
-        count = sum(-(-n // tiles.block_n) for n in features) * -(-rows // tiles.block_m) * tiles.splits
-        at_once = processors * (2 if tiles.block_n * tiles.block_m <= 128 * 128 else 1)
-        waves = max(count / at_once, 1.0) if count % at_once == 0 else count // at_once + 1
-        return waves * (at_once // processors) * tiles.block_n * (tiles.block_m + _DECODING) * tiles.share
+        programs = sum(-(-n // tiles.block_n) for n in features) * -(-rows // tiles.block_m) * tiles.splits
+        steps = tiles.share + _TILE + (_PARTIAL * tiles.splits if tiles.splits > 1 else 0)
+        return -(-programs // processors) * tiles.block_n * (tiles.block_m + _DECODING) * steps
 
-    least = min([64, *(g for g in groups if g >= 32)])
-    fold = any(groups)
     steps = -(-width // 64)
-    shapes = [LinearTiles(128, m, 64, 1, steps, fold, 8, 4 if m < 256 else 3) for m in (64, 128, 256)]
-    shapes += [replace(s, splits=n, share=-(-steps // n)) for s in shapes for n in (2, 4) if steps >= 8 * n]
+    wide = 9 <= capability[0] <= 10  # the registers of asynchronous products, and shared memory for their operands
+    whole = [LinearTiles(128, m, 64, 1, steps, True, 8, 3) for m in ((64, 128, 256) if wide else (64, 128))]
+    shapes = [_split(shape, n) for shape in whole for n in (1, 2, 4, 8) if n == 1 or steps >= 8 * n]
     best = min(shapes, key=cost)
-    assert least
-    return best
+    return replace(best, why=f"{rows} rows: each weight tile is decoded for {best.block_m} of them{best.why}")
