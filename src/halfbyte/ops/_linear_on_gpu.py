@@ -31,13 +31,12 @@ def run(
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
     outs = [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
-    rows = x.reshape(-1, x.shape[-1])
-    if not rows.numel():  # nothing to add up
+    if not x.numel():  # nothing to add up
         for out, bias in zip(outs, biases, strict=True):
             out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     elif any(out.numel() for out in outs):
         with torch.cuda.device_of(x):
-            _launch_triton(rows, weights, biases, outs, row_invariant, compiled)
+            _launch_triton(x.reshape(-1, x.shape[-1]), weights, biases, outs, row_invariant, compiled)
     return outs
 
 

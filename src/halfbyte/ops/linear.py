@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +16,8 @@ from halfbyte.ops._library import define, level, say_once
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor, expected_parts
 
-_LEVELS = {"cpu": cpu.linear, "reference": reference.linear}
+_Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]
+_LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 
 
 def _weight(parts: Sequence[torch.Tensor], name: str) -> QuantTensor:
@@ -42,13 +44,16 @@ def _run(
     """[..., N] for each weight."""
     if level not in _LEVELS:
         return gpu.run(x, weights, biases, level, row_invariant, compiled=True)
-    if not row_invariant:
-        return [_LEVELS[level](x, *each) for each in zip(weights, biases, strict=True)]
-    rows = x.reshape(-1, 1, x.shape[-1])  # one by one: torch adds up in another order for another number of rows
-    outs = [[_LEVELS[level](row, *each) for row in rows] for each in zip(weights, biases, strict=True)]
-    return [
-        (torch.cat(ys) if ys else x.new_empty(0)).reshape(*x.shape[:-1], w.shape[0]) for ys, w in zip(outs, weights, strict=True)
-    ]
+    run = _LEVELS[level]
+    if row_invariant and x.numel():
+        run = functools.partial(_row_by_row, run)
+    return [run(x, *each) for each in zip(weights, biases, strict=True)]
+
+
+def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """One by one: torch adds up in another order for another number of rows."""
+    rows = [run(row, weight, bias) for row in x.reshape(-1, 1, x.shape[-1])]
+    return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
 
 
 def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], *args: object) -> torch.Tensor:
