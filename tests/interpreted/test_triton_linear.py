@@ -16,6 +16,7 @@ from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear_triton import launch, tile_count, workspace_floats
+from halfbyte.kernels.linear_weight import look_up_ptx
 from halfbyte.plans.triton_linear import LinearTiles, linear_tiles
 from halfbyte.reference.quantize import dynamic_map, quantize
 from halfbyte.tensors import QuantTensor
@@ -50,7 +51,7 @@ class Product:
         outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
         workspace = torch.full((workspace_floats(features, rows, tiles),), torch.nan)
         counters = torch.zeros(tile_count(features, rows, tiles), dtype=torch.int32)
-        launch(self.x, self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
+        launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
         assert not counters.any(), "counters are zero again"
         return outs
 
@@ -139,6 +140,46 @@ def test_every_e8m0_scale() -> None:
         assert torch.equal(out[0, 1:-1].double(), 2.0 ** (torch.arange(1, 255).double() - 127))
         assert out[1, 0].item() == 2.0**-126  # twice it: the interpreter has no bf16 that small
         assert out[:, -1].isnan().all()
+
+
+def executed(ptx: str, word: int) -> list[int]:
+    """The registers $0 to $3 after the instructions of `look_up_ptx` have run on the word $4."""
+    registers = {"$4": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in ptx.strip("{} ").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        target, *names = [name.strip() for name in rest.split(",")]
+        a, b, *more = [value(name) for name in names]
+        if op == "prmt.b32":
+            made = 0
+            for i in range(4):
+                pick = more[0] >> (4 * i) & 15
+                byte = ((b << 32) | a) >> (8 * (pick & 7)) & 0xFF
+                made |= (byte if pick < 8 else 0xFF * (byte >> 7)) << (8 * i)
+        elif op == "lop3.b32":
+            c, table = more
+            bits = [table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1 for i in range(32)]
+            made = sum(bit << i for i, bit in enumerate(bits))
+        else:
+            made = {"and.b32": a & b, "or.b32": a | b, "shr.u32": a >> b, "sub.u32": a - b}[op]
+        registers[target] = made & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_instructions_of_a_table(dtype: torch.dtype) -> None:
+    """What a GPU runs instead of what the interpreter does: every code in every place."""
+    levels = WEIGHT_FORMATS["nf4"].code.levels().to(dtype)
+    ptx = look_up_ptx(levels)
+    for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xC3D2E1F0, 0xFFFFFFFF, 0, 0x89ABCDEF):
+        codes = [word >> (4 * i) & 15 for i in range(8)]
+        made = torch.tensor([r >> s & 0xFFFF for r in executed(ptx, word) for s in (0, 16)], dtype=torch.int32).to(torch.int16)
+        assert torch.equal(made.view(dtype), levels[codes[::2] + codes[1::2]])
 
 
 # ------------------------------------------------------------------------------------------------------ shapes and strides
@@ -263,6 +304,12 @@ def test_public_calls() -> None:
     parts = [list(w.parts().values()) for w in weights]
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts[0], biases[0], names[0], "triton", True))
     torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (x, *parts, *biases, ",".join(names), "triton"))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_many_rows_are_copied_into_the_stored_order(act_order: bool) -> None:
+    w, x = weight("int4_g64", 33, 128, act_order=act_order), normal(128, 66).half().mT
+    judge(hb.linear(x, w, impl="triton"), x, w, None)
 
 
 def test_nothing_to_add_up() -> None:

@@ -62,14 +62,14 @@ def _spread(small, w: Weight, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x, x0, x1, first_row, rows, begin, end, width, row, w: Weight,
+    first_row, rows, begin, end, width, row, w: Weight,
     N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """fp32 [N, M]: weight rows `row` [N] times M rows of x over columns begin .. end, but for what a whole weight row shares."""
     PER: tl.constexpr = 8 // w.BITS
     m = tl.minimum(first_row + tl.arange(0, M), rows - 1).to(tl.int64)  # a row too many is the last one again
     column, byte = tl.arange(0, K).to(tl.int64), tl.arange(0, K // PER).to(tl.int64)
-    x_rows, codes = x + m[:, None] * x0, w.codes + row[:, None] * w.codes0
+    x_rows, codes = w.x + m[:, None] * w.x0, w.codes + row[:, None] * w.codes0
     groups = width // w.GROUP if w.GROUP > 0 else 1
     row_zero = tl.full([1, 1], w.ZERO, tl.int16)
     if w.GROUP == 0 and w.offsets is not None:
@@ -83,10 +83,10 @@ def _sums(
             where = tl.minimum(tl.maximum(where, 0), width - 1).to(tl.int64)
         if EVEN:
             stored = tl.load(at)
-            values = tl.load(x_rows + where * x1)
+            values = tl.load(x_rows + where * w.x1)
         else:
             stored = tl.load(at, mask=(k + byte * PER < width)[None, :], other=0)
-            values = tl.load(x_rows + where * x1, mask=(k + column < width)[None, :], other=0)
+            values = tl.load(x_rows + where * w.x1, mask=(k + column < width)[None, :], other=0)
         values = tl.trans(values.to(w.DOT))
         if w.GROUP == 0:
             acc = tl.dot(numbers(stored, row_zero, w, N, K), values, acc, input_precision="ieee")
@@ -118,7 +118,7 @@ def _finish(y, n, m, rows, row, w: Weight, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x, x0, x1, tile, number, first_row, split, splits, share, rows, width, partial, counters, w: Weight,
+    tile, number, first_row, split, splits, share, rows, width, partial, counters, w: Weight,
     N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _tile(
     begin = split * share * K
     end = tl.minimum(begin + share * K, width)
     FOLDED: tl.constexpr = w.GROUP > 0 and (FOLD or w.GROUP < K)
-    y = tl.trans(_sums(x, x0, x1, first_row, rows, begin, end, width, row, w, N, M, K, EVEN, FOLDED, STAGES))
+    y = tl.trans(_sums(first_row, rows, begin, end, width, row, w, N, M, K, EVEN, FOLDED, STAGES))
     if not SPLIT:
         _finish(y, n, m, rows, row, w, INTERPRETED)
     else:
@@ -149,7 +149,7 @@ def _tile(
 # Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
 @triton.jit(do_not_specialize=["rows", "width", "splits", "share"])
 def _linear(
-    x, x0, x1, weights, partial, counters, rows, width, splits, share,
+    weights, partial, counters, rows, width, splits, share,
     WEIGHTS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, FOLD: tl.constexpr,
     STAGES: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +168,7 @@ def _linear(
         count = tl.cdiv(weights[i].n, N)
         if (number >= 0) & (number < count):
             _tile(
-                x, x0, x1, tile, number, first_row, split, splits, share, rows, width, partial, counters, weights[i],
+                tile, number, first_row, split, splits, share, rows, width, partial, counters, weights[i],
                 N, M, K, EVEN, FOLD, STAGES, SPLIT, INTERPRETED,
             )  # fmt: skip
         number -= count
@@ -188,7 +188,7 @@ def workspace_floats(features: Sequence[int], rows: int, tiles: LinearTiles) -> 
 
 
 def launch(
-    x: torch.Tensor,
+    xs: Sequence[torch.Tensor],
     weights: Sequence[QuantTensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
@@ -196,15 +196,15 @@ def launch(
     workspace: torch.Tensor | None,
     counters: torch.Tensor | None,
 ) -> None:
-    """x [M, K], fp16 or bf16, any strides; outs [M, N] each in x's dtype, contiguous, all written. Nothing is empty.
+    """xs [M, K], fp16 or bf16, any strides, one for each weight; outs [M, N] in its dtype, contiguous, all written, not all empty.
 
     Tensors of one axis are contiguous. With tiles.splits > 1: `workspace`, `workspace_floats` fp32, which may hold anything, and
     `counters`, `tile_count` int32 zeros, zero again afterwards.
     """
-    rows, width = x.shape
+    rows, width = xs[0].shape
     features = [w.shape[0] for w in weights]
     _linear[(tile_count(features, rows, tiles) * tiles.splits,)](
-        x, *x.stride(), tuple(weight(*each, x.dtype) for each in zip(weights, biases, outs, strict=True)),
+        tuple(weight(*each) for each in zip(xs, weights, biases, outs, strict=True)),
         workspace, counters, rows, width, tiles.splits, tiles.share,
         WEIGHTS=len(weights), N=tiles.block_n, M=tiles.block_m, K=tiles.block_k, EVEN=width % tiles.block_k == 0, FOLD=tiles.fold,
         STAGES=tiles.num_stages, SPLIT=tiles.splits > 1, TOGETHER=16, INTERPRETED=INTERPRETED, num_warps=tiles.num_warps,
@@ -222,7 +222,7 @@ _SAMPLE = (
     ("mxfp4", 1024, 4096, 4096, "fp16"),
     ("int4_sym_g32", 64, 4096, 4096, "invariant"),
     ("int4_g128", 8, 4001, 4224, "perm bias strided"),
-    ("int4_g128", 300, 4001, 4224, "perm fp16 strided"),
+    ("int4_g128", 40, 4001, 4224, "perm fp16"),
     ("int4_g128 int4_g128 int4_g128", 1, 2048, 4096, ""),
     ("int4_g64 nf4 nvfp4", 1024, 2048, 4096, "bias"),
 )
@@ -254,7 +254,9 @@ def _configurations(formats: str, rows: int, n: int, width: int, options: str) -
     for tiles, targets in seen.items():
         name = "-".join([*formats.split(), f"M{rows}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
         parts = empty(1, dtype=torch.float32), empty(1)
-        yield from recorded(name, functools.partial(launch, x, weights, biases, outs, tiles, *parts), targets=targets)
+        yield from recorded(
+            name, functools.partial(launch, [x] * len(weights), weights, biases, outs, tiles, *parts), targets=targets
+        )
 
 
 def _empty_weight(fmt: Format, n: int, width: int, act_order: bool) -> QuantTensor:

@@ -24,9 +24,10 @@ from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
 #: n                     out features
+#: x                     [M, K]: what this weight is multiplied with
 #: out                   [M, N] contiguous: what is written for this weight
 #: KIND, BITS, ZERO      "integer", "e2m1" or "table"; bits of a code; what an integer code counts from, without zero points
-#: TABLE                 the 16-bit patterns of a table's levels / UNIT, level i from bit 16 i on
+#: LOOK_UP, TABLE        how a table is read, in PTX; in the interpreter "", and its levels / UNIT as fp32, 32 bits each
 #: UNIT                  what the numbers of a code are multiples of
 #: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantisation (0: none)
 #: SCALES_PER, OFFSETS_PER  scales (zero points) in one of the words that are read: 1, or as many as 32 bits hold
@@ -34,9 +35,9 @@ from halfbyte.tensors import QuantTensor
 Weight = NamedTuple(
     "Weight",
     [
-        *((name + axis, Any) for name in ("codes", "scales", "offsets") for axis in ("", "0", "1")),
+        *((name + axis, Any) for name in ("x", "codes", "scales", "offsets") for axis in ("", "0", "1")),
         *((name, Any) for name in ("tensor_scale", "nested", "bias", "perm", "out", "n")),
-        *((name, Any) for name in ("KIND", "BITS", "ZERO", "TABLE", "UNIT", "GROUP", "SCALE", "NESTED", "DOT")),
+        *((name, Any) for name in ("KIND", "BITS", "ZERO", "LOOK_UP", "TABLE", "UNIT", "GROUP", "SCALE", "NESTED", "DOT")),
         *((name, Any) for name in ("SCALES_PER", "OFFSETS_PER")),
     ],
 )
@@ -113,7 +114,12 @@ def numbers(codes, zero, w: Weight, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         wide = codes.to(tl.int32)
         made = _e2m1(tl.reshape(tl.join(wide << 28, wide << 24), (ROWS, WIDTH)), w)
     elif w.KIND == "table":
-        made = _table(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), w)
+        if w.LOOK_UP == "":
+            low, high = _table(codes & 0xF, w), _table(codes >> 4, w)
+        else:
+            low, high = tl.inline_asm_elementwise(w.LOOK_UP, "=r,=r,=r,=r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
+            low, high = low.to(w.DOT, bitcast=True), high.to(w.DOT, bitcast=True)
+        made = tl.reshape(tl.join(low, high), (ROWS, WIDTH))
     elif w.BITS == 4:
         made = _integer(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), zero, w)
     else:
@@ -166,47 +172,36 @@ def _e2m1(top, w: Weight):
 
 @triton.jit
 def _table(u, w: Weight):
-    """Level u of a table: two levels a word, the word chosen by the upper three bits."""
-    high = u >= 8
-    words = ()
-    for i in tl.static_range(4):
-        words += (tl.where(high, _pair(w, 4 + i), _pair(w, i)),)
-    upper = (u & 4) != 0
-    first, second = tl.where(upper, words[2], words[0]), tl.where(upper, words[3], words[1])
-    bits = tl.where((u & 2) != 0, second, first) >> ((u & 1).to(tl.int32) << 4)
-    if w.DOT == tl.float32:  # noqa: SIM108, SIM300 (the interpreter's bf16)
-        made = (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        made = bits.to(tl.int16).to(w.DOT, bitcast=True)
-    return made
-
-
-@triton.jit
-def _pair(w: Weight, NUMBER: tl.constexpr):
-    """Levels 2 NUMBER and 2 NUMBER + 1 as an int32."""
-    bits: tl.constexpr = (w.TABLE >> (32 * NUMBER)) & 0xFFFFFFFF
-    return tl.full([], bits - ((bits >> 31) << 32), tl.int32)
+    """Level u, uint8, of a table: for the interpreter, which knows no instructions of a GPU."""
+    made = tl.zeros(u.shape, tl.float32)
+    for i in tl.static_range(16):
+        bits: tl.constexpr = (w.TABLE >> (32 * i)) & 0xFFFFFFFF
+        level = tl.full([], bits - ((bits >> 31) << 32), tl.int32).to(tl.float32, bitcast=True)
+        made = tl.where(u == i, level, made)
+    return made.to(w.DOT)
 
 
 # --------------------------------------------------------------------------------------------------------------- host code
 
 
-def weight(q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor, x: torch.dtype) -> Weight:
-    """A QuantTensor's tensors, strides and constants, for products with an x of this dtype (fp16 or bf16)."""
+def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor) -> Weight:
+    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16."""
     code, scale = q.format.code, q.format.scale
     assert scale is not None
     kind, unit = ("integer", 1.0) if code.kind == "affine" else ("e2m1", 1.0) if _is_e2m1(code) else ("table", _unit(code))
     zero = code.bias if code.bits == 4 else 128
     group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
-    dot = tl.float16 if x is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
-    table = _bits_of(code, unit, x) if kind == "table" else 0
+    dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
+    levels = _levels(code, unit, x.dtype) if kind == "table" else None
+    look_up = "" if levels is None or INTERPRETED else look_up_ptx(levels)
+    table = 0 if levels is None or look_up else _in_one_integer(levels)
     scales, scales_per = _in_words(q.scales)
     offsets, offsets_per = _in_words(q.offsets)
     constants = (
-        *(kind, code.bits, zero, table, unit, group, scale.dtype, scale.nested or 0, dot),
+        *(kind, code.bits, zero, look_up, table, unit, group, scale.dtype, scale.nested or 0, dot),
         *(scales_per, offsets_per),
     )
-    strided = (part for t in (q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
+    strided = (part for t in (x, q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
     return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], *map(tl.constexpr, constants))
 
 
@@ -238,7 +233,36 @@ def _unit(code: Code) -> float:
     return 1.0 / next(fits, 1)
 
 
-def _bits_of(code: Code, unit: float, dtype: torch.dtype) -> int:
-    """All levels / unit in one integer, 16 bits each."""
-    bits = (code.levels().double() / unit).float().to(dtype).view(torch.int16).tolist()
-    return sum((b & 0xFFFF) << (16 * i) for i, b in enumerate(bits))
+def _levels(code: Code, unit: float, dtype: torch.dtype) -> torch.Tensor:
+    """All levels / unit in 16 bits, [16]."""
+    return (code.levels().double() / unit).float().to(dtype)
+
+
+def _in_one_integer(levels: torch.Tensor) -> int:
+    """Their patterns in fp32: a constant of a kernel is a number or a string."""
+    return sum((b & 0xFFFFFFFF) << (32 * i) for i, b in enumerate(levels.float().view(torch.int32).tolist()))
+
+
+def look_up_ptx(levels: torch.Tensor) -> str:
+    """PTX that looks up the eight codes of four bytes ($4) in a table of 16 numbers of 16 bits: $0, $1 lower, $2, $3 upper codes.
+
+    Four codes at a time, a byte of the number at a time: `prmt` picks bytes of two registers by the lower three bits of each code;
+    the fourth bit, spread over a byte, selects between both halves of the table.
+    """
+    patterns = [b & 0xFFFF for b in levels.view(torch.int16).tolist()]
+    low, high = ([int.from_bytes(bytes((b >> shift) & 0xFF for b in patterns[i : i + 4]), "little") for i in range(0, 16, 4)]
+                 for shift in (0, 8))  # fmt: skip
+
+    def half(lower: str, upper: str) -> str:
+        picked = "".join(
+            f"prmt.b32 a, {t[0]:#x}, {t[1]:#x}, s; prmt.b32 b, {t[2]:#x}, {t[3]:#x}, s; lop3.b32 {name}, a, b, m, 0xd8; "
+            for name, t in (("l", low), ("h", high))
+        )
+        return f"prmt.b32 m, 0, 0x80000000, f; {picked}prmt.b32 {lower}, l, h, 0x6240; prmt.b32 {upper}, l, h, 0x7351; "
+
+    return (
+        "{ .reg .b32 s, f, t, a, b, l, h, m; "
+        "and.b32 s, $4, 0x77777777; and.b32 f, $4, 0x88888888; "  # three bits of each code; its fourth
+        "shr.u32 t, f, 3; sub.u32 t, f, t; or.b32 f, f, t; "  # 0xF where that is 1: the sign of byte 7; else byte 0
+        f"{half('$0', '$2')}shr.u32 s, s, 16; shr.u32 f, f, 16; {half('$1', '$3')}}}"
+    )
