@@ -12,7 +12,7 @@ from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, linear_tiles
+from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tiles
 from halfbyte.tensors import QuantTensor
 
 
@@ -58,20 +58,19 @@ def _launch_triton(
         part = floats(x.device, workspace_floats(features, x.shape[0], tiles), own)
         count = counters(x.device, tile_count(features, x.shape[0], tiles), own)
     biases = [None if b is None else b.contiguous() for b in biases]
-    xs, weights = zip(*(_in_stored_order(x, _dense_vectors(w)) for w in weights), strict=True)
+    gather = tiles.block_m <= GATHERED_ROWS
+    xs, weights = zip(*((x, w) if gather else _in_stored_order(x, w) for w in map(_dense_vectors, weights)), strict=True)
     launch(xs, weights, biases, outs, tiles, part, count)
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:
-    """x and the weight as the kernel takes them. It reads the columns of x in any order, but many rows are faster copied first:
+    """x copied so that its columns are neighbours, in the order that the weight stores them.
 
-    numbers of 16 bits one by one cannot be copied asynchronously.
+    The kernel reads them in any order, but numbers of 16 bits one by one cannot be copied asynchronously and fill its registers.
     """
-    if x.shape[0] <= EXACT_ROWS or (w.perm is None and x.stride(1) == 1):
-        return x, w
-    if w.perm is None:
-        return x.contiguous(), w
-    return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
+    if w.perm is not None:
+        return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
+    return (x if x.stride(1) == 1 else x.contiguous()), w
 
 
 @functools.lru_cache(maxsize=4096)

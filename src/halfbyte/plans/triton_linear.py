@@ -14,6 +14,8 @@ from halfbyte.formats import Format
 
 #: Rows of x up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
 EXACT_ROWS = 64
+#: Rows of a tile up to which the kernel reads columns of x one by one: strided, or in the order of the weight.
+GATHERED_ROWS = 16
 #: Where the same bits are asked for whatever the number of rows: rows of a tile, and programs over N and K.
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 #: The most partial results that are added for one number, and the fewest columns of one.
