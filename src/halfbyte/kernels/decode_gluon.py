@@ -37,7 +37,7 @@ from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.decode_sample import Call, sample
 from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
-from halfbyte.kernels.gluon_output import parted, sum_parts, sum_warps, write_part, write_rows
+from halfbyte.kernels.gluon_output import gather, part_slot, parted, sum_warps, write_part, write_rows
 from halfbyte.kernels.gluon_tiles import (
     TILE_COST,
     UNIT_COST,
@@ -70,7 +70,7 @@ def decode(
     Out,  # [B, Hq, L, Dv], contiguous
     Lse,  # fp32 [B, Hq, L]
     Part,  # fp32 workspace: two partial results a program
-    Count,  # int32 [B * H], zero before and after
+    Count,  # int32, one a unit and two for every C.gather programs; zero before and after
     Lengths,  # int32 [B]
     QueryStart,
     Starts,
@@ -194,18 +194,14 @@ def decode(
         unit = b * heads + h
         m, l, z, o = state
         m, l, v = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
-        if (begin == 0) & (end == cost):
-            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
-        else:
-            write_part(Part, 2 * program + gl.where(begin == 0, 1, 0), m, l, v, VS, C)
+        whole = (begin == 0) & (end == cost)
+        if not whole:
+            write_part(Part, part_slot(program, begin == 0), m, l, v, VS, C)
             part_first = program_at(start, programs, total)
             part_last = program_at(start + cost - 1, programs, total)
-            barrier()
-            arrived = gl.atomic_add(Count + unit, 1, sem="acq_rel", scope="gpu")
-            if arrived == part_last - part_first:
-                gl.store(Count + unit, 0)
-                m, l, v = sum_parts(Part, part_first, part_last, VS, C)
-                write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
+            whole, m, l, v = gather(Part, Count, unit, batch * heads, part_first, part_last, VS, C)
+        if whole:
+            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
         x = start + end
         if end == cost:
             start += cost
@@ -213,6 +209,8 @@ def decode(
             if h == heads:
                 h = 0
                 b += 1
+        # The next unit's first requests must not overtake a warp that still reads sums from where they go: the ring.
+        barrier()
 
 
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
@@ -243,7 +241,7 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    part: fp32, two partial results a program; count: int32 [B * H], zero before and after.
+    part: fp32, two partial results a program; count: int32, as many as the plan says, zero before and after.
     """
     o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
     return decode[(programs,)](

@@ -95,6 +95,7 @@ class Spec:
     alibi: bool
     softcap: bool
     pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
+    gather: int = 16  # parts of a unit that are added up by themselves; up to twice as many are added in one step
 
     @property
     def across(self) -> int:
