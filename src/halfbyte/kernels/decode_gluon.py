@@ -135,7 +135,7 @@ def decode(
         # The queries first: behind the ring's requests they would wait for all of those.
         group: gl.constexpr = C.rows // C.queries
         loaded = load_query(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
-        for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        for i in range(C.stages - 1):
             fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, t_end, lo, hi, C)
 
         q, sums, factor = query_operands(loaded, KS, C)
@@ -241,7 +241,7 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    part: fp32, two partial results a program; count: int32, as many as the plan says, zero before and after.
+    part: fp32, count: int32, zero before and after; the plan says how many.
     """
     o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
     return decode[(programs,)](
@@ -280,7 +280,7 @@ def _configurations(call: Call) -> Iterator[Configuration]:
         plan = gluon_plan(problem, 132, capability, True)
         if isinstance(plan, GluonPlan):
             spec = plan.spec
-            part, count = empty(2 * plan.programs * spec.part_floats, dtype=torch.float32), empty(batch * k.heads)
+            part, count = empty(plan.floats, dtype=torch.float32), empty(plan.counters)
             rest = (spec, plan.programs, call.out, call.lse, part, count)
             name, filled = f"{call.name}-{capability[0]}x", capability != (9, 0) and (dim > 128 or not lean)
             why = "up to 72 bytes: heads of 256, or masks by row, fill the registers; tiles were chosen for sm_90" if filled else ""

@@ -175,7 +175,7 @@ def _load_part(base, offsets, ok, other, sure: gl.constexpr):
 
 @gluon.jit
 def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """state, and on top of it `many` parts, all loads in flight: of programs begin, begin + step, ..., up to `last` (surely: all)."""
+    """state and `many` more parts, all loads in flight: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
     R: gl.constexpr = C.padded_rows
     G: gl.constexpr = S.groups
     size: gl.constexpr = S.rows * R * S.operands
