@@ -28,7 +28,7 @@ VARIANTS = [
 PARTS = (
     [1, 2, 5]
     if PLACE.dry
-    else sorted({1, 2, 3, 7, 8, 9, *(n * GATHER + d for n in (2, 3, 4, 5, 8) for d in (-1, 0, 1)), 263, 264, 265, 400})
+    else sorted({1, 2, 3, 7, 8, 9, *(n * GATHER + d for n in (2, 3, 4, 5, 8) for d in (-1, 0, 1)), 263, 264, 265, 300})
 )
 TILE = PLACE.size(256, 8)
 #: Tokens of sequences side by side: long ones that share programs, short and empty ones between them, ends inside of a tile.
