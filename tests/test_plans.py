@@ -93,6 +93,19 @@ def test_programs_by_hand(units: int, slots: int, expected: int) -> None:
     assert programs(units, slots) == expected
 
 
+def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
+    found = tuned(replace(LAYER, batch=1, heads=3))
+    assert found.programs == 264
+    assert (found.units, found.counters) == (3, 3 + 2 * 17)
+    assert found.floats == 2 * 264 * found.spec.part_floats
+
+
+@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_dense": False}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
+def test_tiles_of_many_rows_are_larger_where_addresses_are_simple(change: dict[str, object], tokens: int) -> None:
+    rows = replace(LAYER, keys="int4", values="int4", group=16)
+    assert tuned(replace(rows, **change)).spec.tokens == tokens  # type: ignore[arg-type]
+
+
 def test_a_side_says_how_its_words_are_read() -> None:
     int4 = side(format_of("int4_g32"), 128, False)
     assert isinstance(int4, Side)

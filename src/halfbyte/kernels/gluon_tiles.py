@@ -160,7 +160,11 @@ def _copy_codes(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.
     row = _rows_of(layout, C)
     c = gl.arange(0, S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
-    if C.page == 0:
+    if C.page == 0 and S.dense:
+        # What one thread copies lies constants apart, so that one address is enough for all of it.
+        apart: gl.constexpr = C.tokens - 32 // min(S.padded // 8, 32)
+        pointers = Base + first.to(gl.int64) * S.words + ((row & ~apart) * S.words + c) + (row & apart) * S.words
+    elif C.page == 0:
         pointers = Base + (row * step + c) + first.to(gl.int64) * step
     else:
         page, inside = _page_of(Pages, first + row, hi, pages, C)
