@@ -1,4 +1,4 @@
-"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored, at the speed of memory.
+"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
@@ -14,11 +14,12 @@ the GPU runs at once a share may begin and end inside a tile (stream-K). A tile 
 else its partial results go to the workspace and the program that arrives last adds them up, in the order of the programs.
 """
 
-# ruff: noqa: RUF005, SIM108, RET505
+# ruff: noqa: RUF005, RET505
 # Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ from halfbyte.kernels.linear_operands import (
     code_copy_layout,
     code_operands,
     code_ring_layout,
+    halves,
     make_table,
     mma_layout,
-    halves,
     plain,
     scale_copy_layout,
     scale_layout,
@@ -45,6 +46,7 @@ from halfbyte.kernels.linear_operands import (
     x_operands,
 )
 from halfbyte.plans.linear import Spec
+from halfbyte.tensors import QuantTensor
 
 
 @gluon.jit
@@ -113,7 +115,7 @@ def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.const
 @gluon.jit
 def _weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
     """Where a step of a tile lies: addresses of its codes, scales and zero points, and the rows of the weight from there on."""
-    codes, scales, zeros, bias, factor, out, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    codes, scales, zeros, _, _, _, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     layout: gl.constexpr = code_copy_layout(C, S.words(C))
     w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -311,7 +313,7 @@ def _output_layout(C):
 @gluon.jit
 def _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile to y, with what is left of the scales, and the bias."""
-    codes, scales, zeros, bias, factor, out, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    _, scales, _, bias, factor, out, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     if S.groups == 0:
@@ -444,9 +446,9 @@ def linear(
 
 def launch(
     x: torch.Tensor,
-    weights: list[Any],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
     spec: Spec,
     programs: int,
     part: torch.Tensor,
@@ -454,7 +456,8 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [M, K], rows at multiples of 16 bytes; weights of one format; part: fp32, two partial results a program; count: int32, one a tile.
+    x [M, K], rows at multiples of 16 bytes; weights of one format, and biases all or none.
+    part: fp32, two partial results a program; count: int32, one a tile, zero before and after.
     """
     return linear[(programs,)](
         x,
@@ -464,7 +467,7 @@ def launch(
         tuple(biases),
         tuple(w.tensor_scale for w in weights),
         tuple(outs),
-        *(part, count, x.shape[0], x.shape[1], x.stride(0)),
+        *(part, count, x.shape[0], x.shape[1], x.shape[1] if x.shape[0] == 1 else x.stride(0)),
         tuple(w.shape[0] for w in weights),
         C=spec,
         num_warps=spec.warps,

@@ -10,7 +10,7 @@ number the operands; a table of pairs yields neighbours, so r0 stays. Rows of x 
 the k that the lane needs, and are split by the same bits.
 """
 
-# ruff: noqa: RET505, RUF005
+# ruff: noqa: RUF005
 # Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _look_up_asm(S, C):
     """Each byte of $4 is a line of the table; $5 is the bank of this lane. Bytes 0, 2, 1, 3, as `x_operands` orders x."""
     lines = ["{ .reg .b32 a, s; mov.u32 s, global_smem;"]
     for i, byte in enumerate((0, 2, 1, 3)):
-        lines.append(f"shl.b32 a, $4, 7;" if byte == 0 else f"shr.u32 a, $4, {8 * byte - 7};")
+        lines.append("shl.b32 a, $4, 7;" if byte == 0 else f"shr.u32 a, $4, {8 * byte - 7};")
         lines.append("lop3.b32 a, a, 0x7F80, $5, 0xEA;")
         lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.table_at(C) * TABLE_BYTES}];")
     return " ".join(lines) + " }"

@@ -12,8 +12,12 @@ from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import counters, floats
+from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tiles
+from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
+
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def run(
@@ -28,7 +32,7 @@ def run(
 
     `compiled`: called from compiled code, behind whose back nothing may be kept.
     """
-    if x.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype not in _HALVES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
     outs = [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
     if not x.numel():  # nothing to add up
@@ -36,8 +40,65 @@ def run(
             out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     elif any(out.numel() for out in outs):
         with torch.cuda.device_of(x):
-            _launch_triton(x.reshape(-1, x.shape[-1]), weights, biases, outs, row_invariant, compiled)
+            rows = x.reshape(-1, x.shape[-1])
+            plan = _tuned_plan(rows, weights, level, row_invariant)
+            if isinstance(plan, GluonLinear):
+                _launch_gluon(rows, weights, biases, outs, plan, compiled)
+            elif level == "gluon":
+                raise Unsupported(
+                    f"impl='gluon' cannot run this product: {plan}; use impl='auto', which takes the portable kernel here"
+                )
+            else:
+                _launch_triton(rows, weights, biases, outs, row_invariant, compiled)
     return outs
+
+
+def _tuned_plan(x: torch.Tensor, weights: Sequence[QuantTensor], level: str, row_invariant: bool) -> GluonLinear | str:
+    """How the tuned kernel runs a call; in words, why it does not."""
+    if level == "triton":
+        return "asked for the portable kernel"
+    if row_invariant:
+        return "row_invariant: the tuned kernel cuts the work by the number of rows"
+    if any(w.perm is not None for w in weights) and len(weights) > 1:
+        return "weights of one launch that each store their columns in an order of their own"
+    if not all(_whole_pieces(t) for w in weights for t in (w.codes, w.scales, w.offsets)):
+        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
+    facts = tuple((w.format, w.shape[0]) for w in weights)
+    return _gluon(facts, x.shape[0], x.shape[1], _HALVES[x.dtype], x.device.index, pair_launches())
+
+
+def _whole_pieces(t: torch.Tensor | None) -> bool:
+    return t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> GluonLinear | str:
+    """The plan of the tuned kernel on GPU number `device`."""
+    facts = describe(f"cuda:{device}")
+    processors, capability = facts.sm_count or 1, facts.capability or (0, 0)
+    return gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+
+
+def _launch_gluon(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
+    plan: GluonLinear,
+    own: bool,
+) -> None:
+    from halfbyte.kernels.linear_gluon import launch
+
+    perm = weights[0].perm
+    if perm is not None:
+        x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
+    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+        x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    if any(b is not None for b in biases):
+        biases = [o.new_zeros(o.shape[-1]) if b is None else b.contiguous() for b, o in zip(biases, outs, strict=True)]
+    part = floats(x.device, plan.floats, own)
+    count = counters(x.device, plan.tiles, own)
+    launch(x, weights, biases, outs, plan.spec, plan.programs, part, count)
 
 
 def _launch_triton(

@@ -107,10 +107,10 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
-    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernel "triton" (portable; fp16 and bf16); "cpu" (blocks of
-    rows); "reference" (float64). `row_invariant`: a row's result has the same bits alone and among others. On a GPU that fixes how
-    the work is cut; the `cpu` and `reference` levels compute one row after the other. Raises `InvalidArgument` naming the argument
-    at fault.
+    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows)
+    and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the same bits alone
+    and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row after the other.
+    Raises `InvalidArgument` naming the argument at fault.
     """
     _check(x, weight, bias, "weight", "bias")
     chosen = _level("linear", impl, x)
@@ -153,7 +153,8 @@ def _level(op: str, impl: str, x: torch.Tensor) -> str:
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
         say_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
         impl = "cpu"
-    return level(op, impl, x.device)
+    chosen = level(op, impl, x.device)
+    return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
 def _past_dispatcher(x: torch.Tensor, chosen: str) -> bool:

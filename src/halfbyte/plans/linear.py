@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
 
@@ -66,7 +67,8 @@ class Stored:
 
     def slots(self, spec: Spec) -> int:
         """Stages, and what the table takes behind them."""
-        return -(-(self.table_at(spec) + 1) * TABLE_BYTES // self.slot_bytes(spec)) if self.table else spec.stages
+        behind = -(-(self.table_at(spec) + 1) * TABLE_BYTES // self.slot_bytes(spec)) if self.table else spec.stages
+        return behind + spec.spare
 
     def unit(self, half: str) -> float:
         """What one step of a code is, in operands of the tensor cores."""
@@ -94,6 +96,7 @@ class Spec:
     zero_piece: int  # zero points, the same
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
+    spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property
     def x_low(self) -> int:
@@ -116,11 +119,153 @@ class Spec:
 
     @property
     def warps(self) -> int:
+        """Of a block."""
         return self.streams * self.across
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring of codes with the table behind it, and the rings of x, scales and zero points."""
+        weight = self.weights[0]
+        scales = self.tile * self.columns(weight) * (weight.scale_bytes + weight.zero)
+        return weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.step * self.few + scales)
 
     def columns(self, weight: Stored) -> int:
         """Scales of a row in one step."""
         return self.step // 128 * weight.groups
+
+
+#: Rows of x that the tuned kernel takes. From 17 on the portable one, whose tiles are larger, is faster.
+MOST_ROWS = 16
+#: Shared memory that a block takes beside its rings: the driver's, and with it what the compiler needs.
+_DRIVER_BYTES, _BLOCK_BYTES = 1024, 1280
+
+
+@dataclass(frozen=True)
+class GluonLinear:
+    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and its workspace."""
+
+    spec: Spec
+    programs: int
+    tiles: int
+    why: str
+
+    @property
+    def floats(self) -> int:
+        """fp32 numbers of workspace: two partial results a program."""
+        return 2 * self.programs * self.spec.part_floats
+
+
+def gluon_linear(
+    weights: Sequence[tuple[Format, int]],
+    *,
+    rows: int,
+    width: int,
+    half: str,
+    processors: int,
+    capability: tuple[int, int],
+    pair: bool,
+) -> GluonLinear | str:
+    """How the tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why it cannot."""
+    if len({fmt for fmt, _ in weights}) > 1:
+        return "weights of several formats in one launch are the portable kernel's"
+    weight = stored(weights[0][0], half)
+    if isinstance(weight, str):
+        return weight
+    features = [n for _, n in weights]
+    shape = _shape(weight, len(weights), rows, features, 2 * processors, half)
+    shape = replace(shape, pair=pair and capability >= (9, 0))
+    refusal = _refusal(shape, rows, width, capability)
+    if refusal:
+        return refusal
+    per_processor = 2
+    if weight.group:
+        shape = replace(shape, piece=_piece(shape, width, weight.scale_bytes), zero_piece=_piece(shape, width, 1))
+    spec = _staged(shape, per_processor, capability)
+    if spec is None:
+        per_processor = 1
+        spec = _staged(shape, per_processor, capability)
+    if spec is None:
+        return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
+    tiles = sum(-(-n // spec.tile) for n in features)
+    steps = -(-width // spec.step)
+    count = _programs(tiles, steps, processors, per_processor)
+    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {_cut(count, tiles)}"
+    return GluonLinear(spec, count, tiles, why)
+
+
+def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) -> str:
+    """Why the tuned kernel cannot compute a product, apart from its format; "" if nothing is in the way."""
+    weight = shape.weights[0]
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
+    if rows > MOST_ROWS:
+        return f"{rows} rows; the tuned kernel takes {MOST_ROWS}"
+    if width % (8 * weight.planes):
+        return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
+    if weight.group and not (_piece(shape, width, weight.scale_bytes) and (_piece(shape, width, 1) or not weight.zero)):
+        return f"the {width // weight.group} scales of a row cannot be copied in pieces of 4 bytes or more"
+    return ""
+
+
+def _piece(shape: Spec, width: int, size: int) -> int:
+    """How many scales (or zero points) of `size` bytes are copied together: 16 bytes if it can be; 0: not even 4."""
+    weight = shape.weights[0]
+    fits = [n for n in (16, 8, 4, 2, 1) if 4 <= n * size <= 16 and shape.columns(weight) % n == 0]
+    return next((n for n in fits if width % (weight.group * n) == 0), 0)
+
+
+def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: int, half: str) -> Spec:
+    """Tiles, warps and chunks, with one stage; found by measuring (docs/linear.md).
+
+    Pieces of 128 bytes of a row are what memory likes best. Warps do best on 64 rows of the weight, as what they do to x is then
+    shared by many, where that leaves a tile for every program; else on 32. More than 8 rows of x are shared by two warps.
+    """
+    half_chunk = 2 if weight.kind == "bytes" else 1
+    chunk = 256 // half_chunk
+    tiles = sum(-(-n // 32) for n in features)
+    few = next((n for n in (1, 2, 4, 8) if rows <= n), 16)
+    if rows > 8:
+        tile, streams, across = (64 if tiles <= slots else 128), 2, 2
+    else:
+        narrow = tiles <= (slots if rows <= 4 else 0.7 * slots)
+        tile, streams, across = (32 if narrow or 0 < weight.group < 64 or half_chunk == 2 else 64), 4, 1
+    return Spec((weight,) * count, half, max(8, few), tile, streams, across, chunk, 1, 1, 1, False, few, 0)
+
+
+def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
+    """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
+    everything = {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
+    for stages in (4, 3, 2):
+        spec = replace(shape, stages=stages)
+        if blocks * (spec.shared_bytes + _BLOCK_BYTES) <= everything:
+            while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
+                spec = replace(spec, spare=spec.spare + 1)
+            return spec
+    return None
+
+
+def _programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
+    """How many programs share tiles of so many steps, with so many blocks on each processor at once.
+
+    One tile each needs no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal parts;
+    otherwise as few programs as have the same number of steps as if all slots took part.
+    """
+    slots = blocks * processors
+    if slots >= tiles >= 0.7 * slots:
+        return tiles
+    parts = processors // tiles if tiles else 1
+    if parts >= 2 or processors >= tiles >= 0.875 * processors:
+        parts = min(parts, steps)
+        return tiles * parts * (blocks if steps // parts >= 8 else 1)
+    each = -(-tiles * steps // slots)
+    return -(-tiles * steps // each)
+
+
+def _cut(programs: int, tiles: int) -> str:
+    """The name of a decomposition."""
+    if programs == tiles:
+        return "data-parallel"
+    return f"split-K, {programs // tiles} parts a tile" if programs % tiles == 0 else "stream-K"
 
 
 def stored(fmt: Format, half: str) -> Stored | str:
