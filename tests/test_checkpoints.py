@@ -335,15 +335,19 @@ def test_refusals_name_the_tensor(make: Any, options: dict[str, Any], change: An
 
 
 def test_other_methods_are_named(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="'hqq'; halfbyte reads gptq, awq"):
-        make_adapter({"quant_method": "hqq"})
+    for method in ("hqq", 3, []):
+        with pytest.raises(Unsupported, match=r"(hqq'|3|\[\]); halfbyte reads gptq, awq"):
+            make_adapter({"quant_method": method})
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_quantization(tmp_path) is None
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}')
     assert read_quantization(tmp_path) == {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": 3}')
-    with pytest.raises(HalfbyteError, match="no quantization"):
+    with pytest.raises(HalfbyteError, match="does not describe"):
         read_quantization(tmp_path)
+    (tmp_path / "hf_quant_config.json").unlink()
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    assert read_quantization(tmp_path) == {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 # -------------------------------------------------------------------------------------------------------- ten thousand mutants

@@ -1,4 +1,7 @@
-"""Which adapter reads a folder: by the `quantization_config` of its config.json, or modelopt's hf_quant_config.json."""
+"""Which adapter reads a folder: by the `quantization_config` of its config.json, or by a file beside it.
+
+Beside it are hf_quant_config.json of modelopt, and quantize_config.json of early GPTQ files.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
     """The adapter for a quantization_config. Raises `Unsupported` for a method or an option of it that is not read."""
     method = config["quant_method"]
-    if method not in ADAPTERS:
+    if not isinstance(method, str) or method not in ADAPTERS:
         raise Unsupported(
             f"weights quantised as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
         )
@@ -47,20 +50,23 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{file}: it has no model_type; pass a folder with a transformers model")
     quantization = config.get("quantization_config")
     if quantization is None:
-        return _read_modelopt(folder / "hf_quant_config.json")
+        return _read_beside(folder)
     if not isinstance(quantization, dict) or not isinstance(quantization.get("quant_method"), str):
         raise CheckpointError(f"{file}: quantization_config has no quant_method")
     return quantization
 
 
-def _read_modelopt(file: Path) -> dict[str, Any] | None:
-    """What modelopt writes beside a config.json that says nothing of it."""
-    found = _read_json(file)
-    if found is None:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("quantization"), dict):
-        raise CheckpointError(f"{file}: it has no quantization")
-    return {**found["quantization"], "quant_method": "modelopt"}
+def _read_beside(folder: Path) -> dict[str, Any] | None:
+    """What lies beside a config.json that says nothing of quantisation."""
+    for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
+        found = _read_json(folder / name)
+        if method == "modelopt" and isinstance(found, dict):
+            found = found.get("quantization")
+        if isinstance(found, dict):
+            return {"quant_method": method, **found}
+        if found is not None or (folder / name).exists():
+            raise CheckpointError(f"{folder / name}: it does not describe a quantisation")
+    return None
 
 
 def _read_json(file: Path) -> Any:

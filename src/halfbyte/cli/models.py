@@ -144,6 +144,12 @@ def quantize(
     print(f"{output}: {weight_bytes(made) / 1e6:.2f} MB of weights, loaded again and equal bit for bit")
 
 
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return t.contiguous().flatten().view(torch.uint8)
+
+
 def _quantised(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
     """A model with quantised weights: rounded here, or as another library rounded them."""
     import torch
@@ -166,9 +172,3 @@ def _quantised(model: str | None, weights: str | None, skip: str, source: str | 
     weight_format(weights or "")
     made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)))
     return made
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return t.contiguous().flatten().view(torch.uint8)
