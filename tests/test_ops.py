@@ -258,6 +258,25 @@ def test_plain_keys_pass_through(dtype: torch.dtype) -> None:
     assert plain_format(dtype).nbytes((2, 3, 4, 8)) == 2 * 3 * 4 * 8 * dtype.itemsize
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_a_row_alone_has_the_bits_it_has_among_others(impl: str) -> None:
+    weights = tuple(quantize(torch.randn(n, 320), name) for n, name in ((33, "int4_g64"), (8, "nf4"), (5, "int8_col")))
+    x, bias = torch.randn(2, 9, 320), torch.randn(33)
+    together = linear(x, weights[0], bias, row_invariant=True, impl=impl)
+    shards = qkv_projection(x, weights, row_invariant=True, impl=impl)  # type: ignore[arg-type]
+    for i in range(9):
+        assert torch.equal(linear(x[:1, i], weights[0], bias, row_invariant=True, impl=impl)[0], together[0, i])
+        for all_rows, one in zip(shards, qkv_projection(x[1, i], weights, row_invariant=True, impl=impl), strict=True):  # type: ignore[arg-type]
+            assert torch.equal(all_rows[1, i], one)
+    assert linear(x[:, :0], weights[0], row_invariant=True, impl=impl).shape == (2, 0, 33)
+
+
+def test_kernels_of_products_need_a_gpu() -> None:
+    weight = quantize(torch.randn(8, 64), "nf4")
+    with pytest.raises(Unsupported, match=r"impl='triton' of linear runs on an NVIDIA GPU"):
+        linear(torch.randn(2, 64).half(), weight, impl="triton")
+
+
 def test_gradients_are_refused() -> None:
     """Asking for a gradient raises; it is never silently missing. Without a backward pass nothing is in the way."""
     cache = KVCache(1, 2, 64, 8)

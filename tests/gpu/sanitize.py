@@ -14,6 +14,7 @@ from gpu_cases import Call, Case, Variant, build
 from gpu_place import PLACE
 
 import halfbyte as hb
+from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.planes import Plane
 
@@ -27,6 +28,15 @@ MARKED = [
     Case(Variant("bf16", "bf16", dim=96, group=5, queries=5, odd=True, options=ALL), 1, (251,)),
     Case(Variant("int4_g32", "int4_g64", dim=192, group=32, page=256, options=ALL), 1, (513, 255)),
     Case(Variant("int8_channel", "fp8_tensor", group=12, queries=16, page=32), 1, (95, 63)),
+]
+#: Formats of the weights (three: q, k and v), rows, K, type of x: splits and large tiles, odd N, K that no step divides.
+PRODUCTS = [
+    (("int4_g128",), 1, 1280, torch.bfloat16),
+    (("int4_sym_g32",), 17, 1056, torch.float16),
+    (("int8_col",), 70, 202, torch.bfloat16),
+    (("nvfp4",), 130, 208, torch.float16),
+    (("int4_g64", "nf4_dq", "mxfp4"), 5, 1088, torch.bfloat16),
+    (("nf4", "fp4_bnb", "int4_col"), 300, 320, torch.bfloat16),
 ]
 
 
@@ -72,6 +82,24 @@ def append(case: Case) -> str:
     return "" if same else "stores other bytes than on a CPU"
 
 
+def product(names: tuple[str, ...], rows: int, width: int, dtype: torch.dtype, impl: str) -> str:
+    """What is wrong with products of 131 features, in words."""
+    rng = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, width, generator=rng).to(dtype)
+    weights = [hb.quantize(torch.randn(131, width, generator=rng), name) for name in names]
+    there = tuple(w.to(PLACE.device) for w in weights)
+    if len(there) == 1:
+        outs: tuple[torch.Tensor, ...] = (hb.linear(x.to(PLACE.device), there[0], impl=impl),)
+    else:
+        outs = hb.qkv_projection(x.to(PLACE.device), there, impl=impl)  # type: ignore[arg-type]
+    for out, w in zip(outs, weights, strict=True):
+        full = w.dequantize(torch.float64)
+        found = linear_accuracy(out.cpu(), x @ full.to(dtype).mT, x.double() @ full.mT)
+        if not found.ok:
+            return f"{w.format}: error {found.error:.3g}, allowed {found.allowed:.3g}"
+    return ""
+
+
 def main() -> int:
     """Run all; the number of failures becomes the exit status."""
     failures = 0
@@ -79,6 +107,11 @@ def main() -> int:
         for what, why in (*((impl, attention(case, impl)) for impl in PLACE.impls), ("append", append(case))):
             failures += bool(why)
             print(f"{what}: {why or 'ok'}: {case.variant.keys}, {case.variant.values}, {case.variant.dim}")
+    for call in PRODUCTS:
+        for impl in PLACE.impls:
+            why = product(*call, impl)
+            failures += bool(why)
+            print(f"{impl}: {why or 'ok'}: linear, {call}")
     PLACE.sync()
     return int(failures > 0)
 

@@ -10,7 +10,7 @@ and add in fp32.
 Scales of rows multiply the finished sums, in fp32. Those of groups multiply fp32 sums of a step of K inside of one group, or, FOLD,
 the numbers in 16 bits before the product: exactly for MXFP4 and NVFP4; else with one rounding of the weight for fp16 and two for
 bf16, where the scale is rounded too; a 16-bit weight has one. Relative L2 error, measured over all formats, as a share of that of
-a 16-bit product: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded numbers have the range of 16-bit weights.
+a 16-bit product: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded, both have the range of 16 bits.
 
 Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last
 to arrive adds them in the order of the splits. No floating-point atomics. A row of x meets no other row.
