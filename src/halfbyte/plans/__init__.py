@@ -16,6 +16,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "append": ("triton", "reference"),
     "linear": ("cpu", "reference"),
     "qkv_projection": ("cpu", "reference"),
+    "dequantize": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).
 GPU_LEVELS = ("gluon", "triton")
