@@ -122,6 +122,35 @@ def bench_linear(
     _run_bench(session, linear.cases(session, shapes, wanted, words(impl)), "linear", html)
 
 
+@app.command("qkv")
+def bench_qkv(
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder of `halfbyte extract`; default: the shipped model's, in GPT-2's shape.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
+    output: Output = None,
+    quick: Quick = False,
+    pattern: Filter = "",
+    device: Where = None,
+    threads: Threads = None,
+    html: Page = None,
+    as_json: Json = False,
+) -> None:
+    """The four published variants of quantised attention, launch by launch, and one launch for q, k and v against three."""
+    from halfbyte.bench import qkv, run_qkv
+    from halfbyte.bench.session import Options, Session
+    from halfbyte.bench.timing import MANY_GRAPHS
+
+    check_writable(html, "html")
+    first = qkv.extracted_weights(weights) if weights is not None else qkv.shipped_weights(qkv.GPT2)
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads), MANY_GRAPHS)
+    layers = [first] if quick else [first, qkv.random_weights(qkv.LLAMA)]
+    session.run(run_qkv.jobs(layers, impl, session.device.kind))
+    rows = run_qkv.table_rows(session.records)
+    _show(session, f"q, k, v on {session.device.name}", run_qkv.HEADERS, rows, 3)
+    _finish(session, "q, k, v", html, (run_qkv.HEADERS, rows))
+
+
 @app.command("overhead")
 def bench_overhead(output: Output = None, device: Where = None, as_json: Json = False) -> None:
     """What one eager call costs the host, beside Triton's own launch of a kernel. Needs a GPU."""
