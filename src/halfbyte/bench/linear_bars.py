@@ -109,6 +109,8 @@ def every_bar() -> list[Bar]:
 
 HEADERS = ("case", "format", "by", "us alone", "us chained", "of roof", "x bf16", "fastest quoted, us", "bar", "verdict")
 PUBLISHED = "published split-k"
+#: A line of the chart.
+QUOTED = "fastest quoted, other run"
 
 
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -131,6 +133,35 @@ def _row(r: Record) -> tuple[str, ...]:
         "\n".join(bound_text(v) for v in r.bars),
         "\n".join(verdict_text(v) for v in r.bars) or ("refused" if r.refused else ""),
     )
+
+
+def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For a chart: by layer and implementation the points (rows, % of the roof of the int4 weight), peers and quoted figures too.
+
+    The roof is the time of reading the int4 weight, for everything that is drawn but NF4, which has a roof of its own.
+    """
+    drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for ours in (r for r in latest(measured) if r.formats == INT4 and _is_ours(r) and r.seconds and r.roof_gb_per_s):
+        rows, size = ours.shape["M"], (ours.shape["N"], ours.shape["K"])
+        if rows not in ROWS:
+            continue
+        read = ours.nbytes / (1e9 * (ours.roof_gb_per_s or 1.0))
+        beside = [r for r in latest(measured) if r.case == ours.case and r.seconds]
+        times = {r.implementation: r.seconds for r in beside if not r.implementation.startswith("halfbyte")}
+        if other := quoted.fastest(*size, rows, INT4):
+            times[QUOTED] = other.seconds
+        lines = drawn.setdefault(f"{size[0]} x {size[1]}", {})
+        lines.setdefault("halfbyte int4", []).append((rows, 100 * read / (ours.seconds or 1.0)))
+        for nf4 in (r for r in beside if r.formats == "nf4" and _is_ours(r)):
+            lines.setdefault("halfbyte nf4", []).append((rows, 100 * (nf4.roof_share or 0.0)))
+        for name, seconds in times.items():
+            lines.setdefault(name, []).append((rows, 100 * read / (seconds or 1.0)))
+    return drawn
+
+
+def _is_ours(r: Record) -> bool:
+    """What halfbyte itself chooses, and not an implementation that was asked for."""
+    return r.implementation == "halfbyte auto"
 
 
 def latest(measured: Sequence[Record]) -> list[Record]:
