@@ -31,7 +31,7 @@ def test_the_layout_is_that_of_gptq() -> None:
         assert (code - zero) * float(stored.scales[k // 128, n]) == pytest.approx(float(w.dequantize()[n, k]), abs=1e-7)
 
 
-@pytest.mark.parametrize("split", (1, *SPLITS))
+@pytest.mark.parametrize("split", [1, *SPLITS])
 def test_the_product_however_it_is_split(split: int) -> None:
     w, x = weight(32, 512), torch.randn(19, 512, generator=torch.Generator().manual_seed(1)).half()
     ref = x.double() @ w.dequantize(torch.float64).T
