@@ -304,13 +304,13 @@ def test_a_variant_with_another_number_of_kernels_is_refused(monkeypatch: pytest
     def seen(names: list[str]) -> Callable[[Any], list[str]]:
         return lambda work: names
 
-    monkeypatch.setattr(run_qkv, "kernels_of", seen(["one"]))
+    monkeypatch.setattr(run_qkv, "kernels_of", seen(["projection", "attention"]))
     assert run_qkv.check_launches(fused, layer) == ""
-    monkeypatch.setattr(run_qkv, "kernels_of", seen(["gemm", "cublasLt::splitKreduce_kernel<32>"]))
-    assert "cuBLAS splits 2" in run_qkv.check_launches(fused, layer)
-    for names in (["one", "two"], []):
+    monkeypatch.setattr(run_qkv, "kernels_of", seen(["gemm", "cublasLt::splitKreduce_kernel<32>", "attention"]))
+    assert "cuBLAS splits 1" in run_qkv.check_launches(fused, layer)
+    for names in (["projection", "reduce", "attention"], ["attention"], []):
         monkeypatch.setattr(run_qkv, "kernels_of", seen(names))
-        with pytest.raises(BenchmarkRefused, match=f"launches {len(names)} kernels"):
+        with pytest.raises(BenchmarkRefused, match=f"launches {len(names)} kernels and is published with 2"):
             run_qkv.check_launches(fused, layer)
 
 

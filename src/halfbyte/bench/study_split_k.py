@@ -26,7 +26,7 @@ from halfbyte.bench.linear_peers import Judge, copies_of, judged_loosely
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
-from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Work, fixed_threads, make_sampler, sample_in_turn, summary
+from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Work, fixed_threads, is_cold, make_sampler, sample_in_turn, summary
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
@@ -93,7 +93,8 @@ class SizeJob:
                 records[name] = replace(blank, refused=f"{blank.case} {name}: {reason(error)}")
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
         for name, taken in samples.items():
-            r, timing = records[name], summary(taken, samplers[name].method)
+            r, cold = records[name], is_cold(len(weights), weights[0].nbytes, session.device.cache_bytes)
+            timing = summary(taken, samplers[name].method + ("" if cold else ", partly from cache"))
             accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
             records[name] = replace(with_timing(r, timing, accuracy), alone=timing.median)
         yield from (_held_against(r, records.get(SHIPPED)) for r in records.values())

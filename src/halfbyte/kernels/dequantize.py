@@ -137,10 +137,10 @@ def dequantize_rows(
     of_a, of_b = tl.cdiv(a_rows, ROWS), tl.cdiv(b_rows, ROWS)
     if block < of_a:
         _tile(out, stride, a, a_first, a_rows, 0, block, width, SIZES[0], GROUPS[0], ROWS, INTERPRETED)
-    if b is not None:  # noqa: SIM102  (b is known to the compiler, the block is not)
+    if len(SIZES) > 1:  # noqa: SIM102  (known to the compiler, which the block is not)
         if (block >= of_a) & (block < of_a + of_b):
             _tile(out, stride, b, b_first, b_rows, a_rows, block - of_a, width, SIZES[1], GROUPS[1], ROWS, INTERPRETED)
-    if c is not None:  # noqa: SIM102
+    if len(SIZES) > 2:  # noqa: SIM102
         if block >= of_a + of_b:
             at = block - of_a - of_b
             _tile(out, stride, c, c_first, c_rows, a_rows + b_rows, at, width, SIZES[2], GROUPS[2], ROWS, INTERPRETED)
