@@ -181,6 +181,16 @@ def test_the_filter_leaves_layers_out_before_their_data_is_made(monkeypatch: pyt
     assert [r.formats for r in measured] == ["bf16", "mxfp4"]  # no int4, so no peers of it
 
 
+def test_weights_that_cannot_be_made_leave_their_bars_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(halfbyte, "quantize", fail)
+    measured = quick(pattern="int4_sym").run([run_linear.LayerJob(SMALL, ("auto",))])
+    assert [r.case for r in measured] == ["64 x 256, 1 row", "64 x 256, 4 rows"]
+    assert all("out of memory" in r.refused and r.bars[0].value is None for r in measured)
+
+
 def test_peers_give_the_right_numbers() -> None:
     w = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)) / 16
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -7,7 +7,7 @@ give a right result before anything is timed, and the graphs that were timed mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -89,7 +89,11 @@ class LayerJob:
         with torch.no_grad(), fixed_threads(session.threads):
             generator, device = torch.Generator(session.device.torch).manual_seed(0), session.device.torch
             x = torch.randn(max(wanted), self.layer.k, generator=generator, device=device).bfloat16()
-            entries = list(self._entries(session, wanted, x, generator))
+            try:
+                entries = list(self._entries(session, wanted, x, generator))
+            except Exception as error:
+                yield from self._refused(session, wanted, error)
+                return
             for rows, pairs in wanted.items():
                 yield from self._case(session, rows, [e for e in entries if _takes_part(e, pairs)], x[:rows])
         free(session)
@@ -115,7 +119,7 @@ class LayerJob:
 
     def _case(self, session: Session, rows: int, entries: Sequence[Entry], x: torch.Tensor) -> Iterator[Record]:
         """The records of one number of rows."""
-        timed = [_Timed(e, self._blank(session, e, rows), e.before(x)) for e in entries]
+        timed = [_Timed(e, self._blank(session, e.formats, e.implementation, e.nbytes, rows), e.before(x)) for e in entries]
         measure(session, timed)
         records = [t.record for t in timed]
         for t in timed:
@@ -124,10 +128,17 @@ class LayerJob:
                 t.record = replace(t.record, bars=judge(bars, figures(t.record, records)), **_beside(records))  # type: ignore[arg-type]
             yield t.record
 
-    def _blank(self, session: Session, entry: Entry, rows: int) -> Record:
+    def _refused(self, session: Session, wanted: Mapping[int, list[tuple[str, str]]], error: Exception) -> Iterator[Record]:
+        """All of ours without a time, their bars unmet: their weights could not be made."""
+        for rows, pairs in wanted.items():
+            for formats, impl in pairs:
+                record = self._blank(session, formats, f"halfbyte {impl}", 0, rows)
+                why = f"{record.case} {formats} {impl}: {reason(error)}"
+                yield replace(record, refused=why, bars=judge(bars_of(self.layer, rows, formats), {}))
+
+    def _blank(self, session: Session, formats: str, implementation: str, nbytes: int, rows: int) -> Record:
         shape = {"M": rows, "N": self.layer.n, "K": self.layer.k}
-        where, case = session.environment, self.layer.case(rows)
-        return Record(self.op, shape, entry.formats, entry.implementation, entry.nbytes, where, case=case)
+        return Record(self.op, shape, formats, implementation, nbytes, session.environment, case=self.layer.case(rows))
 
 
 def _takes_part(entry: Entry, wanted: Sequence[tuple[str, str]]) -> bool:
@@ -203,16 +214,16 @@ def measure(session: Session, timed: Sequence[_Timed]) -> None:
 def _fill(session: Session, t: _Timed, times: dict[str, Timing]) -> None:
     """The record with its times; the chained one is judged where there is one."""
     judged = times.get("chained") or times["alone"]
-    rate, roof = t.record.nbytes / judged.median / 1e9, session.roof.read(t.record.nbytes).gb_per_s
     assert t.accuracy is not None
     t.record = replace(
         with_timing(t.record, judged, t.accuracy),
         alone=times["alone"].median,
         chained=times["chained"].median if "chained" in times else None,
-        gb_per_s=rate,
-        roof_gb_per_s=roof,
-        roof_share=rate / roof,
+        gb_per_s=t.record.nbytes / judged.median / 1e9,
     )
+    if t.entry.ours:  # a roof takes half a second for each number of bytes, and no peer is held against one
+        roof = session.roof.read(t.record.nbytes).gb_per_s
+        t.record = replace(t.record, roof_gb_per_s=roof, roof_share=(t.record.gb_per_s or 0.0) / roof)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
