@@ -130,6 +130,8 @@ def gpu() -> str:
         return NOTHING
     table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
     picture = f"\n\n![Share of the read roof, case by case]({CHART})" if bars.shares(measured)[0] else ""
+    if linear_bars.shares(layers):
+        picture += f"\n\n![Linear layers: share of the read roof by rows]({LINEAR_CHART})"
     return f"{_where([*measured, *layers])}\n\n{table}{picture}"
 
 

@@ -19,6 +19,7 @@ def weight(name: str, rows: int, width: int, seed: int) -> hb.QuantTensor:
     return hb.quantize(torch.randn(rows, width, generator=rng) * torch.logspace(-4, 2, rows)[:, None], name)
 
 
+@pytest.mark.compile_first
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_the_bits_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
