@@ -210,6 +210,17 @@ def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     return [case, *cells, *(peers.get(name, "") for name in names), best]
 
 
+def quoted_figures() -> str:
+    """The literature values that ours stand beside."""
+    rows = [
+        (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
+        for (n, k), found in quoted.MICROSECONDS.items()
+        for (peer, code), times in found.items()
+    ]
+    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in quoted.ROWS))
+    return f"Microseconds, {quoted.SOURCE}.\n\n{markdown(headers, rows)}"
+
+
 def linear_verdicts() -> str:
     """How many bars of linear layers were met, and each that was missed."""
     measured = linear_bars.latest(every_gpu_record())
@@ -270,7 +281,7 @@ def linear_chart(drawn: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
     "docs/decode_attention.md": {"bars": all_bars},
-    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "split-k": split_k},
+    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures, "split-k": split_k},
     "docs/qkv.md": {"qkv": qkv},
 }
 
