@@ -55,7 +55,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "qkv", "--weights", "/no/such/folder"], "holds no extract"),
         (["bench", "qkv", "--impl", "fast", "--device", "cpu"], "impl='fast' does not exist"),
         (["extract", "./no-such-folder", "-o", "./never-made"], "there is no folder"),
-        (["extract", "demo", "-o", "tests"], "output='tests' exists"),
+        (["extract", "demo", "-o", "."], "output='.' exists"),
     ],
 )
 def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
