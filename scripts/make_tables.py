@@ -268,14 +268,8 @@ def write_chart() -> None:
     if reached:
         svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
-    if drawn := linear_bars.shares(every_gpu_record()):
-        (ROOT / LINEAR_CHART).write_text(charts.as_image(linear_chart(drawn)), encoding="utf-8")
-
-
-def linear_chart(drawn: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
-    """Panels by layer: share of the roof over the rows of x."""
-    options = {"x_label": "rows of x", "y_label": "% of the int4 roof", "dashed": [linear_bars.QUOTED]}
-    return charts.panels(drawn, title="Linear layers: share of the read roof by rows", **options)  # type: ignore[arg-type]
+    for svg in linear_bars.figures(every_gpu_record()):
+        (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {

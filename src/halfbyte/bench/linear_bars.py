@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halfbyte.bench import quoted
+from halfbyte.bench import charts, quoted
 from halfbyte.bench.bars import Bar, bound_text, us, verdict_text
 from halfbyte.bench.records import Record
 
@@ -157,6 +157,15 @@ def shares(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, 
         for name, seconds in times.items():
             lines.setdefault(name, []).append((rows, 100 * read / (seconds or 1.0)))
     return drawn
+
+
+def figures(measured: Sequence[Record]) -> list[str]:
+    """What `shares` gives, as one chart; none where nothing was measured."""
+    drawn = shares(measured)
+    if not drawn:
+        return []
+    title = "Linear layers: share of the read roof by rows"
+    return [charts.panels(drawn, x_label="rows of x", y_label="% of the int4 roof", title=title, dashed=[QUOTED])]
 
 
 def _is_ours(r: Record) -> bool:

@@ -185,7 +185,7 @@ def _run_linear_bars(session: Session, impls: Sequence[str], quick: bool, html: 
     rows = linear_bars.table_rows(session.records)
     _show(session, f"linear layers on {session.device.name}", linear_bars.HEADERS, rows, 3)
     session.say(f"quoted: {quoted.SOURCE}")
-    _finish(session, "linear layers", html, (linear_bars.HEADERS, rows))
+    _finish(session, "linear layers", html, (linear_bars.HEADERS, rows), linear_bars.figures(session.records) if html else ())
 
 
 def _run_split_k(session: Session, html: Path | None) -> None:
@@ -209,11 +209,11 @@ def _show(session: Session, title: str, headers: Sequence[str], rows: Sequence[S
     session.say(bars.count_text(session.records))
 
 
-def _finish(session: Session, title: str, html: Path | None, table: Table | None = None) -> None:
+def _finish(session: Session, title: str, html: Path | None, table: Table | None = None, figures: Sequence[str] = ()) -> None:
     from halfbyte.bench.page import write_page
 
     if html is not None and session.records:
-        print(f"page written to {write_page(session.records, title, html, table)}", file=sys.stderr)
+        print(f"page written to {write_page(session.records, title, html, table, figures)}", file=sys.stderr)
     if session.interrupted:
         raise typer.Exit(130)
     if not session.records:
