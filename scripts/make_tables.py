@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench import bars, charts, records
+from halfbyte.bench import bars, charts, linear_bars, quoted, records, run_qkv, study_split_k
 from halfbyte.bench.records import Record
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.families import REFUSED, TESTED
@@ -122,14 +122,17 @@ CHART = "docs/decode_attention.svg"
 
 
 def gpu() -> str:
-    """Every measured time of attention on a GPU that has a bar, in short, and the chart."""
-    measured = gpu_records()
+    """Every measured time of attention on a GPU that has a bar, in short, the chart, and a few times of linear layers."""
+    measured, layers = gpu_records(), linear_bars.latest(every_gpu_record())
     rows = [_gpu_cells(r) for r in measured if r.seconds and r.implementation.startswith("halfbyte")]
+    rows += [_gpu_cells(r) for r in layers if r.implementation == OURS and r.formats == linear_bars.INT4 and _is_shown(r)]
     if not rows:
         return NOTHING
     table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
     picture = f"\n\n![Share of the read roof, case by case]({CHART})" if bars.shares(measured)[0] else ""
-    return f"{_where(measured)}\n\n{table}{picture}"
+    if linear_bars.shares(layers):
+        picture += f"\n\n![Linear layers: share of the read roof by rows]({LINEAR_CHART})"
+    return f"{_where([*measured, *layers])}\n\n{table}{picture}"
 
 
 def all_bars() -> str:
@@ -145,14 +148,109 @@ def all_bars() -> str:
 
 def gpu_records() -> list[Record]:
     """The last record of each case that has bars."""
+    return bars.latest(every_gpu_record())
+
+
+def every_gpu_record() -> list[Record]:
+    """All that was measured on a GPU."""
     path = ROOT / "results" / "gpu.jsonl"
-    return bars.latest(records.read(path).records) if path.exists() else []
+    return records.read(path).records if path.exists() else []
+
+
+def _is_shown(r: Record) -> bool:
+    """Whether a linear layer is in the short table."""
+    return r.seconds is not None and r.shape["M"] in (1, 16, 64) and r.shape["N"] in (4096, 6144, 8192, 10240, 16384)
 
 
 def _gpu_cells(r: Record) -> tuple[str, ...]:
     share = "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %"
-    faster = f"{r.peer_seconds / r.seconds:.2f}x" if r.op == "decode_attention" and r.peer_seconds and r.seconds else ""
+    faster = f"{r.peer_seconds / r.seconds:.2f}x" if r.op in ("decode_attention", "linear") and r.peer_seconds and r.seconds else ""
     return r.case, r.formats, f"{1e6 * (r.seconds or 0.0):.1f} us", share, faster
+
+
+# ------------------------------------------------------------------------------------------------------------- linear layers
+
+LINEAR_CHART = "docs/linear.svg"
+OURS = "halfbyte auto"
+
+
+def linear() -> str:
+    """Each layer and number of rows: our times by format, and those of the peers."""
+    measured = [r for r in linear_bars.latest(every_gpu_record()) if r.seconds]
+    cases = [
+        case
+        for case in dict.fromkeys(r.case for r in measured)
+        if any(r.case == case and r.implementation == OURS for r in measured)
+    ]
+    if not cases:
+        return NOTHING
+    rows = [_linear_cells(case, [r for r in measured if r.case == case]) for case in cases]
+    headers = (
+        "case",
+        *linear_bars.FORMATS,
+        "cuBLAS bf16",
+        "tinygemm",
+        "published split-K",
+        "dequantise first",
+        "fastest quoted int4",
+    )
+    text = f"{_where(measured)} Microseconds, launches overlapping, and share of the roof; quoted: {quoted.SOURCE}."
+    picture = f"![Share of the read roof by rows, beside peers]({Path(LINEAR_CHART).name})"
+    return f"{text}\n\n{markdown(headers, rows)}\n\n{picture}"
+
+
+def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
+    ours = {r.formats: r for r in found if r.implementation == OURS}
+    peers = {r.implementation: bars.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
+    cells = [f"{bars.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_bars.FORMATS]
+    shape = found[0].shape
+    other = quoted.fastest(shape["N"], shape["K"], shape["M"], linear_bars.INT4)
+    names = ("cuBLAS", "tinygemm", linear_bars.PUBLISHED, "dequantise, then cuBLAS")
+    best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
+    return [case, *cells, *(peers.get(name, "") for name in names), best]
+
+
+def quoted_figures() -> str:
+    """The literature values that ours stand beside."""
+    rows = [
+        (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
+        for (n, k), found in quoted.MICROSECONDS.items()
+        for (peer, code), times in found.items()
+    ]
+    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in quoted.ROWS))
+    return f"Microseconds, {quoted.SOURCE}.\n\n{markdown(headers, rows)}"
+
+
+def linear_verdicts() -> str:
+    """How many bars of linear layers were met, and each that was missed."""
+    measured = linear_bars.latest(every_gpu_record())
+    if not measured:
+        return NOTHING
+    missed = [(r, v) for r in measured for v in r.bars if not v.met]
+    rows = [(r.case, r.formats, bars.bound_text(v), bars.verdict_text(v)) for r, v in missed]
+    left = len(linear_bars.every_bar()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
+    missing = f"; {left} more are not in these records" if left > 0 else ""
+    table = f"\n\n{markdown(('case', 'format', 'bar', 'measured'), rows)}" if rows else ""
+    return f"{bars.count_text(measured)}{missing}.{table}"
+
+
+def split_k() -> str:
+    """The split-K study."""
+    measured = [r for r in every_gpu_record() if r.op == study_split_k.OP]
+    latest = list({(r.case, r.implementation): r for r in measured}.values())
+    if not latest:
+        return NOTHING
+    told = [f"- {r.note}." for r in latest if r.note]
+    return "\n".join([_where(latest), "", markdown(study_split_k.HEADERS, study_split_k.table_rows(latest)), "", *told])
+
+
+def qkv() -> str:
+    """The four variants, and one launch for q, k and v against three."""
+    measured = run_qkv.latest(every_gpu_record())
+    if not measured:
+        return NOTHING
+    sources = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}" for r in measured if r.op == run_qkv.OP and r.note)
+    return f"{_where(measured)} {'; '.join(sources)}.\n\n{markdown(run_qkv.HEADERS, run_qkv.table_rows(measured))}"
 
 
 def _where(measured: Sequence[Record]) -> str:
@@ -165,16 +263,20 @@ def _where(measured: Sequence[Record]) -> str:
 
 
 def write_chart() -> None:
-    """The chart of all shares of the roof; nothing when nothing was measured."""
+    """The charts of shares of the roof; none of what was not measured."""
     reached, asked = bars.shares(gpu_records())
     if reached:
         svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
+    for svg in linear_bars.figures(every_gpu_record()):
+        (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
     "docs/decode_attention.md": {"bars": all_bars},
+    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures, "split-k": split_k},
+    "docs/qkv.md": {"qkv": qkv},
 }
 
 

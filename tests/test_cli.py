@@ -49,6 +49,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
+        (["bench", "linear", "--study", "other"], "--study 'other'"),
+        (["bench", "linear", "--study", "split-k", "--device", "cpu"], "fixed cases on a GPU"),
+        (["bench", "linear", "--bars", "--device", "cpu"], "fixed cases on a GPU"),
+        (["bench", "qkv", "--weights", "/no/such/folder"], "holds no extract"),
+        (["bench", "qkv", "--impl", "fast", "--device", "cpu"], "impl='fast' does not exist"),
+        (["extract", "./no-such-folder", "-o", "./never-made"], "there is no folder"),
+        (["extract", "demo", "-o", "."], "output='.' exists"),
     ],
 )
 def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +117,19 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert "Roofs at" in shown
     assert "halfbyte cpu" in shown
     assert len(records.read(output).records) == 4  # appended
+
+
+@pytest.mark.usefixtures("brief")
+def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = tmp_path / "layer", tmp_path / "p.html"
+    assert run("extract", "demo", "--layer", "-1", "--head", "5", "-o", str(folder)) == 0
+    assert "layer 5 of demo: q [64, 256], k [64, 256], v [64, 256]; biases are zero" in capsys.readouterr().out
+    command = ["bench", "qkv", "--weights", str(folder), "--quick", "--device", "cpu", "--threads", "1"]
+    assert run(*command, "--filter", "demo layer 5 head 5 nf4", "--html", str(page)) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("naive", "projection-fused", "semi-fused", "two-kernel"))
+    assert "weights of demo, layer 5" in shown
+    assert "two-kernel" in page.read_text()
 
 
 def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

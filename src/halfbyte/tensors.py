@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -75,6 +76,12 @@ class QuantTensor:
         from halfbyte.reference.quantize import dequantize
 
         return dequantize(self, dtype)
+
+
+def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
+    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order."""
+    shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
+    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape), parts, strict=True)))
 
 
 #: Names of the tensors that a QuantTensor may hold, in storage order.

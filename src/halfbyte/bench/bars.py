@@ -14,13 +14,32 @@ from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.records import Record, Verdict
 from halfbyte.errors import check
 
-Quantity = Literal["roof_share", "times_16_bit", "seconds", "times_even", "over_copy", "over_launch"]
+Quantity = Literal[
+    "roof_share",
+    "times_16_bit",
+    "seconds",
+    "times_even",
+    "over_copy",
+    "over_launch",
+    "times_4_bit",
+    "times_quoted",
+    "share_of_int4",
+    "over_expanded",
+    "times_published",
+    "gain",
+    "peak_gain",
+    "times_three",
+    "times_naive",
+]
 Layout = Literal["heads first", "tokens first", "pages"]
 #: What was measured of a case, as far as it could be.
 Figures = Mapping[Quantity, float | None]
 
 #: Quantities that must reach their bound; the others must not exceed it.
-AT_LEAST: tuple[Quantity, ...] = ("roof_share", "times_16_bit")
+AT_LEAST: tuple[Quantity, ...] = (
+    *("roof_share", "times_16_bit", "times_4_bit", "times_quoted", "share_of_int4"),
+    *("times_published", "gain", "peak_gain", "times_three", "times_naive"),
+)
 PAGE = 64
 EVENLY = ", spread evenly"
 
@@ -68,11 +87,22 @@ class Bar:
     """What one case must reach in one format: at least `bound`, or at most (see `AT_LEAST`).
 
     roof_share    share of the read roof at the same number of bytes
-    times_16_bit  how many times faster than the fastest 16-bit attention of torch on the same case
+    times_16_bit  how many times faster than torch's fastest 16-bit attention, or linear layer, on the same case
     seconds       time of one call
     times_even    time over that of the same bytes in sequences of one length
     over_copy     seconds beyond a copy kernel that moves the same bytes
     over_launch   host seconds of a call beyond Triton's own cached launch
+
+    Of linear layers and of the fused projection:
+
+    times_4_bit      how many times faster than the fastest 4-bit peer of the same run
+    times_quoted     the same, of the figures in `quoted.py`, which are of another run on the same type of GPU
+    share_of_int4    share of the roof over int4's share of its own
+    over_expanded    time over that of dequantising the weight and multiplying with it
+    times_published  how many times faster than the published split-K kernel
+    gain, peak_gain  how many times faster the best decomposition is than data-parallel tiles: mean, largest
+    times_three      how many times faster one launch for q, k and v is than three of the same kernel
+    times_naive      how many times faster than the naive variant of quantised attention
     """
 
     case: str
@@ -169,6 +199,8 @@ BARS: tuple[Bar, ...] = (
     Bar(CALL, "int8", "over_launch", 12e-6),
 )
 
+#: The ops of these cases, as records name them.
+OPS = ("decode_attention", "append", "call")
 #: What `--quick` measures.
 QUICK_CASES = ("batch 128 x 8,192", "layer 1 x 32,768", "GQA 4, 32/8", APPEND.name, CALL)
 
@@ -179,8 +211,8 @@ HEADERS = ("case", "format", "MB", "us alone", "us paired", "GB/s", "of roof", "
 
 
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One row for each record that belongs to a case, 16-bit peers included; several bars of one record lie on several lines."""
-    return [_row(r) for r in measured if r.case]
+    """One row for each record of a case of attention, 16-bit peers included; several bars of one record lie on several lines."""
+    return [_row(r) for r in measured if r.case and r.op in OPS]
 
 
 def _row(r: Record) -> tuple[str, ...]:
@@ -189,8 +221,8 @@ def _row(r: Record) -> tuple[str, ...]:
         r.case,
         _format_and_level(r),
         f"{r.nbytes / 1e6:,.1f}" if r.nbytes else "",
-        _us(r.alone),
-        _us(r.paired),
+        us(r.alone),
+        us(r.paired),
         "" if r.gb_per_s is None else f"{r.gb_per_s:,.0f}",
         "" if r.roof_share is None else f"{100 * r.roof_share:.1f} %",
         "" if faster is None else f"{faster:.2f}",
@@ -199,28 +231,39 @@ def _row(r: Record) -> tuple[str, ...]:
     )
 
 
+#: How a bar of each quantity is said, and in what unit: "%", "x" or "us".
+_WORDS: dict[str, tuple[str, str]] = {
+    "roof_share": ("at least {} of roof", "%"),
+    "times_16_bit": ("at least {} 16 bits", "x"),
+    "seconds": ("at most {}", "us"),
+    "times_even": ("at most {} even", "x"),
+    "over_copy": ("copy + {}", "us"),
+    "over_launch": ("launch + {}", "us"),
+    "times_4_bit": ("at least {} 4-bit peers", "x"),
+    "times_quoted": ("at least {} quoted", "x"),
+    "share_of_int4": ("at least {} of int4's share", "%"),
+    "over_expanded": ("at most {} dequantise, then cuBLAS", "x"),
+    "times_published": ("at least {} the published kernel", "x"),
+    "gain": ("at least {} data-parallel, in the mean", "x"),
+    "peak_gain": ("at least {} data-parallel, at best", "x"),
+    "times_three": ("at least {} three launches", "x"),
+    "times_naive": ("at least {} naive", "x"),
+}
+
+
 def bound_text(v: Verdict) -> str:
     """The bar in words."""
-    text = {
-        "roof_share": f"at least {100 * v.bound:.0f} % of roof",
-        "times_16_bit": f"at least {v.bound:g}x 16 bits",
-        "seconds": f"at most {1e6 * v.bound:g} us",
-        "times_even": f"at most {v.bound:g}x even",
-        "over_copy": f"copy + {1e6 * v.bound:g} us",
-        "over_launch": f"launch + {1e6 * v.bound:g} us",
-    }
-    return text[v.quantity]
+    words, unit = _WORDS[v.quantity]
+    bound = {"%": f"{100 * v.bound:.0f} %", "x": f"{v.bound:g}x", "us": f"{1e6 * v.bound:g} us"}[unit]
+    return words.format(bound)
 
 
 def verdict_text(v: Verdict) -> str:
     """ "met: 95.1 %", "missed: 14.2 us (by 9 %)": what was measured, and how far a missed bar is, in parts of the bar."""
     if v.value is None:
         return "not measured"
-    value = {
-        "roof_share": f"{100 * v.value:.1f} %",
-        "times_16_bit": f"{v.value:.2f}x",
-        "times_even": f"{v.value:.2f}x",
-    }.get(v.quantity, f"{1e6 * v.value:.1f} us")
+    unit = _WORDS[v.quantity][1]
+    value = {"%": f"{100 * v.value:.1f} %", "x": f"{v.value:.2f}x", "us": f"{1e6 * v.value:.1f} us"}[unit]
     return f"met: {value}" if v.met else f"missed: {value} (by {100 * abs(v.value / v.bound - 1):.0f} %)"
 
 
@@ -232,20 +275,21 @@ def count_text(measured: Sequence[Record]) -> str:
     return f"{met} bars met, {len(verdicts) - met - unknown} missed, {unknown} not measured"
 
 
-def _us(seconds: float | None) -> str:
+def us(seconds: float | None) -> str:
+    """Microseconds with one decimal; "" for None."""
     return "" if seconds is None else f"{1e6 * seconds:.1f}"
 
 
 def latest(measured: Sequence[Record]) -> list[Record]:
     """Of several runs the last record of each case, format and implementation, in the order of the cases."""
-    last = {(r.case, r.formats, r.implementation): r for r in measured if r.case and r.implementation}
+    last = {(r.case, r.formats, r.implementation): r for r in measured if r.case and r.op in OPS and r.implementation}
     order = {name: i for i, name in enumerate(problem.name for problem in PROBLEMS)}
     return sorted(last.values(), key=lambda r: order.get(r.case.removesuffix(EVENLY), len(order)))
 
 
 def shares(measured: Sequence[Record]) -> tuple[dict[str, float], dict[str, float]]:
     """Percent of the roof that our records reach, and what their bars ask for, by "case, format"."""
-    ours = [r for r in measured if r.case and r.roof_share and r.implementation.startswith("halfbyte")]
+    ours = [r for r in measured if r.case and r.op in OPS and r.roof_share and r.implementation.startswith("halfbyte")]
     asked = {_label(r): 100 * v.bound for r in ours for v in r.bars if v.quantity == "roof_share"}
     return {_label(r): 100 * (r.roof_share or 0.0) for r in ours}, asked
 

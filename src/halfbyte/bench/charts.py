@@ -146,6 +146,41 @@ def lines(
     return done.svg
 
 
+#: The points (x, y) of each line of one panel, by its name.
+Lines = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def panels(
+    by_title: Mapping[str, Lines], *, x_label: str, y_label: str, title: str, columns: int = 3, dashed: Sequence[str] = ()
+) -> str:
+    """Small charts side by side under one legend, their x axis in powers of two, y from 0; a line has one style in all of them.
+
+    Lines named in `dashed` are dashed. Returns an <svg> element.
+    """
+    check(len(by_title) > 0, "by_title is empty; a chart needs at least one panel")
+    names = list(dict.fromkeys(name for found in by_title.values() for name in found))
+    rows = -(-len(by_title) // columns)
+    top = max(y for found in by_title.values() for points in found.values() for _, y in points)
+    with _figure_of(title, 0.9 + 2.1 * rows, (rows, columns)) as (fig, axes, done):
+        for i, (ax, (heading, found)) in enumerate(zip(axes, by_title.items(), strict=False)):
+            for name, points in found.items():
+                number, style = names.index(name), "--" if name in dashed else "-"
+                xs, ys = [x for x, _ in points], [y for _, y in points]
+                ax.plot(xs, ys, style, marker=_MARKERS[number % 6], color=_SERIES[number % 6], lw=1.6, ms=4, label=name)
+            ticks = sorted({x for points in found.values() for x, _ in points})
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
+            ax.set_ylim(0, 1.06 * top)
+            lowest = i + columns >= len(by_title)
+            _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", heading, legend=False)
+            ax.title.set_fontsize(10.5)
+        for ax in axes[len(by_title) :]:
+            ax.set_visible(False)
+        shown = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        _legend(fig, [shown[name] for name in names], names, 3)
+    return done.svg
+
+
 def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], bounds: Box) -> list[Box]:
     """A rectangle for each label, near its anchor, inside `bounds`, off the other labels and the points.
 
@@ -224,16 +259,13 @@ def _frame(ax: Any, x_label: str, y_label: str, title: str, legend: bool) -> Non
     ax.grid(color=_LINE, lw=0.6, alpha=0.7)
     ax.set_axisbelow(True)
     if legend:
-        # Below the plot, where it can hide no data.
-        shown = ax.get_legend_handles_labels()[1]
-        ax.figure.legend(
-            loc="outside lower center",
-            ncols=min(len(shown), 5),
-            frameon=False,
-            fontsize=10,
-            labelcolor=_INK,
-            handlelength=2.6,
-        )
+        _legend(ax.figure, *ax.get_legend_handles_labels())
+
+
+def _legend(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 5) -> None:
+    """Below the plot, where it can hide no data."""
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(labels), columns)}
+    fig.legend(handles, labels, **place, frameon=False, fontsize=10, labelcolor=_INK, handlelength=2.6)
 
 
 class _Done:
@@ -244,7 +276,14 @@ class _Done:
 
 @contextmanager
 def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]:
-    """A figure 7.6 inches wide and its axes; on leaving, `done.svg` holds the element, described for screen readers."""
+    """As `_figure_of`, with one pair of axes."""
+    with _figure_of(description, height, (1, 1)) as (fig, (ax,), done):
+        yield fig, ax, done
+
+
+@contextmanager
+def _figure_of(description: str, height: float, grid: tuple[int, int]) -> Iterator[tuple[Any, list[Any], _Done]]:
+    """A figure 7.6 inches wide and its axes, row by row; on leaving, `done.svg` holds the element, described for screen readers."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -260,7 +299,7 @@ def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]
         # Figure without pyplot: no global state, no display, nothing to close.
         fig = Figure(figsize=(7.6, height), layout="constrained")
         done = _Done()
-        yield fig, fig.add_subplot(), done
+        yield fig, list(fig.subplots(*grid, squeeze=False, sharey=True).flat), done
         buffer = io.StringIO()
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         done.svg = _finish(buffer.getvalue(), description)

@@ -13,11 +13,24 @@ from halfbyte.report import Report
 _HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 (ms)", "p90 (ms)", "GB/s", "of roof (%)", "vs 16-bit", "error")
 
 
-def write_page(records: Sequence[Record], title: str, path: Path) -> Path:
-    """Write the records of one run: environment, one chart of times for each case, one table, and the command."""
+#: Headers and rows.
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+def write_page(records: Sequence[Record], title: str, path: Path, table: Table | None = None, figures: Sequence[str] = ()) -> Path:
+    """Write the records of one run: environment, one chart of times for each case, one table, and the command.
+
+    A run that tells its records in its own way gives the table, and what it draws.
+    """
     where = records[0].environment
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
     report = Report(f"halfbyte bench: {title}", f"{where.device}, {where.threads} threads · {versions} · {where.date}")
+    if table is not None:
+        for figure in figures:
+            report.figure(figure)
+        report.table(table[0], [[cell.replace("\n", "; ") for cell in row] for row in table[1]], bars.count_text(records))
+        _tell_refusals(report, records)
+        return report.code(where.command, "The command that made this page").write(path)
     if any(r.case for r in records):
         return _bars_page(report, records).code(where.command, "The command that made this page").write(path)
     for shape in dict.fromkeys(describe_shape(r.shape) for r in records):

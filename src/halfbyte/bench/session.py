@@ -88,20 +88,21 @@ class Options:
 
 @dataclass
 class Session:
-    """Measures cases and holds their records."""
+    """Measures cases and holds their records; `graphs` is how much a GPU measures for each contender."""
 
     options: Options
     device: Device
+    graphs: Effort = GRAPHS
     records: list[Record] = field(default_factory=list)
     interrupted: bool = False
 
     @staticmethod
-    def start(options: Options) -> Session:
+    def start(options: Options, graphs: Effort = GRAPHS) -> Session:
         """A session on the device that the options name."""
-        return Session(options, describe(options.device))
+        return Session(options, describe(options.device), graphs)
 
     def __post_init__(self) -> None:
-        self.effort: Effort = GRAPHS if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
+        self.effort: Effort = self.graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
         self.threads = self.options.threads or torch.get_num_threads()
         self.roof = RoofMeter(self.device, self.threads, self.effort)
         self.environment = records.environment(self.device, self.threads)

@@ -86,6 +86,9 @@ QUICK = Effort(seconds=0.15, repeats=5, block_seconds=1e-3, settle_seconds=0.15,
 #: On a GPU: replays of a graph vary by a percent or less, so that few are needed.
 GRAPHS = Effort(seconds=0.0, repeats=21, block_seconds=1e-3, settle_seconds=0.1, settle_spread=0.02)
 
+#: The same for many short cases.
+MANY_GRAPHS = Effort(seconds=0.0, repeats=11, block_seconds=5e-4, settle_seconds=0.03, settle_spread=0.02)
+
 
 def copies_beyond_l2(nbytes: int, l2_bytes: int, limit_bytes: int = 2**30, most: int = 512) -> int:
     """How many copies of a working set of `nbytes` to rotate over so that each is cold when its turn comes again.

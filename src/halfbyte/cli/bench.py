@@ -14,6 +14,7 @@ from halfbyte.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from halfbyte.bench.page import Table
     from halfbyte.bench.session import Job, Session
 
 app = typer.Typer(
@@ -89,20 +90,65 @@ def bench_linear(
     threads: Threads = None,
     html: Page = None,
     as_json: Json = False,
+    bars: Annotated[
+        bool, typer.Option("--bars", help="The cases that have bars; default on a GPU without sizes or formats.")
+    ] = False,
+    study: Annotated[str, typer.Option(help="split-k: how the work is cut among programs, as published; needs a GPU.")] = "",
 ) -> None:
     """Products with low-bit weights, beside torch's own linear layer in 16 bits."""
     from halfbyte.bench import linear
     from halfbyte.bench.session import Options, Session
+    from halfbyte.bench.timing import MANY_GRAPHS
 
+    chosen = bool(rows or size or formats)
+    if study not in ("", "split-k"):
+        raise InvalidArgument(f"--study {study!r}; the study of linear layers is split-k")
     shapes = list(linear.QUICK_SHAPES if quick else linear.DEFAULT_SHAPES)
     if rows or size:
         shapes = [
             linear.LinearShape(m, n, k) for m in integers(rows or "1", "rows") for n, k in pairs(size or "4096x4096", "x", "size")
         ]
     check_writable(html, "html")
-    session = Session.start(Options(output, quick, pattern, as_json, device, threads))
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads), MANY_GRAPHS)
+    if (bars or study) and (chosen or session.device.kind != "cuda"):
+        raise InvalidArgument("--bars and --study measure fixed cases on a GPU; leave out sizes and formats, and see --filter")
+    if study:
+        _run_split_k(session, html)
+        return
+    if session.device.kind == "cuda" and not chosen:
+        _run_linear_bars(session, words(impl) or ["auto"], quick, html)
+        return
     wanted = words(formats) or list(linear.DEFAULT_FORMATS)
     _run_bench(session, linear.cases(session, shapes, wanted, words(impl)), "linear", html)
+
+
+@app.command("qkv")
+def bench_qkv(
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder of `halfbyte extract`; default: the shipped model's, in GPT-2's shape.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
+    output: Output = None,
+    quick: Quick = False,
+    pattern: Filter = "",
+    device: Where = None,
+    threads: Threads = None,
+    html: Page = None,
+    as_json: Json = False,
+) -> None:
+    """The four published variants of quantised attention, launch by launch, and one launch for q, k and v against three."""
+    from halfbyte.bench import qkv, run_qkv
+    from halfbyte.bench.session import Options, Session
+    from halfbyte.bench.timing import MANY_GRAPHS
+
+    check_writable(html, "html")
+    first = qkv.extracted_weights(weights) if weights is not None else qkv.shipped_weights(qkv.GPT2)
+    session = Session.start(Options(output, quick, pattern, as_json, device, threads), MANY_GRAPHS)
+    layers = [first] if quick else [first, qkv.random_weights(qkv.LLAMA)]
+    session.run(run_qkv.jobs(layers, impl, session.device.kind))
+    rows = run_qkv.table_rows(session.records)
+    _show(session, f"q, k, v on {session.device.name}", run_qkv.HEADERS, rows, 3)
+    _finish(session, "q, k, v", html, (run_qkv.HEADERS, rows))
 
 
 @app.command("overhead")
@@ -127,20 +173,47 @@ def _run_bars(session: Session, jobs: Sequence[Job], html: Path | None) -> None:
     from halfbyte.bench import bars
 
     session.run(jobs)
+    _show(session, f"bars on {session.device.name}", bars.HEADERS, bars.table_rows(session.records), 2)
+    _finish(session, "bars of decode attention", html)
+
+
+def _run_linear_bars(session: Session, impls: Sequence[str], quick: bool, html: Path | None) -> None:
+    from halfbyte.bench import linear_bars, quoted
+    from halfbyte.bench.run_linear import jobs
+
+    session.run(jobs(impls, session.device.kind, quick))
+    rows = linear_bars.table_rows(session.records)
+    _show(session, f"linear layers on {session.device.name}", linear_bars.HEADERS, rows, 3)
+    session.say(f"quoted: {quoted.SOURCE}")
+    _finish(session, "linear layers", html, (linear_bars.HEADERS, rows), linear_bars.figures(session.records) if html else ())
+
+
+def _run_split_k(session: Session, html: Path | None) -> None:
+    from halfbyte.bench import study_split_k as study
+
+    session.run(study.jobs())
+    rows = study.table_rows(session.records)
+    _show(session, f"split-K on {session.device.name}", study.HEADERS, rows, 2)
+    _finish(session, "split-K", html, (study.HEADERS, rows))
+
+
+def _show(session: Session, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
+    """The table of a run, its notes, and how many bars were met."""
+    from halfbyte.bench import bars
+
     if session.records and not session.options.json:
-        session.show_table(f"bars on {session.device.name}", bars.HEADERS, bars.table_rows(session.records), text_columns=2)
+        session.show_table(title, headers, rows, text_columns)
     for record in session.records:
         if record.note:
             session.say(f"{record.case} {record.formats}: {record.note}")
     session.say(bars.count_text(session.records))
-    _finish(session, "bars of decode attention", html)
 
 
-def _finish(session: Session, title: str, html: Path | None) -> None:
+def _finish(session: Session, title: str, html: Path | None, table: Table | None = None, figures: Sequence[str] = ()) -> None:
     from halfbyte.bench.page import write_page
 
     if html is not None and session.records:
-        print(f"page written to {write_page(session.records, title, html)}", file=sys.stderr)
+        print(f"page written to {write_page(session.records, title, html, table, figures)}", file=sys.stderr)
     if session.interrupted:
         raise typer.Exit(130)
     if not session.records:

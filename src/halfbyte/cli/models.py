@@ -1,4 +1,4 @@
-"""Commands that run a model: demo, eval, generate, quantize."""
+"""Commands that run a model: demo, eval, generate, quantize, extract."""
 
 from __future__ import annotations
 
@@ -142,6 +142,23 @@ def quantize(
         shutil.rmtree(output)
         raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
     print(f"{output}: {weight_bytes(made) / 1e6:.2f} MB of weights, loaded again and equal bit for bit")
+
+
+def extract(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
+    layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
+    head: Annotated[int | None, typer.Option(help="Only this query head, and the KV head that it reads.")] = None,
+) -> None:
+    """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
+    from halfbyte.hf.extract import load_layer
+
+    if output.exists():
+        raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
+    found = load_layer(model, layer, head)
+    found.save(output)
+    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", found.weights, strict=True))
+    print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

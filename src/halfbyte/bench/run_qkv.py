@@ -1,0 +1,286 @@
+"""`halfbyte bench qkv`: the four published variants launch by launch, and one launch for q, k and v against three alike.
+
+A variant is timed whole and each of its launches alone, over a rotation of layers larger than the L2 cache. On a GPU the kernels
+that a variant launches are counted with torch.profiler first: a variant that launches another number than it says gets no time.
+Where cuBLAS splits a product along K, its second kernel belongs to that product, is not counted, and is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import halfbyte
+from halfbyte.bench import qkv
+from halfbyte.bench.bars import Bar, judge, us, verdict_text
+from halfbyte.bench.checks import Accuracy, BenchmarkRefused
+from halfbyte.bench.linear import promise as promise_of_linear
+from halfbyte.bench.linear_bars import INT4
+from halfbyte.bench.qkv import LLAMA, NAIVE, TWO_KERNEL, VARIANTS, AttentionShape, Layer, Variant, Weights
+from halfbyte.bench.records import Record
+from halfbyte.bench.run_bars import free, with_timing
+from halfbyte.bench.session import Job, Session, reason
+from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
+from halfbyte.plans import plan
+
+OP, FUSED_OP = "qkv variants", "qkv projection"
+FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)
+TIMES_NAIVE, TIMES_THREE = 1.25, 1.5
+ONE, THREE = "one launch", "three launches"
+#: What cuBLAS calls the kernel that adds up the parts of a product it has split.
+_SECOND_HALF = "splitKreduce"
+
+
+def jobs(layers: Sequence[Weights], impl: str, kind: str) -> list[Job]:
+    """The variants on each layer, then the fused projection at Llama-3-8B's size."""
+    plan("qkv_projection", impl, kind)
+    return [*(VariantsJob(given, impl) for given in layers), FusedJob(LLAMA, impl)]
+
+
+# ------------------------------------------------------------------------------------------------------------- the variants
+
+
+@dataclass(frozen=True)
+class VariantsJob:
+    """One attention layer in each format, in all four variants."""
+
+    given: Weights
+    impl: str
+    formats: tuple[str, ...] = FORMATS
+    op: str = OP
+
+    @property
+    def name(self) -> str:
+        return self.given.shape.name
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """A record for each variant, whose note has the time of each launch."""
+        for fmt in self.formats:
+            if any(session.wants(self.name, fmt, v.name) for v in VARIANTS):
+                with torch.no_grad(), fixed_threads(session.threads):
+                    yield from self._format(session, fmt)
+                free(session)
+
+    def _format(self, session: Session, fmt: str) -> Iterator[Record]:
+        first = qkv.build(self.given, fmt, session.device.torch, self.impl)
+        rotation = [first, *(first.copy() for _ in range(session.copies(first.nbytes) - 1))]
+        right = qkv.promise(first)
+        records = {v.name: self._checked(session, v, rotation, right, fmt) for v in VARIANTS}
+        samplers: dict[tuple[str, str], Sampler] = {}
+        for v in VARIANTS:
+            if not records[v.name].refused:
+                try:
+                    samplers |= _samplers(session, v, rotation)
+                except Exception as error:
+                    records[v.name] = _refused(records[v.name], error)
+        names = {f"{a} {b}": (a, b) for a, b in samplers}
+        taken = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
+        times = {key: summary(taken[name], samplers[key].method) for name, key in names.items()}
+        for v in VARIANTS:
+            try:
+                for how in ("alone", "chained") if (v.name, "alone") in times else ():
+                    for out in samplers[v.name, how].run():
+                        right(cast(torch.Tensor, out)).require(f"{v.name} {fmt}, as it was timed,")
+                records[v.name] = _timed(records[v.name], v, times)
+            except BenchmarkRefused as error:
+                records[v.name] = _refused(records[v.name], error)
+        naive = records[NAIVE]
+        yield from (_held_against(r, naive) for r in records.values())
+
+    def _checked(
+        self, session: Session, v: Variant, rotation: Sequence[Layer], right: Callable[[torch.Tensor], Accuracy], fmt: str
+    ) -> Record:
+        """A record without a time: right on every layer of the rotation, in as many launches as it says; else refused."""
+        shape = self.given.shape.sizes | {"launches": len(v.launches)}
+        blank = Record(OP, shape, fmt, v.name, rotation[0].nbytes, session.environment, case=self.name)
+        try:
+            for layer in rotation:
+                accuracy = right(v.run(layer))
+                accuracy.require(f"{v.name} {fmt}")
+            note = check_launches(v, rotation[0]) if session.device.kind == "cuda" else ""
+        except Exception as error:
+            return _refused(blank, error)
+        note = "; ".join(filter(None, [self.given.source, note]))
+        return replace(blank, note=note, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
+
+
+def _samplers(session: Session, v: Variant, rotation: Sequence[Layer]) -> dict[tuple[str, str], Sampler]:
+    """The whole variant, launches kept apart and overlapping, and each launch alone."""
+    whole = [partial(v.run, layer) for layer in rotation]
+    works = {"alone": Work(whole, paired=False), "chained": Work(whole, paired=True)}
+    works |= {launch.name: Work([partial(launch.run, layer) for layer in rotation], paired=False) for launch in v.launches}
+    return {(v.name, how): make_sampler(f"{v.name} {how}", work, session.device, session.effort) for how, work in works.items()}
+
+
+def _timed(r: Record, v: Variant, times: Mapping[tuple[str, str], Timing]) -> Record:
+    """The record with its times, those of the launches in its note."""
+    if (v.name, "chained") not in times:
+        return r
+    accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
+    parts = ", ".join(f"{launch.name} {us(times[v.name, launch.name].median)}" for launch in v.launches)
+    alone, chained = times[v.name, "alone"], times[v.name, "chained"]
+    made = replace(with_timing(r, chained, accuracy), alone=alone.median, chained=chained.median)
+    return replace(made, note=f"{r.note}; {v.name}, us a launch: {parts}")
+
+
+def _held_against(r: Record, naive: Record) -> Record:
+    """Beside naive; the two-kernel variant has a bar."""
+    if naive.seconds:
+        r = replace(r, peer=NAIVE, peer_seconds=naive.seconds)
+    if r.implementation != TWO_KERNEL:
+        return r
+    known = r.seconds and naive.seconds and NOT_CAPTURED not in r.method + naive.method
+    times = naive.seconds / r.seconds if known and naive.seconds and r.seconds else None
+    return replace(r, bars=judge([Bar(r.case, r.formats, "times_naive", TIMES_NAIVE)], {"times_naive": times}))
+
+
+def _refused(r: Record, error: Exception) -> Record:
+    return replace(r, refused=f"{r.case} {r.formats} {r.implementation}: {reason(error)}")
+
+
+def check_launches(v: Variant, layer: Layer) -> str:
+    """Raises `BenchmarkRefused` unless a variant launches as many kernels as it says. Returns what cuBLAS added, in words."""
+    work = partial(v.run, layer)
+    kernels_of(work)  # the profiler may miss what comes while it starts
+    names = kernels_of(work)
+    own = [name for name in names if _SECOND_HALF not in name]
+    if len(own) != len(v.launches):
+        raise BenchmarkRefused(
+            f"{v.name} launches {len(own)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
+            + (", ".join(own) or "none")
+        )
+    halves = len(names) - len(own)
+    return f"cuBLAS splits {halves} of the products along K, with a second kernel each" if halves else ""
+
+
+def kernels_of(work: Callable[[], object]) -> list[str]:
+    """Names of the kernels that `work` launches on the GPU, without copies and fills of memory."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    names = [e.name for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
+    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+
+
+# ------------------------------------------------------------------------------------------------------------- one launch for three
+
+
+@dataclass(frozen=True)
+class FusedJob:
+    """`qkv_projection` against three calls of `linear`, with few rows."""
+
+    shape: AttentionShape
+    impl: str
+    rows: tuple[int, ...] = FUSED_ROWS
+    formats: tuple[str, ...] = FUSED_FORMATS
+    op: str = FUSED_OP
+
+    @property
+    def name(self) -> str:
+        return f"q, k, v of a {self.shape.name}"
+
+    def case(self, rows: int) -> str:
+        """ "q, k, v of a Llama-3-8B layer, 1 row"."""
+        return f"{self.name}, {rows} row{'s' * (rows > 1)}"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """Two records for each number of rows and format."""
+        for fmt in self.formats:
+            rows = [m for m in self.rows if session.wants(self.case(m), fmt, ONE)]
+            if not rows:
+                continue
+            free(session)
+            with torch.no_grad(), fixed_threads(session.threads):
+                first = qkv.build(qkv.random_weights(self.shape), fmt, session.device.torch, self.impl)
+                rotation = [first, *(first.copy() for _ in range(session.copies(first.nbytes) - 1))]
+                for m in rows:
+                    yield from self._case(session, rotation, m)
+
+    def _case(self, session: Session, rotation: Sequence[Layer], rows: int) -> Iterator[Record]:
+        first = rotation[0]
+        x, case = first.x[:rows].contiguous(), self.case(rows)
+        shape = {"M": rows, "K": self.shape.hidden, "N": sum(self.shape.rows)}
+        blanks = {
+            name: Record(FUSED_OP, shape, first.weights[0].format.name, name, first.nbytes, session.environment, case=case)
+            for name in (THREE, ONE)
+        }
+        calls = {THREE: [partial(_three, x, layer) for layer in rotation], ONE: [partial(_one, x, layer) for layer in rotation]}
+        samplers: dict[str, Sampler] = {}
+        rights = [promise_of_linear(x, w.dequantize) for w in first.weights]
+        for name in blanks:
+            try:
+                accuracy = _worst([judge_y(y) for call in calls[name] for judge_y, y in zip(rights, call(), strict=True)])
+                accuracy.require(f"{case} {name}")
+                blanks[name] = replace(blanks[name], error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
+                for how in ("alone", "chained"):
+                    work = Work(calls[name], paired=how == "chained")
+                    samplers[f"{name} {how}"] = make_sampler(name, work, session.device, session.effort)
+            except Exception as error:
+                blanks[name] = _refused(blanks[name], error)
+        samples = sample_in_turn(samplers, session.effort) if samplers else {}
+        times = {name: summary(taken, samplers[name].method) for name, taken in samples.items()}
+        made = {name: _fused_record(r, times) for name, r in blanks.items()}
+        three, one = made[THREE], made[ONE]
+        ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None
+        bars = [Bar(case, one.formats, "times_three", TIMES_THREE)] if rows == 1 else []
+        yield three
+        yield replace(one, peer=THREE, peer_seconds=three.seconds, bars=judge(bars, {"times_three": ratio}))
+
+
+def _one(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
+    return halfbyte.qkv_projection(x, layer.weights, impl=layer.impl)
+
+
+def _three(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
+    return tuple(halfbyte.linear(x, weight, impl=layer.impl) for weight in layer.weights)
+
+
+def _worst(found: Sequence[Accuracy]) -> Accuracy:
+    """The one that is farthest above, or least below, what is allowed; NaN is worst of all."""
+    return max(found, key=lambda a: float("inf") if a.error != a.error else a.error / a.allowed)
+
+
+def _fused_record(r: Record, times: Mapping[str, Timing]) -> Record:
+    chained, alone = times.get(f"{r.implementation} chained"), times.get(f"{r.implementation} alone")
+    if r.refused or chained is None or alone is None:
+        return r
+    accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
+    return replace(with_timing(r, chained, accuracy), alone=alone.median, chained=chained.median)
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("case", "format", "variant", "launches", "us alone", "us chained", "x naive, or three", "us of each launch", "verdict")
+
+
+def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One row for each variant on each layer and format, and for each way to compute q, k and v."""
+    return [_row(r) for r in measured if r.op in (OP, FUSED_OP) and r.implementation]
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    launches = r.shape.get("launches") or {ONE: 1, THREE: 3}.get(r.implementation, 0)
+    return (
+        r.case,
+        r.formats,
+        r.implementation,
+        str(launches),
+        us(r.alone),
+        us(r.chained),
+        f"{r.peer_seconds / r.seconds:.2f}x" if r.peer_seconds and r.seconds else "",
+        r.note.partition("us a launch: ")[2],
+        "; ".join(map(verdict_text, r.bars)) or ("refused" if r.refused else ""),
+    )
+
+
+def latest(measured: Sequence[Record]) -> list[Record]:
+    """Of several runs the last record of each case, format and variant."""
+    return list(
+        {(r.case, r.formats, r.implementation): r for r in measured if r.op in (OP, FUSED_OP) and r.implementation}.values()
+    )

@@ -1,0 +1,220 @@
+"""Rows of quantised weights written out in 16 bits: one launch for one weight, or for two or three that lie one below the other.
+
+    out[n, k] = round16((unit(code[n, k]) - zero[n, k / g]) * scale[n, k / g])
+
+in f32 and rounded once, which gives the bits of `reference.quantize.dequantize`: kernels are compiled without FP fusion.
+
+A program takes a tile of ROWS rows and GROUPS groups of SIZE columns of one weight, codes as bytes of PARTS codes each, and one
+scale a group. Under one scale for a whole row, SIZE columns are a piece of that row. Tables of 16 values live in the instructions:
+a tree of selects on the bits of a code needs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.formats import WEIGHT_FORMATS, Format
+from halfbyte.kernels.codes import e4m3_bits
+from halfbyte.kernels.compiling import Configuration, empty, recorded
+from halfbyte.kernels.encode import as_dtype
+from halfbyte.reference.quantize import dynamic_map
+from halfbyte.tensors import QuantTensor, expected_parts
+
+#: The interpreter rounds to bf16 by cutting off, which integers do better.
+INTERPRETED = triton.knobs.runtime.interpret
+#: Weights of one launch.
+MOST = 3
+#: Numbers of a tile, 32 a thread; columns of a tile at most; columns of a piece of a row that has one scale.
+_TILE, _COLUMNS, _PIECE = 4096, 1024, 128
+
+#: A weight as the kernel takes it: its tensors (None where it has none; `mean` is the last number of `nested`, `table` the 256
+#: values of nested scales) and constants:
+#: PARTS     codes in a byte
+#: KIND      "integer": a code means code - BIAS; "table": VALUES[code]; "mirrored": VALUES[code & 7], and bit 3 is its sign
+#: SCALE     how scales are stored: "f32", "f16", "e8m0", "e4m3"
+#: NESTED    scales under one second scale; 0: they have none
+#: SPREAD    whether a row has a scale for each group, and not one only
+Weight = NamedTuple(
+    "Weight",
+    [
+        *((name, Any) for name in ("codes", "scales", "offsets", "tensor_scale", "nested", "mean", "table")),
+        *((name, Any) for name in ("PARTS", "KIND", "BIAS", "VALUES", "SCALE", "NESTED", "SPREAD")),
+    ],
+)
+
+
+# ------------------------------------------------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def _look_up(code, VALUES: tl.constexpr, BITS: tl.constexpr):
+    """VALUES[code] in f32 for int32 codes of BITS bits: bit by bit, each level of the tree half of the one before."""
+    parts = ()
+    for i in tl.static_range(2 ** (BITS - 1)):
+        parts += (tl.where((code & 1) == 0, VALUES[2 * i], VALUES[2 * i + 1]),)
+    for bit in tl.static_range(1, BITS):
+        left = ()
+        for i in tl.static_range(2 ** (BITS - 1 - bit)):
+            left += (tl.where((code & (1 << bit)) == 0, parts[2 * i], parts[2 * i + 1]),)
+        parts = left
+    return parts[0]
+
+
+@triton.jit
+def _unit(code, w: Weight):
+    """The value of int32 codes before any scale, f32."""
+    if w.KIND == "integer":
+        unit = (code - w.BIAS).to(tl.float32)
+    elif w.KIND == "mirrored":
+        magnitude = _look_up(code & 7, w.VALUES, 3)
+        unit = (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    else:
+        unit = _look_up(code, w.VALUES, 4)
+    return unit
+
+
+@triton.jit
+def _scales(at, seen, w: Weight):
+    """The scales at these places as plain numbers, f32."""
+    stored = tl.load(w.scales + at, mask=seen, other=0)
+    if w.NESTED:
+        scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.NESTED, mask=seen, other=0) + tl.load(w.mean)
+    elif w.SCALE == "e8m0":
+        b = stored.to(tl.int32)
+        bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))  # 2^-127 is a subnormal; 255 is NaN
+        scale = bits.to(tl.float32, bitcast=True)
+    elif w.SCALE == "e4m3":
+        scale = e4m3_bits(stored.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256
+        if w.tensor_scale is not None:
+            scale *= tl.load(w.tensor_scale)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _tile(
+    out, stride, w: Weight, first, rows, target, block, width,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Rows block * ROWS ... of `rows` rows of a weight, which begin at its row `first` and at row `target` of out."""
+    r = block * ROWS + tl.arange(0, ROWS)
+    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    row = (first + r).to(tl.int64)
+    here = (r < rows)[:, None] & (g * SIZE < width)[None, :]  # [ROWS, GROUPS]
+    at = row[:, None] * (width // SIZE) + g[None, :] if w.SPREAD else row[:, None] + g[None, :] * 0
+    scale = _scales(at, here, w)[:, :, None]
+
+    byte = g[:, None] * (SIZE // w.PARTS) + tl.arange(0, SIZE // w.PARTS)[None, :]  # [GROUPS, SIZE / PARTS]
+    seen = here[:, :, None] & (byte < width // w.PARTS)[None, :, :]
+    codes = tl.load(w.codes + row[:, None, None] * (width // w.PARTS) + byte[None, :, :], mask=seen, other=0).to(tl.int32)
+    zero = 0.0
+    if w.offsets is not None:
+        zero = tl.load(w.offsets + at, mask=here, other=0).to(tl.float32)[:, :, None]
+    if w.PARTS == 2:
+        numbers = tl.interleave((_unit(codes & 15, w) - zero) * scale, (_unit(codes >> 4, w) - zero) * scale)
+    else:
+        numbers = (_unit(codes, w) - zero) * scale
+
+    column = g[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    to = out + (target + r).to(tl.int64)[:, None, None] * stride + column[None, :, :]
+    rounded = as_dtype(numbers, out.dtype.element_ty) if INTERPRETED else numbers.to(out.dtype.element_ty)
+    tl.store(to, rounded, mask=here[:, :, None] & (column < width)[None, :, :])
+
+
+@triton.jit(do_not_specialize=["a_first", "b_first", "c_first", "a_rows", "b_rows", "c_rows"])
+def dequantize_rows(
+    out, stride, a: Weight, b: Weight, c: Weight, a_first, b_first, c_first, a_rows, b_rows, c_rows, width,
+    SIZES: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """out [a_rows + b_rows + c_rows, width]: so many rows of each weight, from row `first` of each on; b and c may be None."""
+    block = tl.program_id(0)
+    of_a, of_b = tl.cdiv(a_rows, ROWS), tl.cdiv(b_rows, ROWS)
+    if block < of_a:
+        _tile(out, stride, a, a_first, a_rows, 0, block, width, SIZES[0], GROUPS[0], ROWS, INTERPRETED)
+    if len(SIZES) > 1:  # noqa: SIM102  (known to the compiler, which the block is not)
+        if (block >= of_a) & (block < of_a + of_b):
+            _tile(out, stride, b, b_first, b_rows, a_rows, block - of_a, width, SIZES[1], GROUPS[1], ROWS, INTERPRETED)
+    if len(SIZES) > 2:  # noqa: SIM102
+        if block >= of_a + of_b:
+            at = block - of_a - of_b
+            _tile(out, stride, c, c_first, c_rows, a_rows + b_rows, at, width, SIZES[2], GROUPS[2], ROWS, INTERPRETED)
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> None:
+    """out [rows, K], fp16 or bf16, rows apart by any stride: rows first, first + 1 ... of one to three weights [N, K], one below
+    the other. Their formats may differ. Parts are contiguous and nothing is empty.
+    """
+    width = out.shape[1]
+    shares = _shares([w.shape[0] for w in weights], first, out.shape[0])
+    absent = MOST - len(weights)
+    starts, counts = ([*(share[i] for share in shares), *[0] * absent] for i in (0, 1))
+    sizes = [_size(w.format, width) for w in weights]
+    columns = max(*sizes, min(_COLUMNS, triton.next_power_of_2(width)))
+    groups, tile_rows = [columns // size for size in sizes], max(1, _TILE // columns)
+    grid = (sum(triton.cdiv(n, tile_rows) for n in counts), triton.cdiv(width, columns))
+    dequantize_rows[grid](
+        out, out.stride(0), *(as_argument(w) for w in weights), *[None] * absent, *starts, *counts, width,
+        SIZES=tuple(sizes), GROUPS=tuple(groups), ROWS=tile_rows, INTERPRETED=INTERPRETED,
+        num_warps=4, enable_fp_fusion=False, enable_reflect_ftz=False,
+    )  # fmt: skip
+
+
+def as_argument(weight: QuantTensor) -> Weight:
+    """A weight's tensors and constants."""
+    fmt, nested = weight.format, weight.nested
+    assert fmt.scale is not None
+    values = fmt.code.values or ()
+    kind = "integer" if not values else "mirrored" if values[8] == 0 else "table"
+    constants = (
+        *(fmt.code.per_byte, kind, fmt.code.bias, values[:8] if kind == "mirrored" else values),
+        *(fmt.scale.dtype, fmt.scale.nested or 0, fmt.granularity == "group"),
+    )
+    table, mean = (None, None) if nested is None else (dynamic_map(weight.device), nested[-1:])
+    tensors = (weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table)
+    return Weight(*tensors, *map(tl.constexpr, constants))
+
+
+def _size(fmt: Format, width: int) -> int:
+    """Columns that a program reads under one scale: those of a group, or a piece of a row that has no groups."""
+    return fmt.group_size(width) if fmt.granularity == "group" else _PIECE
+
+
+def _shares(rows: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
+    """(first row, rows) that each weight adds to rows first ... first + count of all of them, one below the other."""
+    shares, above = [], 0
+    for n in rows:
+        start = min(max(first - above, 0), n)
+        shares.append((start, min(max(first + count - above, 0), n) - start))
+        above += n
+    return shares
+
+
+# ------------------------------------------------------------------------------------------------------- what is shipped
+
+
+def configurations() -> list[Configuration]:
+    """Every format alone, and three weights in one launch; the dtypes in turn."""
+    names = list(WEIGHT_FORMATS)
+    alone = [_configuration((name,), (torch.bfloat16, torch.float16)[i % 2]) for i, name in enumerate(names)]
+    groups = [(name,) * 3 for name in ("nf4", "mxfp4", "nvfp4")] + [("int4_g128", "nf4_dq", "int8_col"), ("int4_sym_g32", "nvfp4")]
+    return [c for found in [*alone, *(_configuration(group, torch.bfloat16) for group in groups)] for c in found]
+
+
+def _configuration(formats: Sequence[str], dtype: torch.dtype) -> list[Configuration]:
+    shape = (1024, 4096)
+    weights = [_without_memory(WEIGHT_FORMATS[name], shape) for name in formats]
+    out = empty(len(weights) * shape[0], shape[1], dtype=dtype)
+    return recorded(f"{'+'.join(formats)}-{str(dtype).removeprefix('torch.')}", lambda: launch(weights, out, 0))
+
+
+def _without_memory(fmt: Format, shape: tuple[int, int]) -> QuantTensor:
+    return QuantTensor(fmt, shape, **{name: empty(*s, dtype=d) for name, (s, d) in expected_parts(fmt, shape).items()})

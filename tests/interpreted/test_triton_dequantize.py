@@ -1,0 +1,116 @@
+"""The dequantise kernel, interpreted: it writes the bits of `halfbyte.dequantize`, into the rows it is given and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops.dequantize import dequantize_rows
+from halfbyte.tensors import QuantTensor
+
+#: numpy warns of what a GPU computes silently, and as meant: numbers beyond fp32 become infinite.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def weight(name: str, rows: int, width: int, seed: int = 0) -> QuantTensor:
+    """Rows from tiny to large."""
+    w = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return hb.quantize(w * torch.logspace(-4, 2, rows)[:, None], name)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Bits, with every NaN the same."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int16)
+
+
+def written(weights: list[QuantTensor], first: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the kernel writes; what lies around it must stay."""
+    width = weights[0].shape[1]
+    buffer = torch.full((rows + 2, width + 3), 7.0, dtype=dtype)
+    dequantize_rows(weights, buffer[1 : rows + 1, :width], first, impl="triton")
+    assert bool((buffer[0] == 7).all() and (buffer[-1] == 7).all() and (buffer[:, width:] == 7).all())
+    return buffer[1 : rows + 1, :width]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_the_bits_are_those_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    for rows, width in ((5, 256), (9, 1152)):
+        w = weight(name, rows, width)
+        assert torch.equal(bits(written([w], 0, rows, dtype)), bits(hb.dequantize(w, dtype)))
+
+
+@pytest.mark.parametrize(("name", "width"), [("int4_col", 202), ("int4_sym_col", 2), ("int8_col", 131), ("nvfp4", 48)])
+def test_odd_widths(name: str, width: int) -> None:
+    w = weight(name, 3, width)
+    assert torch.equal(bits(written([w], 0, 3, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_every_code_and_every_scale(name: str) -> None:
+    """All 256 bytes as codes; as scales everything that is stored in a byte, NaN and subnormals with it."""
+    w = weight(name, 512, 512)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(w.codes.numel() // 256).view(w.codes.shape)
+    w = replace(w, codes=codes.view(w.codes.dtype))
+    if w.scales is not None and w.scales.dtype is torch.uint8:
+        w = replace(w, scales=torch.arange(w.scales.numel(), dtype=torch.int64).remainder(256).to(torch.uint8).view(w.scales.shape))
+    assert torch.equal(bits(written([w], 0, 512, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("formats", [("nf4", "nf4"), ("mxfp4",) * 3, ("int4_g128", "nf4_dq", "int8_col")])
+def test_weights_below_each_other_in_one_launch(formats: tuple[str, ...]) -> None:
+    weights = [weight(name, rows, 256, rows) for name, rows in zip(formats, (70, 5, 33), strict=False)]
+    whole = torch.cat([hb.dequantize(w, torch.float16) for w in weights])
+    assert torch.equal(bits(written(weights, 0, len(whole), torch.float16)), bits(whole))
+    for first, last in ((0, 1), (3, 71), (69, 74), (70, 75), (len(whole) - 9, len(whole))):
+        assert torch.equal(bits(written(weights, first, last - first, torch.float16)), bits(whole[first:last])), (first, last)
+
+
+def test_a_slab_of_rows_and_none_at_all() -> None:
+    w = weight("nf4_dq", 40, 128)
+    assert torch.equal(bits(written([w], 17, 11, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)[17:28]))
+    assert written([w], 40, 0, torch.bfloat16).shape == (0, 128)
+
+
+def test_the_registered_op() -> None:
+    w, out = weight("nvfp4", 6, 64), torch.zeros(6, 64).half()
+    for level in ("triton", "reference"):
+        parts = list(w.parts().values())
+        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, (out, parts, "nvfp4", 0, level))
+
+
+def test_what_is_refused() -> None:
+    w, out = weight("nf4", 8, 128), torch.zeros(8, 128).bfloat16()
+    for weights, to, first, named in (
+        ([], out, 0, "weights must be one to 3"),
+        ([w] * 4, out, 0, "weights must be one to 3"),
+        ([w, weight("nf4", 8, 64)], out, 0, r"weights: \[8, 64\]"),
+        ([w], out.float(), 0, "out is torch.float32"),
+        ([w], out[:, :64], 0, "dense rows of 128"),
+        ([w], out.T.contiguous().T, 0, "dense rows of 128"),
+        ([w], out, 1, "first=1 and 8 rows"),
+        ([w], out, -1, "first=-1"),
+    ):
+        with pytest.raises(InvalidArgument, match=named):
+            dequantize_rows(weights, to, first)
+    with pytest.raises(InvalidArgument, match="impl='gluon' does not exist"):
+        dequantize_rows([w], out, impl="gluon")
+
+
+def test_without_a_gpu_the_reference_runs() -> None:
+    w, out = weight("nf4", 8, 128), torch.zeros(8, 128).bfloat16()
+    dequantize_rows([w], out)
+    assert torch.equal(out, hb.dequantize(w, torch.bfloat16))
+
+
+def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(Unsupported, match="impl='triton' of dequantize runs on an NVIDIA GPU"):
+        dequantize_rows([weight("nf4", 8, 128)], torch.zeros(8, 128).bfloat16(), impl="triton")
