@@ -19,7 +19,8 @@ else its partial results go to the workspace and the program that arrives last a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.compat import barrier, copy_to_shared, reinterpret
+from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
 from halfbyte.kernels.linear_operands import (
     code_copy_layout,
@@ -45,8 +48,8 @@ from halfbyte.kernels.linear_operands import (
     x_layout,
     x_operands,
 )
-from halfbyte.plans.linear import Spec
-from halfbyte.tensors import QuantTensor
+from halfbyte.plans.linear import GluonLinear, Spec, gluon_linear
+from halfbyte.tensors import QuantTensor, expected_parts
 
 
 @gluon.jit
@@ -473,4 +476,60 @@ def launch(
         num_warps=spec.warps,
         launch_pdl=spec.pair,
         maxnreg=255,
+    )
+
+
+#: (formats, rows, N of each, K, options): every kind of code and scale, every shape of tile, one weight and three.
+_SAMPLE = (
+    ("int4_sym_g128", 1, (4096,), 4096, ""),
+    ("int4_sym_g128", 8, (16384,), 8192, "bias"),
+    ("int4_sym_g128", 16, (16384,), 8192, ""),
+    ("int4_sym_g128", 16, (4096,), 4096, "fp16"),
+    ("int4_sym_g128", 4, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g128", 1, (4096, 1024, 1024), 4096, ""),
+    ("int4_g128", 8, (28672,), 4096, ""),
+    ("int4_g32", 2, (4096,), 4096, "fp16"),
+    ("int4_g32", 16, (4096,), 4096, ""),
+    ("int4_g64", 8, (28672,), 4096, ""),
+    ("int4_sym_g32", 8, (4096,), 4096, ""),
+    ("int4_sym_col", 1, (28672,), 4096, ""),
+    ("int8_col", 1, (4096,), 4096, ""),
+    ("int8_g128", 16, (4096,), 4096, "fp16"),
+    ("nf4", 1, (8192,), 8192, ""),
+    ("nf4", 8, (28672,), 4096, ""),
+    ("nf4", 16, (28672,), 4096, "fp16"),
+    ("fp4_bnb", 4, (4096,), 4096, ""),
+    ("mxfp4", 1, (4096, 1024, 1024), 4096, ""),
+    ("mxfp4", 16, (28672,), 4096, ""),
+    ("nvfp4", 1, (4096, 1024, 1024), 4096, "bias"),
+    ("nvfp4", 8, (28672,), 4096, "fp16"),
+    ("nvfp4", 16, (4096,), 4096, ""),
+)
+
+
+def configurations() -> list[Configuration]:
+    """The sample's products, as an A100, an H100 and a B200 would be given them."""
+    return [c for product in _SAMPLE for c in _configurations(*product)]
+
+
+def _configurations(name: str, rows: int, features: tuple[int, ...], width: int, options: str) -> Iterator[Configuration]:
+    fmt, half = WEIGHT_FORMATS[name], "fp16" if "fp16" in options else "bf16"
+    dtype = torch.float16 if half == "fp16" else torch.bfloat16
+    weights = [_empty_weight(fmt, (n, width)) for n in features]
+    outs = [empty(rows, n, dtype=dtype) for n in features]
+    biases = [empty(n, dtype=dtype) if "bias" in options else None for n in features]
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        plan = gluon_linear(
+            [(fmt, n) for n in features], rows=rows, width=width, half=half, processors=132, capability=capability, pair=True
+        )
+        if isinstance(plan, GluonLinear):
+            rest = (plan.spec, plan.programs, empty(1, dtype=torch.float32), empty(1))
+            full = f"{name}-M{rows}-{'x'.join(map(str, features))}-{options}-{capability[0]}x"
+            call = functools.partial(launch, empty(rows, width, dtype=dtype), weights, biases, outs, *rest)
+            yield from recorded(full, call, targets=(10 * capability[0],))
+
+
+def _empty_weight(fmt: Format, shape: tuple[int, int]) -> QuantTensor:
+    return QuantTensor(
+        fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in expected_parts(fmt, shape).items()}
     )
