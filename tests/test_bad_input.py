@@ -89,6 +89,10 @@ def odd_shape() -> object:
     return QuantTensor(made.format, (2, 33), **made.parts()).dequantize()
 
 
+def ordered(perm: torch.Tensor) -> Call:
+    return lambda: replace(weight(), perm=perm)
+
+
 def negative_lengths_append() -> object:
     return wrapped(ints(-1, 0)).append(r(2, 2, 1, 64), r(2, 2, 1, 64))
 
@@ -287,6 +291,13 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "QuantTensor: two devices": (lambda: replace(weight(), scales=r(8, 2).to(META)), "scales is on meta"),
     "QuantTensor: a shape the format does not divide": (odd_shape, "33"),
     "QuantTensor: format by name": (lambda: replace(weight(), format="nf4"), "format"),  # type: ignore[arg-type]
+    "QuantTensor: perm of int64": (ordered(torch.arange(128)), "perm is torch.int64"),
+    "QuantTensor: perm too short": (ordered(torch.arange(64).int()), r"perm is torch.int32 \[64\]"),
+    "QuantTensor: perm elsewhere": (ordered(torch.arange(128).int().to(META)), "perm is on meta"),
+    "QuantTensor: perm of keys": (
+        lambda: replace(quantize(r(1, 2, 3, 64), key_format("int8")), perm=torch.arange(64).int()),
+        "perm was given, but int8 stores none",
+    ),
     # -- linear, qkv_projection
     "linear: not quantised": (lambda: linear(r(2, 128), r(8, 128)), "weight is Tensor"),  # type: ignore[arg-type]
     "linear: weight None": (lambda: linear(r(2, 128), None), "weight is NoneType"),  # type: ignore[arg-type]

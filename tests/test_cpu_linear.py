@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from halfbyte.cpu import codes
 from halfbyte.cpu import linear as cpu
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
+from halfbyte.reference import linear as reference
 from halfbyte.reference.quantize import decode_unit, quantize
 from halfbyte.tensors import QuantTensor
 
@@ -21,6 +22,11 @@ CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.val
 
 def build(name: str, n: int, k: int, seed: int = 0) -> QuantTensor:
     return quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.1, name)
+
+
+def in_act_order(weight: QuantTensor, seed: int = 2) -> QuantTensor:
+    """The same stored columns, said to be others."""
+    return replace(weight, perm=torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed)).int())
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
@@ -53,6 +59,20 @@ def check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, block
 @pytest.mark.parametrize("block", [1, 1000, cpu.BLOCK])
 def test_every_format(name: str, dtype: torch.dtype, block: int) -> None:
     check(inputs(5, 256, dtype=dtype), build(name, 37, 256), inputs(37), block)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_act_order(name: str) -> None:
+    stored = build(name, 37, 256)
+    weight = in_act_order(stored)
+    assert weight.perm is not None
+    perm = weight.perm.long()
+    assert torch.equal(cpu.linear(inputs(5, 256), weight, None), cpu.linear(inputs(5, 256)[:, perm], stored, None))
+    for level in (cpu, reference):
+        y = level.linear(inputs(5, 256), weight, None)
+        torch.testing.assert_close(y, inputs(5, 256) @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(weight.dequantize()[:, perm], stored.dequantize())
+    check(inputs(2, 3, 256, dtype=torch.bfloat16), weight, inputs(37))
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=str)

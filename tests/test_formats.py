@@ -74,6 +74,8 @@ WEIGHT_TABLE = {
     "int4_col": (4, "column", None, "int", torch.float16, torch.uint8),
     **{f"int4_sym_g{g}": (4, "group", g, "none", torch.float16, torch.uint8) for g in (32, 64, 128)},
     "int4_sym_col": (4, "column", None, "none", torch.float16, torch.uint8),
+    "int4_g32_fp32": (4, "group", 32, "int", torch.float32, torch.uint8),
+    "int4_sym_g32_fp32": (4, "group", 32, "none", torch.float32, torch.uint8),
     "int8_col": (8, "column", None, "none", torch.float16, torch.int8),
     "int8_g128": (8, "group", 128, "none", torch.float16, torch.int8),
     "nf4": (4, "group", 64, "none", torch.float32, torch.uint8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from halfbyte.ops.decode_attention import decode_attention, prefill_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
+from halfbyte.tensors import QuantTensor
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LAYOUTS: list[dict[str, Any]] = [
@@ -95,9 +97,19 @@ def test_opcheck_linear_of_fp32(name: str) -> None:
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, name, "cpu"))
 
 
+def act_order(weight: QuantTensor) -> QuantTensor:
+    return replace(weight, perm=torch.randperm(weight.shape[1]).int())
+
+
+def test_opcheck_act_order() -> None:
+    parts = list(act_order(quantize(torch.randn(24, 128), "int4_g32")).parts().values())
+    torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, "int4_g32", "cpu"))
+
+
 def test_opcheck_qkv_projection() -> None:
     names = ("nf4", "int4_g32", "nvfp4")
-    parts = [list(quantize(torch.randn(n, 128), name).parts().values()) for n, name in zip((32, 16, 8), names, strict=True)]
+    weights = [quantize(torch.randn(n, 128), name) for n, name in zip((32, 16, 8), names, strict=True)]
+    parts = [list(w.parts().values()) for w in (weights[0], act_order(weights[1]), weights[2])]
     biases = (torch.randn(32), None, torch.randn(8))
     torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (torch.randn(5, 128), *parts, *biases, ",".join(names), "cpu"))
 
@@ -125,7 +137,8 @@ def test_a_compiled_step_is_the_eager_step(layout: dict[str, Any], backend: str)
 
 def test_a_compiled_linear_is_the_eager_linear() -> None:
     torch._dynamo.reset()
-    weights = tuple(quantize(torch.randn(n, 64), name) for n, name in ((32, "nf4"), (16, "int4_g32"), (8, "mxfp4")))
+    weights = [quantize(torch.randn(n, 64), name) for n, name in ((32, "nf4"), (16, "int4_g32"), (8, "mxfp4"))]
+    weights = (weights[0], act_order(weights[1]), act_order(weights[2]))  # type: ignore[assignment]
     x = torch.randn(3, 64)
     compiled = torch.compile(lambda x: qkv_projection(x, weights), fullgraph=True, backend="aot_eager")  # type: ignore[arg-type]
     for got, expected in zip(compiled(x), qkv_projection(x, weights), strict=True):  # type: ignore[arg-type]
@@ -155,7 +168,8 @@ def test_linear_is_the_product_with_the_dequantised_weight(name: str, impl: str,
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_qkv_projection_is_three_products(impl: str) -> None:
     names = ("nvfp4", "int4_sym_g64", "nf4_dq")
-    weights = tuple(quantize(torch.randn(n, 128) * n, name) for n, name in zip((32, 16, 8), names, strict=True))
+    weights = [quantize(torch.randn(n, 128) * n, name) for n, name in zip((32, 16, 8), names, strict=True)]
+    weights = (act_order(weights[0]), weights[1], act_order(weights[2]))  # type: ignore[assignment]
     biases = (torch.randn(32), None, torch.randn(8))
     x = torch.randn(4, 128).bfloat16()
     got = qkv_projection(x, weights, biases, impl=impl)  # type: ignore[arg-type]

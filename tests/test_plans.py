@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from halfbyte import plans
 from halfbyte.errors import InvalidArgument
-from halfbyte.formats import KV_FORMATS
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, programs, side
 from halfbyte.plans.explain import explanation
+from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
 
 H200 = (132, (9, 0))
 LAYER = Problem(
@@ -91,6 +93,19 @@ def test_programs_by_hand(units: int, slots: int, expected: int) -> None:
     assert programs(units, slots) == expected
 
 
+def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
+    found = tuned(replace(LAYER, batch=1, heads=3))
+    assert found.programs == 264
+    assert (found.units, found.counters) == (3, 3 + 2 * 17)
+    assert found.floats == 2 * 264 * found.spec.part_floats
+
+
+@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_dense": False}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
+def test_tiles_of_many_rows_are_larger_where_addresses_are_simple(change: dict[str, object], tokens: int) -> None:
+    rows = replace(LAYER, keys="int4", values="int4", group=16)
+    assert tuned(replace(rows, **change)).spec.tokens == tokens  # type: ignore[arg-type]
+
+
 def test_a_side_says_how_its_words_are_read() -> None:
     int4 = side(format_of("int4_g32"), 128, False)
     assert isinstance(int4, Side)
@@ -118,3 +133,61 @@ def test_an_explanation_says_which_kernel_and_why() -> None:
         explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
     with pytest.raises(InvalidArgument, match="dim=0"):
         explanation(1, 6, 3, 0, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
+
+
+# ------------------------------------------------------------------------------------------- the portable kernel of `linear`
+
+
+def portable(
+    name: str = "int4_g128", n: int = 4096, rows: int = 1, width: int = 4096, processors: int = 132, **more: Any
+) -> LinearTiles:
+    return linear_tiles([(WEIGHT_FORMATS[name], n)], rows=rows, width=width, processors=processors, **more)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(list(WEIGHT_FORMATS.values())), st.integers(0, 9000)), min_size=1, max_size=3),
+    st.integers(1, 5000),
+    st.integers(1, 200).map(lambda n: 128 * n),
+    st.integers(1, 160),
+    st.sampled_from([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]),
+    st.booleans(),
+)
+def test_the_splits_of_a_product_cover_its_columns(
+    weights: list[tuple[Format, int]], rows: int, width: int, processors: int, capability: tuple[int, int], invariant: bool
+) -> None:
+    """All of them, none twice, and no split without any; exact sums never mix groups that have scales of their own."""
+    t = linear_tiles(weights, rows=rows, width=width, processors=processors, capability=capability, row_invariant=invariant)
+    steps = -(-width // t.block_k)
+    assert (t.splits - 1) * t.share < steps <= t.splits * t.share
+    assert t.splits <= 32
+    assert t.fold == (rows > EXACT_ROWS and not invariant)
+    if not t.fold:
+        assert t.block_m >= min(rows, EXACT_ROWS)
+        assert all(fmt.group_size(width) % t.block_k == 0 or folds_exactly(fmt) for fmt, _ in weights)
+    assert t.why
+
+
+def test_row_invariant_tiles_do_not_look_at_rows_or_the_device() -> None:
+    found = {
+        portable(rows=rows, processors=p, capability=(c, 0), row_invariant=True)
+        for rows in (1, 63, 64, 65, 5000)
+        for p in (8, 132)
+        for c in (8, 9)
+    }
+    assert len(found) == 1
+
+
+def test_few_rows_use_every_multiprocessor() -> None:
+    for n, width in ((4096, 4096), (6144, 4096), (512, 16384), (8192, 8192)):
+        t = portable(n=n, rows=8, width=width)
+        assert -(-n // t.block_n) * t.splits >= 2 * 132 or t.splits == width // 512
+    assert portable(n=128 * 1024).splits == 1
+
+
+def test_many_rows_get_large_tiles_where_registers_hold_them() -> None:
+    assert portable(n=8192, rows=4096, width=8192, capability=(9, 0)).block_m == 256
+    assert portable(n=8192, rows=4096, width=8192, capability=(8, 0)).block_m == 128
+    assert portable(n=8192, rows=4096, width=8192, capability=(12, 0)).block_m == 128
+    few = portable(n=1024, rows=65, width=8192, capability=(9, 0))
+    assert few.splits > 1
+    assert "65 rows" in few.why

@@ -252,17 +252,19 @@ def integer_weight(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np
     """(codes, scales [N, G], zero points, values) of the int4 and int8 weight formats."""
     w = grouped(x, name)
     zeros = None
+    wide = name.endswith("fp32")  # how scales are stored
+    kind, floor = (F32, np.finfo(F32).tiny) if wide else (F16, FLOOR)
     if name.startswith("int8"):
         s = np.maximum(np.abs(w).max(-1, keepdims=True) / F32(127), FLOOR).astype(F16)
         q = np.rint(w / s.astype(F32)).clip(-127, 127)
         unit = q
     elif name.startswith("int4_sym"):
-        s = np.maximum(np.abs(w).max(-1, keepdims=True) / F32(7.5), FLOOR).astype(F16)
+        s = np.maximum(np.abs(w).max(-1, keepdims=True) / F32(7.5), floor).astype(kind)
         q = (np.rint(w / s.astype(F32)) + 8).clip(0, 15)
         unit = q - 8
     else:
         low, high = np.minimum(w.min(-1, keepdims=True), 0), np.maximum(w.max(-1, keepdims=True), 0)
-        s = np.maximum((high - low) / F32(15), FLOOR).astype(F16)
+        s = np.maximum((high - low) / F32(15), FLOOR).astype(kind)
         zeros = np.rint(-low / s.astype(F32)).clip(0, 15)
         q = (np.rint(w / s.astype(F32)) + zeros).clip(0, 15)
         unit = q - zeros
@@ -411,7 +413,7 @@ def test_nan_and_infinity_in_weights_raise(name: str) -> None:
             quantize(x, name)
 
 
-@pytest.mark.parametrize("name", [n for n in WEIGHT_FORMATS if n.startswith("int")])
+@pytest.mark.parametrize("name", [n for n in WEIGHT_FORMATS if n.startswith("int") and not n.endswith("fp32")])
 def test_weights_beyond_fp16_scales_raise(name: str) -> None:
     with pytest.raises(InvalidArgument, match="too large"):
         quantize(torch.full((2, 128), 1e9), name)

@@ -264,6 +264,9 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
     [
         *(_weight(f"int4_{g}", INT4, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
         *(_weight(f"int4_sym_{g}", INT4_SYM, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
+        # For checkpoints whose scales fp16 cannot hold exactly; wider groups repeat their scale.
+        Format("int4_g32_fp32", INT4, Scale("f32", "group", 32), "int"),
+        Format("int4_sym_g32_fp32", INT4_SYM, Scale("f32", "group", 32)),
         _weight("int8_col", INT8, None),
         _weight("int8_g128", INT8, 128),
         Format("nf4", NF4, Scale("f32", "group", 64)),

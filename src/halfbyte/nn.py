@@ -41,6 +41,8 @@ class QuantLinear(nn.Module):
     bias: nn.Parameter | None
     #: transformers: under tensor parallelism hand over local shards. Without it TP runs and gives wrong numbers.
     _hf_quantized_needs_local_tp = True
+    #: How transformers shares the layer out over ranks (`hf/parallel.py`); out_features and in_features stay those of the whole.
+    parallel_style: str | None = None
 
     def __init__(self, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -64,31 +66,46 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def empty(
-        cls, out_features: int, in_features: int, fmt: Format, bias_dtype: torch.dtype | None, device: str = "meta"
+        cls,
+        out_features: int,
+        in_features: int,
+        fmt: Format,
+        bias_dtype: torch.dtype | None,
+        device: str = "meta",
+        *,
+        act_order: bool = False,
     ) -> QuantLinear:
         """A layer of the right shapes and types for a checkpoint to be loaded into; without a bias when `bias_dtype` is None."""
         shape = (out_features, in_features)
-        parts = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in expected_parts(fmt, shape).items()}
+        expected = expected_parts(fmt, shape, act_order=act_order)
+        parts = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in expected.items()}
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype, device=device)
         return cls(QuantTensor(fmt, shape, **parts), bias)
 
     @property
     def weight(self) -> QuantTensor:
-        """The parameters as a QuantTensor. Kept until one is replaced, so that a decode step does not check shapes again."""
-        parts = self._parts()
+        """The parameters as a QuantTensor; of this rank, where they are shared out over several.
+
+        Kept until a parameter is replaced, so that a decode step does not check shapes again.
+        """
+        parts = {name: _local(part) for name, part in self._parts().items()}
         kept = self._weight
         if kept is None or any(getattr(kept, name) is not part for name, part in parts.items()):
-            kept = LayerWeight(self.format, (self.out_features, self.in_features), **parts)
+            shape = (parts["codes"].shape[0], parts["codes"].shape[1] * self.format.code.per_byte)
+            kept = LayerWeight(self.format, shape, **parts)
             if not torch.compiler.is_compiling():
                 self._weight = kept
         return kept
+
+    def _bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else _local(self.bias)
 
     def _parts(self) -> dict[str, torch.Tensor]:
         named = {name: self._parameters.get(f"weight_{name}") for name in PARTS}
         return {name: part for name, part in named.items() if part is not None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self._bias())
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -106,6 +123,14 @@ class QuantLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weight": None}
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a distributed tensor; any other tensor as it is."""
+    if not hasattr(t, "to_local"):
+        return t
+    with torch.no_grad():  # the same object every time
+        return t.to_local()  # type: ignore[no-any-return]
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -153,12 +178,16 @@ class FusedQKV(QuantLinear):
                 shard.in_features == q.in_features,
                 f"{name} has {shard.in_features} in features and q has {q.in_features}; fused projections read one input",
             )
-        super().__init__(q.weight, q.bias)
+        if any(shard.parallel_style not in (None, "colwise") for shard in (q, k, v)):
+            styles = ", ".join(str(shard.parallel_style) for shard in (q, k, v))
+            raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
+        nn.Module.__init__(self)
+        _adopt(self, q)
         self.taps = (_become(QKVTap, k), _become(QKVTap, v))  # a tuple: they are submodules of the attention, not of this
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.taps
-        q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self.bias, k.bias, v.bias))
+        q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self._bias(), k._bias(), v._bias()))
         k._ready, v._ready = k_out, v_out
         return q_out
 
@@ -169,8 +198,20 @@ class FusedQKV(QuantLinear):
 
 def _become(kind: type[Layer], layer: QuantLinear) -> Layer:
     made = kind.__new__(kind)
-    QuantLinear.__init__(made, layer.weight, layer.bias)
+    nn.Module.__init__(made)
+    _adopt(made, layer)
     return made
+
+
+def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
+    """Give `made` the parameters of `layer`, the same objects.
+
+    What a parallel plan hooked to its forward stays behind: a column-parallel layer of local activations does not need it.
+    """
+    made.out_features, made.in_features, made.format = layer.out_features, layer.in_features, layer.format
+    made.parallel_style, made._weight = layer.parallel_style, None
+    for name, parameter in layer._parameters.items():
+        made.register_parameter(name, parameter)
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")

@@ -21,6 +21,9 @@ class QuantTensor:
     offsets       same shape: uint8 zero points or fp16 offsets; None when the format has none
     tensor_scale  float32 [1]: the second-level scale of NVFP4
     nested        float32 [ceil(scales / 256) + 1]: with double quantisation, the absmax of each block of scales, then their mean
+    perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are neighbours as stored.
+                  None: each column where it belongs. That it is a permutation is not looked at here, as that would wait for a
+                  GPU: what reads one from a file checks it (`checkpoints/`)
     """
 
     format: Format
@@ -30,11 +33,13 @@ class QuantTensor:
     offsets: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
     nested: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check(isinstance(self.format, Format), f"format={self.format!r}; expected a Format, such as halfbyte.WEIGHT_FORMATS['nf4']")
         self.format.check_shape(self.shape, "a tensor")
-        for name, (shape, dtype) in expected_parts(self.format, self.shape).items():
+        expected = expected_parts(self.format, self.shape, act_order=self.perm is not None)
+        for name, (shape, dtype) in expected.items():
             part = getattr(self, name)
             check(part is not None, f"{name} is missing; {self.format.name} of shape {list(self.shape)} needs it")
             check(
@@ -45,7 +50,7 @@ class QuantTensor:
             check(
                 part.device == self.codes.device, f"{name} is on {part.device} and codes on {self.codes.device}; move them together"
             )
-        for name in set(PARTS) - set(expected_parts(self.format, self.shape)):
+        for name in set(PARTS) - set(expected):
             check(getattr(self, name) is None, f"{name} was given, but {self.format.name} stores none")
 
     @property
@@ -74,17 +79,18 @@ class QuantTensor:
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
-    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order."""
+    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order; one more than it stores is `perm`."""
     shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
-    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape), parts, strict=True)))
+    act_order = len(parts) > len(expected_parts(fmt, shape))
+    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
 
 #: Names of the tensors that a QuantTensor may hold, in storage order.
 PARTS: tuple[str, ...] = tuple(f.name for f in fields(QuantTensor) if f.name not in ("format", "shape"))
 
 
-def expected_parts(fmt: Format, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Name -> (shape, dtype) of each tensor that `fmt` stores for a tensor of shape `shape`."""
+def expected_parts(fmt: Format, shape: Shape, *, act_order: bool = False) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Name -> (shape, dtype) of each tensor that `fmt` stores for a tensor of shape `shape`; act_order: `perm` too, of a weight."""
     parts: dict[str, tuple[Shape, torch.dtype]] = {"codes": (fmt.codes_shape(shape), fmt.storage)}
     if fmt.scale is None:
         return parts
@@ -96,4 +102,6 @@ def expected_parts(fmt: Format, shape: Shape) -> dict[str, tuple[Shape, torch.dt
         parts["tensor_scale"] = ((1,), torch.float32)
     if fmt.scale.nested is not None:
         parts["nested"] = ((math.ceil(math.prod(scales) / fmt.scale.nested) + 1,), torch.float32)
+    if act_order and len(shape) == 2:
+        parts["perm"] = ((shape[1],), torch.int32)
     return parts

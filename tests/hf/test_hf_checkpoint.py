@@ -14,10 +14,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, LLAMA
 
 import halfbyte.hf as hf
+from fuzz import mutate
 from halfbyte.checkpoints import safetensors_files as files
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.checkpoint import mark_quantized
+from halfbyte.nn import QuantLinear, fuse_qkv
+
+ORDER = "model.layers.0.self_attn.q_proj.weight_perm"
 
 
 def _same(a, b) -> None:
@@ -72,6 +76,46 @@ def test_plain_folder_is_quantised_on_the_way(build, tmp_path):
     hf.save(loaded, tmp_path / "q")
     with pytest.raises(InvalidArgument, match="quantised already"):
         hf.load(tmp_path / "q", "nf4")
+
+
+@pytest.fixture
+def act_ordered(build):
+    """A model of which two layers are in act-order."""
+    model = hf.quantize(build("llama"), "int4_g32")
+    for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp.down_proj):
+        perm = torch.randperm(layer.in_features).int()
+        layer.register_parameter("weight_perm", torch.nn.Parameter(perm, requires_grad=False))
+    mark_quantized(model, dict(model.hf_quantizer.quantization_config.modules))
+    return model
+
+
+def test_act_order(act_ordered, prompt, tmp_path):
+    folder, ids = hf.save(act_ordered, tmp_path / "model"), prompt()
+    with torch.no_grad():
+        expected = act_ordered(ids).logits
+        for again in (hf.load(folder), tf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()):
+            _same(again, act_ordered)
+            assert torch.equal(again(ids).logits, expected)
+            assert fuse_qkv(again) == 2
+            assert torch.equal(again(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(ORDER), "q_proj.weight_perm is missing"),
+        (lambda t: t.update({ORDER: t[ORDER].long()}), "q_proj.weight_perm is torch.int64"),
+        (lambda t: t[ORDER].view(-1)[3].fill_(64), "q_proj.weight_perm is no permutation"),
+        (lambda t: t[ORDER].view(-1)[3].fill_(-1), "q_proj.weight_perm is no permutation"),
+        (lambda t: t[ORDER].zero_(), "q_proj.weight_perm is no permutation"),
+        (lambda t: t.update({ORDER.replace("q_proj", "k_proj"): t[ORDER].clone()}), "k_proj.weight_perm is in the files"),
+    ],
+)
+def test_wrong_act_orders(act_ordered, tmp_path, change, message):
+    folder = hf.save(act_ordered, tmp_path / "model")
+    _edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(folder)
 
 
 def test_shards(build, tmp_path):
@@ -155,6 +199,8 @@ def test_configuration_larger_than_the_files(folder, change):
         (lambda q: q["modules"].update({"model.layers.0.mlp.up_proj": "int4_g128"}), "up_proj.weight"),
         (lambda q: q["modules"].pop("model.layers.0.mlp.up_proj"), "up_proj.weight"),
         (lambda q: q.update(modules=[1]), "modules"),
+        (lambda q: q.update(act_order=["model.norm"]), "act_order"),
+        (lambda q: q.update(act_order=3), "act_order"),
     ],
 )
 def test_wrong_configuration(folder, change, message):
@@ -180,9 +226,9 @@ def test_folders_that_are_none(tmp_path, build):
     (tmp_path / "empty" / "config.json").write_text("[" * 100000)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         hf.load(tmp_path / "empty")
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}')
     save_file({"x": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
-    with pytest.raises(Unsupported, match="gptq"):
+    with pytest.raises(Unsupported, match="hqq"):
         hf.load(tmp_path / "empty")
 
 
@@ -272,27 +318,6 @@ def test_indexes(tmp_path, weight_map, message):
         files.read_folder(tmp_path)
 
 
-def _mutate(data: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, repeat or insert a few bytes; digits, quotes and brackets more often than the rest."""
-    out = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(out)) if out else 0
-        match rng.randrange(6):
-            case 0 if out:
-                out[at] = rng.randrange(256)
-            case 1 if out:
-                out[at] = rng.choice(b'0123456789-.eE"[]{},:/\\ ')
-            case 2:
-                del out[at : at + rng.choice([1, 1, 2, 8, len(out)])]
-            case 3:
-                out[at:at] = out[at : at + rng.randrange(1, 40)]
-            case 4:
-                out[at:at] = rng.choice([b"9" * 30, b"null", b"NaN", b"1e400", b"-1", b"[[[[", b'"../x"', b"\x00", b"\\ud800"])
-            case 5 if len(out) >= 8:
-                out[:8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63 - 1, 2**64 - 1, len(out), len(out) - 8]))
-    return bytes(out)
-
-
 def test_fuzzed_headers_and_indexes(tmp_path):
     """Thousands of damaged files: tensors that lie inside the file, or CheckpointError. Nothing else."""
     seed = int(os.environ.get("HALFBYTE_FUZZ_SEED", "20261"))
@@ -305,7 +330,7 @@ def test_fuzzed_headers_and_indexes(tmp_path):
     for i in range(4000):
         single = i % 4 != 0
         target = tmp_path / files.SINGLE if single else root / files.INDEX
-        target.write_bytes(_mutate(header if single else index, rng))
+        target.write_bytes(mutate(header if single else index, rng))
         try:
             for info in (files.read_header(target) if single else files.read_folder(root)).values():
                 assert 0 <= info.start <= info.end <= os.path.getsize(info.file), f"seed {seed}, round {i}"
@@ -324,7 +349,7 @@ def test_fuzzed_folders_through_load(folder):
     for i in range(30):
         name = "config.json" if i % 3 == 0 else "model.safetensors"
         head, rest = good[name][:6000], good[name][6000:]
-        (folder / name).write_bytes(_mutate(head, rng) + rest)
+        (folder / name).write_bytes(mutate(head, rng) + rest)
         try:
             hf.load(folder)
         except HalfbyteError:

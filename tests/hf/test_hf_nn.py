@@ -96,5 +96,11 @@ def test_shards_of_different_formats():
     with pytest.raises(HalfbyteError, match="before its q projection"):
         fused.taps[0](x)
     assert isinstance(fused.taps[0], QKVTap)
+    for layer in layers:  # each with an act-order of its own
+        layer.register_parameter("weight_perm", nn.Parameter(torch.randperm(64).int(), requires_grad=False))
+    apart, fused = [layer(x) for layer in layers], FusedQKV(*layers)
+    assert not torch.equal(apart[0], outs[0])
+    for out, expected in zip([fused(x), fused.taps[0](x), fused.taps[1](x)], apart, strict=True):
+        assert torch.equal(out, expected)
     with pytest.raises(InvalidArgument, match="in features"):
         FusedQKV(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])

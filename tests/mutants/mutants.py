@@ -39,6 +39,10 @@ def pages(*names: str) -> tuple[str, ...]:
     return tuple(f"test_paging.py::{name}" for name in names)
 
 
+def files(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_checkpoints.py::{name}" for name in names)
+
+
 def ops(*names: str) -> tuple[str, ...]:
     return tuple(f"test_ops.py::{name}" for name in names)
 
@@ -342,5 +346,49 @@ MUTANTS = [
         "_weight(v, v_fmt), v_bias",
         "_weight(v, v_fmt), None",
         ops("test_qkv_projection_is_three_products"),
+    ),
+    # -- checkpoints of other libraries
+    Mutant(
+        "v1 zero points taken as they are",
+        "checkpoints/gptq.py",
+        ".add_(1).bitwise_and_",
+        ".bitwise_and_",
+        files("test_gptq_by_hand"),
+    ),
+    Mutant("words of AWQ in order", "checkpoints/awq.py", "[..., list(FIELDS)]", "", files("test_awq_by_hand")),
+    Mutant(
+        "nested scales without their mean",
+        "checkpoints/bitsandbytes.py",
+        "table[absmax.int()] * spread + offset",
+        "table[absmax.int()] * spread",
+        files("test_values_of_the_independent_decoders[shape0-bnb fp4 nested]"),
+    ),
+    Mutant(
+        "a divisor taken as a factor",
+        "checkpoints/fp4.py",
+        "layer.check_scales(tensor_scale, 1 / factor)",
+        "factor",
+        files("test_fp4_by_hand"),
+    ),
+    Mutant(
+        "act-order: columns sorted, and not said",
+        "checkpoints/integers.py",
+        "        perm=perm,\n",
+        "",
+        files("test_act_order_keeps_groups_together"),
+    ),
+    Mutant(
+        "scales rounded to fp16",
+        "checkpoints/integers.py",
+        "        stored = scales.float()\n",
+        "        pass\n",
+        files("test_tiny_bf16_scales_are_not_rounded"),
+    ),
+    Mutant(
+        "x not gathered for an act-order",
+        "cpu/linear.py",
+        "rows = rows.index_select(1, weight.perm)",
+        "pass",
+        ("test_cpu_linear.py::test_act_order[int4_g32]",),
     ),
 ]

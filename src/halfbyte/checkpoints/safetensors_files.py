@@ -76,7 +76,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
             raw = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from error
-    entries = _json_object(file, raw, "header")
+    entries = json_object(file, raw, "header")
     entries.pop("__metadata__", None)
     infos = {name: _entry(file, name, entry, 8 + length, size) for name, entry in entries.items()}
     _check_layout(file, infos, 8 + length, size)
@@ -108,6 +108,19 @@ def read_files(files: list[str]) -> dict[str, TensorInfo]:
     return found
 
 
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """One tensor of a file whose header was read, in memory of its own. Raises only `CheckpointError`."""
+    try:
+        with open(info.file, "rb") as stream:
+            stream.seek(info.start)
+            raw = bytearray(stream.read(info.end - info.start))
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read ({error.strerror or error})") from error
+    if len(raw) != info.end - info.start:
+        _damaged(info.file, "it became shorter while it was read")
+    return torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype)
+
+
 def _read_shards(root: Path) -> dict[str, TensorInfo]:
     index = root / INDEX
     try:
@@ -116,7 +129,7 @@ def _read_shards(root: Path) -> dict[str, TensorInfo]:
         raw = index.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{index}: cannot be read ({error.strerror or error})") from error
-    weight_map = _json_object(index, raw, "index").get("weight_map")
+    weight_map = json_object(index, raw, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         _damaged(index, 'it has no "weight_map" from tensor names to file names')
     found: dict[str, TensorInfo] = {}
@@ -150,7 +163,7 @@ def _inside(root: Path, name: str) -> Path:
     return path
 
 
-def _json_object(file: Path, raw: bytes, what: str) -> dict[str, Any]:
+def json_object(file: Path | str, raw: bytes, what: str) -> dict[str, Any]:
     """A JSON object; duplicate keys, NaN and depth bombs are errors."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -208,16 +221,16 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 120 else name[:117] + "...")
 
 
-def _damaged(file: Path, why: str) -> NoReturn:
+def _damaged(file: Path | str, why: str) -> NoReturn:
     raise CheckpointError(f"{file}: {why}")
 
 
 # ---------------------------------------------------------------------------------------------------- quantised weights
 
 
-def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo]) -> None:
+def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo], *, act_order: bool = False) -> None:
     """The tensors `name.weight_codes`, ... must be those that `fmt` stores for a weight of this shape."""
-    expected = {f"{name}.weight_{part}": spec for part, spec in expected_parts(fmt, shape).items()}
+    expected = {f"{name}.weight_{part}": spec for part, spec in expected_parts(fmt, shape, act_order=act_order).items()}
     for tensor, (size, dtype) in expected.items():
         info = infos.get(tensor)
         if info is None:
@@ -227,6 +240,12 @@ def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, Tensor
                 f"{tensor} is {info.dtype} {list(info.shape)} in {info.file.name}; {fmt.name} of shape {list(shape)} stores "
                 f"{dtype} {list(size)}"
             )
+
+
+def check_perm(tensor: str, perm: torch.Tensor) -> None:
+    """An act-order must hold every column once; the error names the tensor."""
+    if not torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device)):
+        raise CheckpointError(f"{tensor} is no permutation of the {len(perm)} in features; the file is damaged")
 
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:

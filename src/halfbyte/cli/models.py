@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_writable, console, print_table
+from halfbyte.cli.shared import Json, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -110,25 +110,28 @@ def generate(
 
 
 def quantize(
-    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
-    weights: Annotated[str, typer.Option(help="Format of the linear layers.")],
+    model: Annotated[str | None, typer.Argument(help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Format of the linear layers.")] = None,
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
+    source: Annotated[
+        str | None, typer.Option("--from", help="A model that is quantised already (GPTQ, AWQ, ...): saved anew, code for code.")
+    ] = None,
 ) -> None:
-    """Quantise a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done)."""
+    """Quantise a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
+
+    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantised (docs/checkpoints.md).
+    """
     import torch
 
     from halfbyte import hf
     from halfbyte.evals.quality import weight_bytes
-    from halfbyte.formats import weight_format
     from halfbyte.paths import resolve_model
 
-    weight_format(weights)
     if output.exists():
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
-    path = resolve_model(model)
-    made = hf.load(path, weights=weights, dtype=torch.bfloat16, skip_modules=tuple(s for s in skip.split(",") if s))
-    hf.save(made, output, tokenizer=path)
+    made = _quantised(model, weights, skip, source)
+    hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
     except BaseException:
@@ -156,6 +159,30 @@ def extract(
     found.save(output)
     shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", found.weights, strict=True))
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
+
+
+def _quantised(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
+    """A model with quantised weights: rounded here, or as another library rounded them."""
+    import torch
+
+    from halfbyte import hf
+    from halfbyte.formats import weight_format
+    from halfbyte.nn import QuantLinear
+    from halfbyte.paths import resolve_model
+
+    if (model is None) == (source is None) or (model is None) != (weights is None):
+        raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantised already")
+    made: torch.nn.Module
+    if source is not None:
+        made = hf.load(resolve_model(source))
+        if not any(isinstance(m, QuantLinear) for m in made.modules()):
+            raise InvalidArgument(
+                f"--from {source!r} is not quantised; quantise it: halfbyte quantize {source} --weights nf4 -o DIR"
+            )
+        return made
+    weight_format(weights or "")
+    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)))
+    return made
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

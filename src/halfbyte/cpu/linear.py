@@ -25,6 +25,8 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     features, width = weight.shape
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     rows = x.reshape(-1, width).to(wide)  # [M, K]
+    if weight.perm is not None:
+        rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
     scales = None if weight.scales is None else block_scales(weight, wide)  # [N, G]
     y = rows.new_empty(features, rows.shape[0])  # [N, M]: a block's rows are in one piece, and the product is faster so
     step = max(1, min(BLOCK // max(width, 1), features))

@@ -25,6 +25,7 @@ from halfbyte.hf.checkpoint import load, mark_quantized, save
 from halfbyte.hf.default_cache import CacheSettings, make_default
 from halfbyte.hf.families import REFUSED, TESTED, check_family, text_config
 from halfbyte.hf.weights import quantize_modules
+from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 
 __all__ = ["quantize", "load", "save", "PackedCache", "key_biases", "KeyBiasWarning", "NAME", "REFUSED", "TESTED"]
@@ -51,16 +52,17 @@ def quantize(
     rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
-    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights)
+    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantised already)
 
     Every check comes before the first change: on an error the model is as it was.
     """
     _check_model(model)
+    quantised = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
-        any(x is not None for x in (weights, keys, values)),
+        any(x is not None for x in (weights, keys, values)) or (fuse_qkv and quantised),
         "weights, keys and values are all None; name a format for at least one of them",
     )
-    check(not fuse_qkv or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
+    check(not fuse_qkv or quantised or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     check_rotation(rotate_keys, head_dims(text_config(model))[0] if rotate_keys is True else 0)
@@ -74,8 +76,8 @@ def quantize(
         check_key_bias(model, settings.keys, settings.skip_layers)
     if weights is not None:
         mark_quantized(model, quantize_modules(model, weights, skip_modules))
-        if fuse_qkv and not _fuse_qkv(model):
-            _attention.announce("fuse", "halfbyte: fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
+    if fuse_qkv and not _fuse_qkv(model):
+        _attention.announce("fuse", "halfbyte: fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if settings is not None:
         model.set_attn_implementation(NAME)
         make_default(model, settings)

@@ -6,11 +6,11 @@ config.json a `quantization_config` that says which module has which format.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_scales, read_files, read_folder
-from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.checkpoints.adapters import make_adapter, read_quantization
+from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files, read_folder
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.foreign import ForeignCheckpoint
+from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
 
@@ -34,13 +37,19 @@ FORMAT_VERSION = 1
 
 @register_quantization_config(METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """`quantization_config` of config.json: the weight format of every quantised module, by name."""
+    """`quantization_config` of config.json: the weight format of every quantised module, by name, and which are in act-order."""
 
     def __init__(
-        self, modules: dict[str, str] | None = None, version: int = FORMAT_VERSION, quant_method: str = METHOD, **kwargs: Any
+        self,
+        modules: dict[str, str] | None = None,
+        version: int = FORMAT_VERSION,
+        quant_method: str = METHOD,
+        act_order: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
         self.quant_method, self.version = METHOD, version
         self.modules: dict[str, str] = {} if modules is None else modules
+        self.act_order = act_order
         self.check()
 
     def check(self) -> None:
@@ -54,9 +63,14 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise CheckpointError(
                     f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
                 )
+        if not isinstance(self.act_order, list | tuple) or not all(
+            isinstance(n, str) and n in self.modules for n in self.act_order
+        ):
+            raise CheckpointError("quantization_config has an act_order that is no list of names of its modules")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+        made = {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+        return {**made, "act_order": list(self.act_order)} if self.act_order else made
 
 
 @register_quantizer(METHOD)
@@ -72,13 +86,15 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
+        config: HalfbyteConfig = self.quantization_config
         for name in infos or ():
-            if name.endswith(".weight_codes") and name.removesuffix(".weight_codes") not in self.quantization_config.modules:
-                raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
+            for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
+                if name.endswith(suffix) and name.removesuffix(suffix) not in named:
+                    raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[int, QuantLinear] = {}
-        for name, fmt_name in self.quantization_config.modules.items():
-            module, fmt = modules.get(name), WEIGHT_FORMATS[fmt_name]
+        for name, fmt_name in config.modules.items():
+            module, fmt, act_order = modules.get(name), WEIGHT_FORMATS[fmt_name], name in config.act_order
             size = None if module is None else linear_size(module)
             if module is None or size is None:
                 raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer of {type(model).__name__}")
@@ -87,18 +103,26 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             except InvalidArgument as error:
                 raise CheckpointError(str(error)) from error
             if infos is not None:
-                check_parts(name, fmt, size, infos)
+                check_parts(name, fmt, size, infos, act_order=act_order)
             bias = getattr(module, "bias", None)
             if id(module) not in made:
-                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype)
+                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
             replace(model, name, made[id(module)])
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
-                check_scales(name, module.format, module.weight.parts())
+                weight = module.weight  # under tensor parallelism, this rank's share
+                check_scales(name, module.format, weight.parts())
+                if weight.perm is not None:
+                    check_perm(f"{name}.weight_perm", weight.perm)
         return model
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        """How the parts of a layer are shared out. Versions of transformers that do not ask fail on the shapes of shares."""
+        if (ranks := ranks_of(model)) > 1:
+            update_plan(model, plan, ranks)
 
     @property
     def is_trainable(self) -> bool:
@@ -114,7 +138,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
-    config = HalfbyteConfig(modules)
+    config = HalfbyteConfig(modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None])
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
     model.is_quantized, model.quantization_method = True, METHOD
@@ -171,39 +195,50 @@ def load(
 ) -> Any:
     """A causal language model from a folder or a Hub id, its files checked first, then quantised as asked.
 
-    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved. dtype is
-    that of everything that is not quantised. Only safetensors are read, and no code from the folder runs.
+    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
+    quantised by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
+    installed: docs/checkpoints.md. dtype is that of everything that is not quantised. Only safetensors are read, and no code from
+    the folder runs.
     """
     from halfbyte.hf import quantize
 
     folder = local_folder(folder_or_id)
-    method = read_method(folder)
+    quantization = read_quantization(folder)
+    foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
     infos = read_folder(folder)
-    if method not in (None, METHOD):
-        raise Unsupported(
-            f"{folder}: its weights are quantised as {method!r}; halfbyte.hf.load reads 16-bit weights and its own format"
-        )
-    if method == METHOD and weights is not None:
+    if quantization is not None and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
-    _check_size(folder, infos)
+    empty = _build_empty(folder, infos)
+    checkpoint = None if foreign is None else ForeignCheckpoint(folder, empty, foreign, infos)
+    _check_tensors(folder, empty, infos if checkpoint is None else checkpoint.plain)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+        if checkpoint is not None:
+            model, found = checkpoint.load(dtype)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
     except (HalfbyteError, torch.OutOfMemoryError):
         raise
     except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    if weights is not None or keys is not None or values is not None:
+    if weights is not None or keys is not None or values is not None or options.get("fuse_qkv"):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
     return model
 
 
-def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
-    """The configuration must not describe far more than the files hold: what is missing would be allocated and made up."""
+#: Numbers that one element of these types may hold: 4-bit codes are packed.
+_PACKED = {torch.uint8: 2, torch.int32: 8}
+
+
+def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
+    """The model of config.json on the meta device, its weights not quantised.
+
+    It must not be far more than the files hold: what is missing would be allocated and made up.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
@@ -212,18 +247,18 @@ def _check_size(folder: Path, infos: dict[str, TensorInfo]) -> None:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except CheckpointError:
         raise
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error
     wanted = sum(p.numel() for p in model.parameters())
-    held = sum(math.prod(i.shape) * (2 if i.dtype is torch.uint8 else 1) for i in infos.values())  # uint8 may be two 4-bit codes
+    held = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for i in infos.values())
     if wanted > 2 * held:  # less than that is found and named while loading
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
         )
-    _check_tensors(folder, model, infos)
+    return model
 
 
 def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo]) -> None:
@@ -262,22 +297,3 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {error}") from error
-
-
-def read_method(folder: Path) -> str | None:
-    """`quant_method` of a folder's configuration; None for plain weights. Raises `CheckpointError` when there is no usable one."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no config.json; pass a folder with a transformers model") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{file}: it has no model_type; pass a folder with a transformers model")
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict) or not isinstance(quantization.get("quant_method"), str):
-        raise CheckpointError(f"{file}: quantization_config has no quant_method")
-    return str(quantization["quant_method"])

@@ -56,3 +56,11 @@ def nearest(x, DROPPED: tl.constexpr):
     half: tl.constexpr = 2 ** (DROPPED - 1)
     bits = (bits + (half - 1) + ((bits >> DROPPED) & 1)) & -(2 * half)
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN of all ones would carry over to 0
+
+
+@triton.jit
+def rounded(x, target, INTERPRETED: tl.constexpr):
+    """x, fp32, in the dtype that `target` points to. The interpreter would cut the low half off for bf16."""
+    if INTERPRETED and target.dtype.element_ty.is_bf16():
+        x = nearest(x, 16)
+    return x.to(target.dtype.element_ty)

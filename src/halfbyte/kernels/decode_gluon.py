@@ -37,7 +37,7 @@ from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.decode_sample import Call, sample
 from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
-from halfbyte.kernels.gluon_output import parted, sum_parts, sum_warps, write_part, write_rows
+from halfbyte.kernels.gluon_output import gather, part_slot, parted, sum_warps, write_part, write_rows
 from halfbyte.kernels.gluon_tiles import (
     TILE_COST,
     UNIT_COST,
@@ -70,7 +70,7 @@ def decode(
     Out,  # [B, Hq, L, Dv], contiguous
     Lse,  # fp32 [B, Hq, L]
     Part,  # fp32 workspace: two partial results a program
-    Count,  # int32 [B * H], zero before and after
+    Count,  # int32, one a unit and two for every C.gather programs; zero before and after
     Lengths,  # int32 [B]
     QueryStart,
     Starts,
@@ -135,7 +135,7 @@ def decode(
         # The queries first: behind the ring's requests they would wait for all of those.
         group: gl.constexpr = C.rows // C.queries
         loaded = load_query(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
-        for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        for i in range(C.stages - 1):
             fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, t_end, lo, hi, C)
 
         q, sums, factor = query_operands(loaded, KS, C)
@@ -194,18 +194,14 @@ def decode(
         unit = b * heads + h
         m, l, z, o = state
         m, l, v = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
-        if (begin == 0) & (end == cost):
-            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
-        else:
-            write_part(Part, 2 * program + gl.where(begin == 0, 1, 0), m, l, v, VS, C)
+        whole = (begin == 0) & (end == cost)
+        if not whole:
+            write_part(Part, part_slot(program, begin == 0), m, l, v, VS, C)
             part_first = program_at(start, programs, total)
             part_last = program_at(start + cost - 1, programs, total)
-            barrier()
-            arrived = gl.atomic_add(Count + unit, 1, sem="acq_rel", scope="gpu")
-            if arrived == part_last - part_first:
-                gl.store(Count + unit, 0)
-                m, l, v = sum_parts(Part, part_first, part_last, VS, C)
-                write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
+            whole, m, l, v = gather(Part, Count, unit, batch * heads, part_first, part_last, VS, C)
+        if whole:
+            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
         x = start + end
         if end == cost:
             start += cost
@@ -213,6 +209,8 @@ def decode(
             if h == heads:
                 h = 0
                 b += 1
+        # The next unit's first requests must not overtake a warp that still reads sums from where they go: the ring.
+        barrier()
 
 
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
@@ -243,7 +241,7 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    part: fp32, two partial results a program; count: int32 [B * H], zero before and after.
+    part: fp32, count: int32, zero before and after; the plan says how many.
     """
     o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
     return decode[(programs,)](
@@ -253,6 +251,7 @@ def launch(
         C=spec,
         num_warps=spec.warps,
         launch_pdl=spec.pair,
+        maxnreg=255,  # without it the assembler spills for the sake of a third program, which shared memory has no room for
     )
 
 
@@ -262,6 +261,12 @@ def _scale_strides(plane: Plane) -> tuple[int, int, int]:
     if s is None or s.ndim == 1:
         return 0, 0, 0
     return (s.stride(0), 0, s.stride(1)) if s.ndim == 2 else (s.stride(0), s.stride(1), s.stride(2))
+
+
+#: Why a variant may spill on an architecture that its tiles were not chosen for.
+_FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
+#: And on that one.
+_ONCE = "8 bytes, read once a unit: 32 rows fill the registers, and with tiles of half the size the loop is 18 % longer"
 
 
 def configurations() -> list[Configuration]:
@@ -282,9 +287,9 @@ def _configurations(call: Call) -> Iterator[Configuration]:
         plan = gluon_plan(problem, 132, capability, True)
         if isinstance(plan, GluonPlan):
             spec = plan.spec
-            part, count = empty(2 * plan.programs * spec.part_floats, dtype=torch.float32), empty(batch * k.heads)
+            part, count = empty(plan.floats, dtype=torch.float32), empty(plan.counters)
             rest = (spec, plan.programs, call.out, call.lse, part, count)
-            name, filled = f"{call.name}-{capability[0]}x", capability != (9, 0) and (dim > 128 or not lean)
-            why = "up to 72 bytes: heads of 256, or masks by row, fill the registers; tiles were chosen for sm_90" if filled else ""
+            full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
             target = 10 * capability[0]
+            name, why = f"{call.name}-{capability[0]}x", _FULL if full else _ONCE if group == 32 else ""
             yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.codes import exponent, nearest, power_of_two
+from halfbyte.kernels.codes import exponent, nearest, power_of_two, rounded
 from halfbyte.kernels.compiling import Configuration, empty, recorded
 from halfbyte.kernels.decode_sample import Call, sample
 from halfbyte.kernels.stored import INTERPRETED, MAX_EXPONENT, MIN_EXPONENT, TOP, Stored, place_of, read, stored
@@ -112,14 +112,6 @@ def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.
         a, b = tl.split(tl.reshape(x, (M, D // SIZE, SIZE // 2, 2)))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (M, D))
     return x * (SIZE**-0.5)
-
-
-@triton.jit
-def _rounded(x, target, INTERPRETED: tl.constexpr):
-    """x, fp32, in the dtype that `target` points to. The interpreter would cut the low half off for bf16."""
-    if INTERPRETED and target.dtype.element_ty.is_bf16():
-        x = nearest(x, 16)
-    return x.to(target.dtype.element_ty)
 
 
 @triton.jit
@@ -270,7 +262,7 @@ def _decode(
     for j in tl.static_range(values.PARTS):
         d = tl.arange(0, values.WORDS) * values.PARTS + j
         o = (acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor
-        tl.store(target[:, None] + d[None, :], _rounded(o, target, INTERPRETED), mask=valid[:, None] & (d < values.DIM)[None, :])
+        tl.store(target[:, None] + d[None, :], rounded(o, target, INTERPRETED), mask=valid[:, None] & (d < values.DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits", "queries", "query_heads"])
@@ -306,7 +298,7 @@ def _combine(
         sink = tl.load(sinks + row // queries % query_heads).to(tl.float32) * _LOG2E
         total += tl.exp2(sink - peak)
     total = tl.where(peak == -_INF, 1.0, total)
-    tl.store(out + row * DIM + d, _rounded(acc / total, out, INTERPRETED), mask=d < DIM)
+    tl.store(out + row * DIM + d, rounded(acc / total, out, INTERPRETED), mask=d < DIM)
 
 
 # -------------------------------------------------------------------------------------------------------------- host code

@@ -146,6 +146,12 @@ def _part_offsets(S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def part_slot(program, begins):
+    """Where a program's part of a unit lies: in its second slot if the unit begins in its share, else in its first."""
+    return 2 * program + gl.where(begins, 1, 0)
+
+
+@gluon.jit
 def write_part(Part, slot, m, l, v, S: gl.constexpr, C: gl.constexpr):
     """A partial result into its slot of the workspace; it goes to L2, where the program that adds the parts up will find it."""
     R: gl.constexpr = C.padded_rows
@@ -159,47 +165,115 @@ def write_part(Part, slot, m, l, v, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def sum_parts(Part, first, last, S: gl.constexpr, C: gl.constexpr):
-    """Merge the partial results of programs first..last of one unit, in that order, several loads in flight."""
-    lo: gl.constexpr = sum_layout(S, C)
+def _load_part(base, offsets, ok, other, sure: gl.constexpr):
+    """Numbers of a part from L2; `other` where not `ok`, which need not be looked at if all are sure to be there."""
+    if sure:
+        return gl.load(base + offsets, cache_modifier=".cg")
+    else:
+        return gl.load(base + offsets, mask=(offsets >= 0) & ok, other=other, cache_modifier=".cg")
+
+
+@gluon.jit
+def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """state and `many` more parts, all loads in flight: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
     R: gl.constexpr = C.padded_rows
     G: gl.constexpr = S.groups
     size: gl.constexpr = S.rows * R * S.operands
-    together: gl.constexpr = max(1, min(4, 1024 * C.warps // (G * size)))
     at, r = _part_offsets(S, C)
-    m = gl.full([1, R, 1], -3.0e38, gl.float32, lo)
-    l = gl.full([1, R, 1], 0.0, gl.float32, lo)
-    v = ()
-    for g in gl.static_range(G):
-        v = v + (gl.full([S.rows, R, S.operands], 0.0, gl.float32, lo),)
-    for begin in range(first, last + 1, together):
-        ms = ()
-        ls = ()
-        vs = ()
-        for y in gl.static_range(together):
-            program = begin + y
-            slot = 2 * program + gl.where(program == first, 1, 0)
-            base = Part + slot.to(gl.int64) * C.part_floats
-            there = (r >= 0) & (program <= last)
-            ms = ms + (gl.load(base + G * size + r, mask=there, other=-3.0e38, cache_modifier=".cg"),)
-            ls = ls + (gl.load(base + (G * size + R) + r, mask=there, other=0.0, cache_modifier=".cg"),)
-            for g in gl.static_range(G):
-                vs = vs + (gl.load(base + g * size + at, mask=(at >= 0) & (program <= last), other=0.0, cache_modifier=".cg"),)
-        top = m
-        for y in gl.static_range(together):
-            top = gl.maximum(top, ms[y])
-        f = gl.exp2(m - top)
-        l = l * f
-        kept = ()
+    m, l, v = state
+    ms = ()
+    ls = ()
+    vs = ()
+    for y in gl.static_range(many):
+        program = begin + y * step
+        base = Part + part_slot(program, program == first).to(gl.int64) * C.part_floats
+        ms = ms + (_load_part(base + G * size, r, program <= last, -3.0e38, sure),)
+        ls = ls + (_load_part(base + (G * size + R), r, program <= last, 0.0, sure),)
         for g in gl.static_range(G):
-            kept = kept + (v[g] * f,)
-        v = kept
-        for y in gl.static_range(together):
-            f = gl.exp2(ms[y] - top)
-            l += f * ls[y]
-            added = ()
-            for g in gl.static_range(G):
-                added = added + (v[g] + f * vs[y * G + g],)
-            v = added
-        m = top
-    return m, l, v
+            vs = vs + (_load_part(base + g * size, at, program <= last, 0.0, sure),)
+    top = m
+    for y in gl.static_range(many):
+        top = gl.maximum(top, ms[y])
+    f = gl.exp2(m - top)
+    l = l * f
+    kept = ()
+    for g in gl.static_range(G):
+        kept = kept + (v[g] * f,)
+    v = kept
+    for y in gl.static_range(many):
+        f = gl.exp2(ms[y] - top)
+        l += f * ls[y]
+        added = ()
+        for g in gl.static_range(G):
+            added = added + (v[g] + f * vs[y * G + g],)
+        v = added
+    return top, l, v
+
+
+@gluon.jit
+def _nothing(S: gl.constexpr, C: gl.constexpr):
+    """The m, l and values of no tokens."""
+    lo: gl.constexpr = sum_layout(S, C)
+    v = ()
+    for g in gl.static_range(gl.constexpr(S.groups)):
+        v = v + (gl.full([S.rows, C.padded_rows, S.operands], 0.0, gl.float32, lo),)
+    return gl.full([1, C.padded_rows, 1], -3.0e38, gl.float32, lo), gl.full([1, C.padded_rows, 1], 0.0, gl.float32, lo), v
+
+
+@gluon.jit
+def _sum_parts(Part, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
+    """Merge the parts of `count` programs begin, begin + step, ... of one unit, in that order."""
+    # As many parts at a time as 64 registers hold; what is left over, half as many at a time.
+    many: gl.constexpr = max(2, min(8, 2048 * C.warps // (S.groups * S.rows * C.padded_rows * S.operands)))
+    half: gl.constexpr = many // 2
+    state = _nothing(S, C)
+    rest = begin + count // many * many * step
+    last = begin + (count - 1) * step
+    for program in range(begin, rest, many * step):
+        state = _add_parts(state, Part, program, step, last, first, many, True, S, C)
+    for program in range(rest, last + 1, half * step):
+        state = _add_parts(state, Part, program, step, last, first, half, False, S, C)
+    return state
+
+
+@gluon.jit
+def _last_of(Counter, count):
+    """Count this program in, all of whose stores come before that; whether it is the last of `count`. Leaves zero behind."""
+    barrier()
+    last = gl.atomic_add(Counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        gl.store(Counter, 0)
+    return last
+
+
+@gluon.jit
+def gather(Part, Count, unit, units, first, last, S: gl.constexpr, C: gl.constexpr):
+    """Whoever of programs first..last is the last to have written its part of a unit adds all of them up.
+
+    Many parts are added in two steps: the last of `C.gather` neighbours to arrive adds theirs, puts the sum in place of the first
+    of them, and only then counts in at the unit. Arrival decides who adds, and never in which order.
+    Returns (whether this program has the whole unit, its m, l and values).
+    """
+    program = gl.program_id(0)
+    state = _nothing(S, C)
+    count = last - first + 1
+    step = 1
+    there = True
+    if count > 2 * C.gather:
+        begin = first + (program - first) // C.gather * C.gather
+        neighbours = gl.minimum(last - begin + 1, C.gather)
+        # Where neighbourhoods begin, C.gather programs lie between them, unless one is the first of its unit: it counts apart.
+        there = _last_of(Count + units + 2 * (begin // C.gather) + gl.where(begin == first, 1, 0), neighbours)
+        if there:
+            m, l, v = _sum_parts(Part, begin, 1, neighbours, first, S, C)
+            barrier()  # all have read the part that the sum takes the place of
+            write_part(Part, part_slot(begin, begin == first), m, l, v, S, C)
+        step = C.gather
+        count = (count + C.gather - 1) // C.gather
+    whole = False
+    if there:
+        whole = _last_of(Count + unit, count)
+        if whole:
+            state = _sum_parts(Part, first, step, count, first, S, C)
+    m, l, v = state
+    return whole, m, l, v

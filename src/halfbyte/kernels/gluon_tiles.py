@@ -60,7 +60,7 @@ def quotient(a, b):
 
 
 @gluon.jit
-def _share(program, programs, total):
+def share(program, programs, total):
     """Where the work of a program begins: floor(program * total / programs), in 32 bits."""
     whole = total // programs
     return program * whole + quotient(program * (total - whole * programs), programs)
@@ -83,8 +83,8 @@ def deal(lo, hi, batch, heads, C: gl.constexpr):
         ends = gl.associative_scan(gl.where(every < batch, costs, 0), 0, _add)
         total = gl.max(ends, axis=0)
     programs = gl.minimum(gl.num_programs(0), gl.maximum(total // TILE_COST, 1))
-    x = _share(program, programs, total)
-    x_end = gl.minimum(_share(program + 1, programs, total), total)
+    x = share(program, programs, total)
+    x_end = gl.minimum(share(program + 1, programs, total), total)
     b = program * 0
     start = program * 0
     if C.batch > 1:
@@ -99,8 +99,8 @@ def program_at(x, programs, total):
     """The program whose share holds position x: the last one that begins at or before it."""
     guess = (x.to(gl.float32) * programs.to(gl.float32) / total.to(gl.float32)).to(gl.int32)
     guess = gl.maximum(gl.minimum(guess, programs - 1), 0)
-    guess -= (_share(guess, programs, total) > x).to(gl.int32)
-    return guess + (_share(guess + 1, programs, total) <= x).to(gl.int32)
+    guess -= (share(guess, programs, total) > x).to(gl.int32)
+    return guess + (share(guess + 1, programs, total) <= x).to(gl.int32)
 
 
 @gluon.jit
@@ -160,7 +160,11 @@ def _copy_codes(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.
     row = _rows_of(layout, C)
     c = gl.arange(0, S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
-    if C.page == 0:
+    if C.page == 0 and S.dense:
+        # What one thread copies lies constants apart, so that one address is enough for all of it.
+        apart: gl.constexpr = C.tokens - 32 // min(S.padded // 8, 32)
+        pointers = Base + first.to(gl.int64) * S.words + ((row & ~apart) * S.words + c) + (row & apart) * S.words
+    elif C.page == 0:
         pointers = Base + (row * step + c) + first.to(gl.int64) * step
     else:
         page, inside = _page_of(Pages, first + row, hi, pages, C)

@@ -116,6 +116,8 @@ def problem_of(call: Call, deterministic_batch: bool) -> Problem:
         options.alibi_slopes is not None,
         options.softcap is not None,
         deterministic_batch,
+        _dense_codes(keys),
+        _dense_codes(values),
     )
 
 
@@ -125,6 +127,10 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
     size = codes.element_size()
     pieces = (b * size | h * size) % 32 == 0 and t * size % 16 == 0
     return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and codes.shape[0] > 0
+
+
+def _dense_codes(plane: Plane) -> bool:
+    return plane.codes.stride(2) == plane.codes.shape[3]
 
 
 def _staged(plane: Plane) -> bool:
@@ -176,8 +182,8 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
         matrix = (_hadamard if keep else _hadamard.__wrapped__)(q.shape[3], q.device)
         with torch.autocast(q.device.type, enabled=False):
             q = (q.double() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
-    part = floats(q.device, 2 * plan.programs * plan.spec.part_floats, own)
-    count = counters(q.device, q.shape[0] * c.keys.heads, own)
+    part = floats(q.device, plan.floats, own)
+    count = counters(q.device, plan.counters, own)
     tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
     return launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
 

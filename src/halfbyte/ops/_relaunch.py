@@ -98,5 +98,5 @@ def remember(
     owners = tuple(weakref.ref(p, lambda _: _known.pop(key, None)) for p in (keys, values))
     _known[key] = _Entry(
         *((owners[0], owners[1]), compiled, (plan.programs, 1, 1), planes, sizes(q, keys, values, page_table), plan.spec),
-        *(2 * plan.programs * plan.spec.part_floats, q.shape[0] * keys.heads),
+        *(plan.floats, plan.counters),
     )

@@ -35,9 +35,9 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
 
 def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     """At least `size` int32 zeros for one launch on the current stream, which leaves zeros behind."""
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _from_reserve(device, size)
-    if own:
+    if own or device.type != "cuda":
         return torch.zeros(size, dtype=torch.int32, device=device)
     key = (device, _stream(device))
     found = _counters.get(key)

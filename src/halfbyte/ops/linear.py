@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,30 +11,52 @@ from halfbyte.arguments import check_tensor
 from halfbyte.cpu import linear as cpu
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
-from halfbyte.ops._library import define, level
+from halfbyte.ops import _linear_on_gpu as gpu
+from halfbyte.ops._library import define, level, say_once
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor, expected_parts
 
-_LEVELS = {"cpu": cpu.linear, "reference": reference.linear}
+_Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]
+_LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
 
 
 def _weight(parts: Sequence[torch.Tensor], name: str) -> QuantTensor:
-    """A weight from its flat parts: the tensors of `expected_parts`, in that order."""
+    """A weight from its flat parts: the tensors of `expected_parts`, in that order; one more than a format stores is `perm`."""
     fmt = weight_format(name)
     shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
-    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape), parts, strict=True)))
+    act_order = len(parts) > len(expected_parts(fmt, shape))
+    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
 
 def _flat(weight: QuantTensor) -> list[torch.Tensor]:
     return list(weight.parts().values())
 
 
-def _run_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, level: str) -> torch.Tensor:
-    y: torch.Tensor = _LEVELS[level](x, _weight(parts, fmt), bias)
-    return y
+def _run_linear(
+    x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, level: str, row_invariant: bool = False
+) -> torch.Tensor:
+    return _run(x, [_weight(parts, fmt)], [bias], level, row_invariant)[0]
 
 
-def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, level: str) -> torch.Tensor:
+def _run(
+    x: torch.Tensor, weights: list[QuantTensor], biases: Sequence[torch.Tensor | None], level: str, row_invariant: bool
+) -> list[torch.Tensor]:
+    """[..., N] for each weight."""
+    if level not in _LEVELS:
+        return gpu.run(x, weights, biases, level, row_invariant, compiled=True)
+    run = _LEVELS[level]
+    if row_invariant and x.numel():
+        run = functools.partial(_row_by_row, run)
+    return [run(x, *each) for each in zip(weights, biases, strict=True)]
+
+
+def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """One by one: torch adds up in another order for another number of rows."""
+    rows = [run(row, weight, bias) for row in x.reshape(-1, 1, x.shape[-1])]
+    return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
+
+
+def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], *args: object) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], parts[0].shape[0])
 
 
@@ -47,10 +70,11 @@ def _run_qkv(
     v_bias: torch.Tensor | None,
     formats: str,
     level: str,
+    row_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_fmt, k_fmt, v_fmt = formats.split(",")
-    run = _LEVELS[level]
-    return run(x, _weight(q, q_fmt), q_bias), run(x, _weight(k, k_fmt), k_bias), run(x, _weight(v, v_fmt), v_bias)
+    weights = [_weight(parts, fmt) for parts, fmt in zip((q, k, v), formats.split(","), strict=True)]
+    q_out, k_out, v_out = _run(x, weights, (q_bias, k_bias, v_bias), level, row_invariant)
+    return q_out, k_out, v_out
 
 
 def _fake_qkv(
@@ -61,24 +85,38 @@ def _fake_qkv(
 
 
 _linear_op = define(
-    "linear(Tensor x, Tensor[] weight, Tensor? bias, str weight_format, str level) -> Tensor", _run_linear, _fake_linear
+    "linear(Tensor x, Tensor[] weight, Tensor? bias, str weight_format, str level, bool row_invariant=False) -> Tensor",
+    _run_linear,
+    _fake_linear,
 )
 _qkv_op = define(
     "qkv_projection(Tensor x, Tensor[] q, Tensor[] k, Tensor[] v, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
-    "str weight_formats, str level) -> (Tensor, Tensor, Tensor)",
+    "str weight_formats, str level, bool row_invariant=False) -> (Tensor, Tensor, Tensor)",
     _run_qkv,
     _fake_qkv,
 )
 
 
-def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None, *, impl: str = "auto") -> torch.Tensor:
-    """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype. Group scales are applied in fp32.
+def linear(
+    x: torch.Tensor,
+    weight: QuantTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    row_invariant: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
-    x is fp16, bf16, fp32 or float64, any strides. impl: "auto", "cpu" (blocks of rows) or "reference" (float64).
-    Raises `InvalidArgument` naming the argument at fault.
+    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernel "triton" (portable; fp16 and bf16); "cpu" (blocks of
+    rows); "reference" (float64). `row_invariant`: a row's result has the same bits alone and among others. On a GPU that fixes how
+    the work is cut; the `cpu` and `reference` levels compute one row after the other. Raises `InvalidArgument` naming the argument
+    at fault.
     """
     _check(x, weight, bias, "weight", "bias")
-    y: torch.Tensor = _linear_op(x, _flat(weight), bias, weight.format.name, level("linear", impl, x.device))
+    chosen = _level("linear", impl, x)
+    if _past_dispatcher(x, chosen):
+        return gpu.run(x, [weight], [bias], chosen, row_invariant)[0]
+    y: torch.Tensor = _linear_op(x, _flat(weight), bias, weight.format.name, chosen, row_invariant)
     return y
 
 
@@ -87,23 +125,41 @@ def qkv_projection(
     weights: tuple[QuantTensor, QuantTensor, QuantTensor],
     biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
     *,
+    row_invariant: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
-    Returns three tensors [..., N] in x's dtype. Each shard keeps its own scales: taking the largest of three tensor scales would
-    silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
+    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch. Each shard keeps its own scales:
+    taking the largest of three tensor scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at
+    fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
     for name, weight, bias in zip("qkv", weights, biases, strict=True):
         _check(x, weight, bias, f"the {name} weight", f"the {name} bias")
+    chosen = _level("qkv_projection", impl, x)
+    if _past_dispatcher(x, chosen):
+        q_out, k_out, v_out = gpu.run(x, weights, biases, chosen, row_invariant)
+        return q_out, k_out, v_out
     q, k, v = (_flat(w) for w in weights)
     formats = ",".join(w.format.name for w in weights)
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _qkv_op(
-        x, q, k, v, *biases, formats, level("qkv_projection", impl, x.device)
-    )
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _qkv_op(x, q, k, v, *biases, formats, chosen, row_invariant)
     return out
+
+
+def _level(op: str, impl: str, x: torch.Tensor) -> str:
+    """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
+    if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
+        say_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
+        impl = "cpu"
+    return level(op, impl, x.device)
+
+
+def _past_dispatcher(x: torch.Tensor, chosen: str) -> bool:
+    """Whether nobody watches a call on the way: neither a compiler nor autograd nor a subclass of Tensor."""
+    plain = type(x) is torch.Tensor and x.is_cuda and chosen not in _LEVELS
+    return plain and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weight_name: str, bias_name: str) -> None:

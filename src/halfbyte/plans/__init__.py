@@ -14,8 +14,8 @@ from halfbyte.errors import InvalidArgument, Unsupported
 LEVELS: dict[str, tuple[str, ...]] = {
     "decode_attention": ("gluon", "triton", "cpu", "reference"),
     "append": ("triton", "reference"),
-    "linear": ("cpu", "reference"),
-    "qkv_projection": ("cpu", "reference"),
+    "linear": ("triton", "cpu", "reference"),
+    "qkv_projection": ("triton", "cpu", "reference"),
     "dequantize": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).

@@ -31,6 +31,7 @@ class Side:
     scale   "none"; "tensor", one for everything; "token", read with every token
     offset  x = scale * code + offset
     staged  scales do not lie token after token (or not aligned), so they pass through registers and not by cp.async
+    dense   codes lie token after token, so distances between them are known when compiling
     """
 
     code: str
@@ -40,6 +41,7 @@ class Side:
     scale: str
     offset: bool
     staged: bool
+    dense: bool
 
     @property
     def planes(self) -> int:
@@ -95,6 +97,7 @@ class Spec:
     alibi: bool
     softcap: bool
     pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
+    gather: int = 16  # parts of a unit that are added up by themselves; up to twice as many are added in one step
 
     @property
     def across(self) -> int:
@@ -146,7 +149,7 @@ def padded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def side(fmt: Format, dim: int, staged: bool) -> Side | str:
+def side(fmt: Format, dim: int, staged: bool, dense: bool = True) -> Side | str:
     """How the tuned kernel reads a plane of `fmt` with heads of `dim`; in words, why it cannot."""
     code = _CODES.get(fmt.code.name)
     if code is None or fmt.token_block:
@@ -160,7 +163,7 @@ def side(fmt: Format, dim: int, staged: bool) -> Side | str:
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
     scale = {None: "none", "tensor": "tensor"}.get(fmt.granularity, "token")
-    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", staged and scale == "token")
+    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", staged and scale == "token", dense)
 
 
 def programs(units: int, slots: int) -> int:
@@ -180,6 +183,7 @@ class Problem:
     keys, values    format names; `k_staged`, `v_staged`: scales that cannot be copied by cp.async (strides or alignment)
     aligned         codes lie in whole 16-byte pieces, token after token
     page            tokens of a page; 0: contiguous
+    k_dense, v_dense    codes lie token after token, nothing between them
     """
 
     dtype: str
@@ -200,6 +204,8 @@ class Problem:
     alibi: bool
     softcap: bool
     deterministic_batch: bool
+    k_dense: bool = True
+    v_dense: bool = True
 
     @property
     def rows(self) -> int:
@@ -209,11 +215,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class GluonPlan:
-    """A launch of the tuned kernel: what it is compiled for and how many programs share the work."""
+    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and what they scribble in."""
 
     spec: Spec
     programs: int
+    units: int  # KV heads of sequences
     why: str
+
+    @property
+    def floats(self) -> int:
+        """fp32 numbers of a workspace: a program leaves two partial results at most."""
+        return 2 * self.programs * self.spec.part_floats
+
+    @property
+    def counters(self) -> int:
+        """Counters of a workspace: one a unit, two for every `gather` programs."""
+        return self.units + 2 * -(-self.programs // self.spec.gather)
 
 
 def format_of(name: str) -> Format:
@@ -224,8 +241,8 @@ def format_of(name: str) -> Format:
 def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: bool) -> GluonPlan | str:
     """How the tuned kernel runs this problem; in words, why it cannot."""
     refusal = _refusal(p, capability)
-    keys = side(format_of(p.keys), p.dim, p.k_staged)
-    values = side(format_of(p.values), p.value_dim, p.v_staged)
+    keys = side(format_of(p.keys), p.dim, p.k_staged, p.k_dense)
+    values = side(format_of(p.values), p.value_dim, p.v_staged, p.v_dense)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows = max(8, padded(p.rows))
@@ -233,7 +250,8 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         return f"{p.rows} query rows of {max(p.dim, p.value_dim)} a KV head are more than the tuned kernel holds in registers"
     limit = _SHARED.get(capability, _SHARED[8, 0])
     lean = p.queries == 1 and not p.alibi and not p.softcap
-    warps, tokens, stages, per_sm = shape_of(keys, values, rows, lean, limit)
+    even = not (p.page or p.window or keys.staged or values.staged) and keys.dense and values.dense
+    warps, tokens, stages, per_sm = shape_of(keys, values, rows, lean, lean and even, limit)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
     spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags)
     if spec.shared_bytes > limit:
@@ -241,7 +259,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     units = p.batch * p.heads
     count = programs(units, sm_count * per_sm)
     why = f"{count} programs of {warps} warps, {stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
-    return GluonPlan(spec, count, why)
+    return GluonPlan(spec, count, units, why)
 
 
 def _refusal(p: Problem, capability: tuple[int, int]) -> str:
@@ -265,20 +283,21 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
     return ""
 
 
-def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, shared_limit: int) -> tuple[int, int, int, int]:
+def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bool, shared_limit: int) -> tuple[int, int, int, int]:
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
-    size. `lean`: scores need no more than a mask. Rings of 100 KB (160, if there is but one) keep enough requests in flight; more
-    stages only lengthen the code.
+    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Rings of
+    100 KB (160, if there is but one) keep enough requests in flight.
     """
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in (keys, values))
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
     for per_sm, tokens, stages in product((2, 1), (64, 32, 16), (4, 3, 2)):
         spec = Spec(keys, values, 4, tokens, stages, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
         ring = stages * spec.tile * (keys.token_bytes + values.token_bytes)
-        most = 64 if spec.numbers <= 1024 else 32 if plain_int4 or (narrow and lean) else 16
-        fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= 512)
+        light = plain_int4 and narrow and leanest
+        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= (1024 if light else 512))
         if fits and ring <= (100 if per_sm == 2 else 160) << 10 and per_sm * (spec.shared_bytes + 1024) <= shared_limit:
             return 4, tokens, stages, per_sm
     return 4, 16, 2, 1

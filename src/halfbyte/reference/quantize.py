@@ -60,7 +60,10 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once."""
+    """The values of a QuantTensor, [*q.shape] in `dtype`: computed in fp32 (float64 on request), then rounded once.
+
+    The columns of a weight in act-order come in their own order, not in the stored one.
+    """
     check(isinstance(q, QuantTensor), f"q is a {type(q).__name__}; expected a QuantTensor")
     check(
         isinstance(dtype, torch.dtype) and dtype in _FLOATS,
@@ -69,7 +72,8 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     if q.format.scale is None:
         return q.codes.to(dtype)
-    return decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
+    values = decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
+    return values if q.perm is None else torch.empty_like(values).index_copy_(1, q.perm.long(), values)
 
 
 def any_format(fmt: str | Format) -> Format:

@@ -1,0 +1,113 @@
+"""The FP4 families with block scales, whoever wrote them: MXFP4 and NVFP4. All keep the even k in the low nibble, as we do.
+
+MXFP4   codes uint8 [N, K/2], scales uint8 (E8M0) [N, K/32]                      compressed-tensors, quark
+NVFP4   codes uint8 [N, K/2], scales E4M3 [N, K/16], one fp32 number a tensor    modelopt: a factor; compressed-tensors: a divisor
+    gpt-oss, experts alone: NAME_blocks uint8 [E, out, K/32, 16], NAME_scales uint8 [E, out, K/32] for a parameter NAME [E, K, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.reference.quantize import dequantize, e8m0_to_float
+from halfbyte.tensors import QuantTensor
+
+MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
+
+
+def mxfp4_weight(layer: Layer, codes: str, scales: str) -> QuantTensor:
+    """From the tensors of these names below the layer."""
+    n, k = _even_blocks(layer, codes, 32)
+    stored = layer.tensor(scales, (n, k // 32), torch.uint8)
+    layer.check_scales(scales, e8m0_to_float(stored))
+    return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored)
+
+
+def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
+    """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
+    n, k = _even_blocks(layer, codes, 16)
+    stored = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
+    layer.check_scales(scales, stored.float())
+    info = layer.info(tensor_scale)
+    shape = () if info is not None and info.shape == () else (1,)
+    factor = layer.check_scales(tensor_scale, layer.tensor(tensor_scale, shape, torch.float32).reshape(1))
+    if divides:
+        factor = layer.check_scales(tensor_scale, 1 / factor)
+    layer.check_scales(scales, stored.float() * factor)
+    return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
+
+
+def _even_blocks(layer: Layer, part: str, block: int) -> tuple[int, int]:
+    if layer.in_features % block:
+        layer.refuse(part, f"cannot have {layer.in_features} in features in blocks of {block}")
+    return layer.out_features, layer.in_features
+
+
+class ModelOpt(Adapter):
+    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: products are of 16-bit activations here."""
+
+    marker = "weight_scale_2"
+    parts = ("weight", "weight_scale", "weight_scale_2")
+    unused = ("input_scale", "k_scale", "v_scale")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        algorithm = setting(config, "quant_algo", str, "")
+        only({"quant_algo": algorithm.upper()}, "quant_algo", ("NVFP4",), None, "a modelopt checkpoint")
+
+    def convert(self, layer: Layer) -> QuantTensor:
+        if layer.info("pre_quant_scale") is not None:
+            raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
+        return nvfp4_weight(layer, "weight", "weight_scale", "weight_scale_2", divides=False)
+
+
+class Quark(Adapter):
+    """AMD's quark, MXFP4."""
+
+    marker = "weight_scale"
+    parts = ("weight", "weight_scale")
+    unused = ("input_scale",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        weight = setting(setting(config, "global_quant_config", dict, {}), "weight", dict, {})
+        name = "a quark checkpoint"
+        only(weight, "dtype", ("fp4",), "fp4", name)
+        only(weight, "group_size", (32,), 32, name)
+        only(weight, "scale_format", ("e8m0",), "e8m0", name)
+
+    def convert(self, layer: Layer) -> QuantTensor:
+        return mxfp4_weight(layer, "weight", "weight_scale")
+
+
+class GptOss(Quark):
+    """OpenAI's gpt-oss: stacks of experts in MXFP4, which transformers holds in 16 bits; all else is bf16 in the files."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Nothing in this configuration changes the layout."""
+
+    def stacks(self, names: Iterable[str]) -> list[str]:
+        return [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
+
+    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
+        """[E, K, out] in `dtype`. A value is 2 bits times a power of two, so bf16 and fp32 hold it exactly."""
+        blocks, scales = infos[f"{stack}_blocks"], infos.get(f"{stack}_scales")
+        if scales is None or blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+            raise CheckpointError(f"{stack}_blocks and {stack}_scales must both be there, of uint8")
+        if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
+            raise CheckpointError(
+                f"{stack}_blocks is {list(blocks.shape)} and {stack}_scales {list(scales.shape)}; "
+                f"expected [E, N, G, 16] and [E, N, G]"
+            )
+        experts, out_features, groups = scales.shape
+        shape = (experts, out_features, groups * 32)
+        values = dequantize(QuantTensor(MXFP4, shape, read_tensor(blocks).flatten(2), read_tensor(scales)), torch.float32)
+        made = values.to(dtype).transpose(1, 2).contiguous()
+        if not bool(torch.isfinite(made).all()):
+            raise CheckpointError(f"{stack}_scales holds scales that are NaN, or too large for {dtype}")
+        return made

@@ -1,0 +1,78 @@
+"""GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it: v1, v2, and files that say one and are the other.
+
+    qweight int32 [K * bits / 32, N]    row r holds the codes of the in features r * 32 / bits ..., lowest bits first
+    qzeros  int32 [G, N * bits / 32]    v2: the zero point z, along N;  v1: z - 1
+    scales  [G, N]
+    g_idx   int32 [K]                   the group of each in feature
+
+v1's z - 1 wraps where z is 0. GPTQModel subtracts from whole words, so a 0 borrows from the next field; other writers, and the
+kernels that read them, take each field by itself. Which one it was is in the configuration (`meta.quantizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoints.integers import integer_weight
+from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, Layer, group_setting, only, setting, unpack_words, words
+from halfbyte.tensors import QuantTensor
+
+
+class Gptq(Adapter):
+    """4 bits, and symmetric 8 bits; any order of the columns."""
+
+    marker = "qweight"
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        name = "a GPTQ checkpoint"
+        self.bits: int = only(config, "bits", (4, 8), None, name)
+        self.symmetric: bool = setting(config, "sym", bool, True)
+        self.act_order: bool = setting(config, "desc_act", bool, False)
+        self.group = group_setting(config)
+        kind = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+        self.v1: bool = only(config, kind, ("gptq", "gptq_v2"), "gptq", name) == "gptq"
+        only(config, "pack_dtype", ("int32",), "int32", name)
+        only(config, "is_marlin_format", (False,), False, name)
+        #: Bits and group size of single layers may differ; what the tensors are then says it.
+        self.uniform = not setting(config, "dynamic", dict, {})
+        writers = setting(config, "meta", dict, {}).get("quantizer")
+        self.by_words = "gptqmodel" in str(writers).lower()
+
+    def convert(self, layer: Layer) -> QuantTensor:
+        n, k = layer.out_features, layer.in_features
+        groups, rows = layer.shape("scales", 2)[0], layer.shape("qweight", 2)[0]
+        bits = self.bits if self.uniform or rows not in (words(k, 4), words(k, 8)) else 4 if rows == words(k, 4) else 8
+        codes = unpack_words(layer.tensor("qweight", (words(k, bits), n), torch.int32), bits, 0, k).T
+        scales = layer.tensor("scales", (groups, n), *SCALE_TYPES)
+        if self.uniform and self.group is not None and groups * (self.group if self.group != -1 else k) != k:
+            layer.refuse("scales", f"has {groups} groups; the configuration says groups of {self.group}, of {k} in features")
+        stored = layer.tensor("qzeros", (groups, words(n, bits)), torch.int32)
+        if self.symmetric:
+            _check_symmetric(layer, stored, bits)
+        zeros = None if self.symmetric else self._zeros(stored, bits, n).T.contiguous()
+        return integer_weight(layer, bits, codes, scales.T.contiguous(), zeros, self._groups(layer), part="scales")
+
+    def _groups(self, layer: Layer) -> torch.Tensor | None:
+        if layer.info("g_idx") is None and not self.act_order:
+            return None
+        return layer.tensor("g_idx", (layer.in_features,), torch.int32, torch.int64)
+
+    def _zeros(self, stored: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+        """Zero points, uint8 [G, count]."""
+        if not self.v1:
+            return unpack_words(stored, bits, 1, count)
+        if self.by_words:
+            ones = sum(1 << shift for shift in range(0, 32, bits))
+            return unpack_words(stored + ones, bits, 1, count)
+        return unpack_words(stored, bits, 1, count).add_(1).bitwise_and_((1 << bits) - 1)
+
+
+def _check_symmetric(layer: Layer, stored: torch.Tensor, bits: int) -> None:
+    """A symmetric layer has the middle code as its zero point, stored as it is (v2) or less 1 (v1), whatever its label says."""
+    middle, fields = 1 << (bits - 1), unpack_words(stored, bits, 1, layer.out_features)
+    if not bool((fields == middle).all()) and not bool((fields == middle - 1).all()):
+        layer.refuse("qzeros", f"is neither {middle - 1} (v1) nor {middle} (v2) throughout, and the configuration has sym=true")

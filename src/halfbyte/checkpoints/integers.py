@@ -1,0 +1,89 @@
+"""Integer codes with group scales, whichever checkpoint they are of, to a QuantTensor: for GPTQ, AWQ and compressed-tensors.
+
+Nothing is rounded. Scales that fp16 holds exactly are stored in fp16, others in fp32. A group that no format has, such as 256, is
+stored as the largest there is that divides it, with its scale repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.checkpoints.layer import Layer
+from halfbyte.errors import Unsupported
+from halfbyte.formats import INT4, INT4_SYM, INT8, WEIGHT_FORMATS, Code, Format
+from halfbyte.packing import pack_nibbles
+from halfbyte.tensors import QuantTensor
+
+
+def integer_weight(
+    layer: Layer,
+    bits: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    g_idx: torch.Tensor | None = None,
+    *,
+    part: str,
+    order: str = "g_idx",
+) -> QuantTensor:
+    """w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]), with g = g_idx[k], or k // (K / G) without one.
+
+    codes uint8 [N, K] of 4 or 8 bits; scales [N, G]; zeros uint8 [N, G], or None where all are 2^(bits - 1); g_idx integers [K].
+    `part` and `order` are the names of the tensors of scales and of g_idx, for errors.
+    """
+    groups = scales.shape[1]
+    if not groups or layer.in_features % groups:
+        layer.refuse(part, f"has {groups} groups, which do not divide the {layer.in_features} in features")
+    perm = None if g_idx is None else _order(layer, g_idx, groups, order)
+    code = _code(layer, bits, symmetric=zeros is None)
+    layer.check_scales(part, scales)
+    stored = scales.half()
+    if not torch.equal(stored.float(), scales.float()):
+        stored = scales.float()
+    fmt = _format(layer, code, layer.in_features // groups if groups > 1 else None, stored.dtype)
+    repeat = fmt.scale_shape((layer.out_features, layer.in_features))[1] // groups
+    if perm is not None:
+        codes = codes[:, perm.long()]
+    return QuantTensor(
+        fmt,
+        (layer.out_features, layer.in_features),
+        pack_nibbles(codes.contiguous()) if code.bits == 4 else (codes ^ 128).view(torch.int8),
+        stored.repeat_interleave(repeat, dim=1),
+        None if zeros is None else zeros.repeat_interleave(repeat, dim=1),
+        perm=perm,
+    )
+
+
+def _order(layer: Layer, g_idx: torch.Tensor, groups: int, part: str) -> torch.Tensor | None:
+    """The columns sorted by group, int32 [K]; None when they are so already, or there is one group only."""
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        layer.refuse(part, f"points outside of the {groups} groups: {int(g_idx.min())} to {int(g_idx.max())}")
+    sizes = torch.bincount(g_idx.long(), minlength=groups)
+    if int(sizes.min()) != int(sizes.max()):
+        layer.refuse(part, f"makes groups of {int(sizes.min())} to {int(sizes.max())} columns; expected groups of one size")
+    if groups == 1 or bool((g_idx.diff() >= 0).all()):
+        return None
+    return torch.argsort(g_idx, stable=True).int()
+
+
+def _code(layer: Layer, bits: int, *, symmetric: bool) -> Code:
+    if bits == 8 and not symmetric:
+        raise Unsupported(f"{layer.name}: 8-bit codes with zero points; halfbyte reads 8-bit codes without, and 4-bit codes with")
+    return INT8 if bits == 8 else INT4_SYM if symmetric else INT4
+
+
+def _format(layer: Layer, code: Code, group: int | None, stored: torch.dtype) -> Format:
+    """The format with the widest groups that `group` is a multiple of; whole rows for None, if there is such a format."""
+    fits = [f for f in WEIGHT_FORMATS.values() if f.code is code and f.scale is not None and f.scale.storage is stored]
+    for fmt in fits:
+        if group is None and fmt.granularity == "column":
+            return fmt
+    size = layer.in_features if group is None else group
+    widths = {f.scale.group: f for f in fits if f.scale is not None and f.scale.group and size % f.scale.group == 0}
+    if not widths:
+        known = ", ".join(str(f.scale.group) for f in fits if f.scale is not None and f.scale.group)
+        raise Unsupported(
+            f"{layer.name}: {code.bits}-bit codes in groups of {size} with scales that need {stored}; halfbyte reads, of these, "
+            f"multiples of {known or 'no size'}"
+        )
+    return widths[max(widths)]

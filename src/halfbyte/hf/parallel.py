@@ -1,0 +1,73 @@
+"""Tensor parallelism in transformers: which tensor of a quantised layer is cut along which axis, and what cannot be cut.
+
+    column-parallel (q, k, v, gate, up)   a rank has some out features: codes, scales and offsets are cut along N;
+                                          perm and tensor_scale belong to every rank
+    row-parallel (o, down)                a rank has some in features: codes, scales and offsets are cut along K, between groups;
+                                          the scales of whole rows, and tensor_scale, belong to every rank
+
+A row-parallel layer in act-order is refused: a rank has the activations of neighbouring columns, but its stored columns would come
+from all over. So are nested scales, whose blocks run across rows.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from halfbyte.errors import Unsupported
+from halfbyte.nn import QuantLinear
+
+_COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
+_ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
+#: transformers' word for a parameter that every rank has whole.
+WHOLE = "replicate"
+
+
+def ranks_of(model: Any) -> int:
+    """Ranks that share each layer; 1 without tensor parallelism."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+
+
+def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
+    """Add to transformers' plan (module name, with * for numbers -> style) what differs for the parts of quantised layers.
+
+    Raises `Unsupported`, naming the layer, for one that cannot be shared out.
+    """
+    added: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if not isinstance(layer, QuantLinear) or general not in plan:
+            continue
+        layer.parallel_style = plan[general]
+        for part, style in part_styles(name, layer, plan[general], ranks).items():
+            if added.setdefault(f"{general}.weight_{part}", style) != style:
+                raise Unsupported(
+                    f"{name}.weight_{part} would be shared out in another way than in the layers before it, which is not done"
+                )
+    plan.update(added)
+
+
+def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[str, str]:
+    """Part of the weight -> style, for a layer that the plan gives `style`."""
+    parts, fmt = set(layer.weight.parts()), layer.format
+    shared = f"{name} ({fmt.name}) cannot be shared out over {ranks} ranks"
+    if style not in (*_COLUMN, *_ROW):
+        raise Unsupported(f"{shared} in the style {style!r}; known are {', '.join((*_COLUMN, *_ROW))}")
+    if "nested" in parts:
+        raise Unsupported(f"{shared}: blocks of its nested scales run across rows; quantise to a format without them")
+    styles = dict.fromkeys(parts, style)
+    if style in _ROW:
+        _check_rows(layer, shared, ranks)
+        if fmt.granularity == "column":
+            styles |= dict.fromkeys(parts & {"scales", "offsets"}, WHOLE)
+    return styles | dict.fromkeys(parts & {"perm", "tensor_scale"}, WHOLE)
+
+
+def _check_rows(layer: QuantLinear, shared: str, ranks: int) -> None:
+    if layer.weight.perm is not None:
+        raise Unsupported(f"{shared} by its in features: it is in act-order, and the columns of a rank would come from all over")
+    size = layer.format.code.per_byte if layer.format.granularity == "column" else layer.format.group_size(layer.in_features)
+    if layer.in_features % (size * ranks):
+        raise Unsupported(f"{shared} by its {layer.in_features} in features: that would cut groups of {size}")

@@ -1,0 +1,473 @@
+"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored, at the speed of memory.
+
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
+
+Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
+*tile* is `tile` rows of the weight; a *step* of it is W chunks of 128 k, one for each warp. Codes, scales, zero points and x of a
+step come into a ring in shared memory by cp.async. Codes enter the product exactly: a nibble masked in place is a number already
+(linear_operands.py); what it has too much (128 + 8, say) is a multiple of the sum of x and is where the product starts from; the
+group's scale multiplies fp32 sums of the group. The warps' sums of a tile are added at its end, in the order of the warps.
+
+Work is the steps of all tiles of all weights that are computed together, one after the other; the programs take equal shares. With
+as many programs as tiles a share is a tile (data-parallel), with n times as many a tile is cut into n (split-K), with as many as
+the GPU runs at once a share may begin and end inside a tile (stream-K). A tile that one program computes alone is written at once;
+else its partial results go to the workspace and the program that arrives last adds them up, in the order of the programs.
+"""
+
+# ruff: noqa: RUF005, SIM108, RET505
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.compat import barrier, copy_to_shared, reinterpret
+from halfbyte.kernels.gluon_tiles import program_at, quotient, share
+from halfbyte.kernels.linear_operands import (
+    code_copy_layout,
+    code_operands,
+    code_ring_layout,
+    make_table,
+    mma_layout,
+    halves,
+    plain,
+    scale_copy_layout,
+    scale_layout,
+    sixteenth_layout,
+    x_copy_layout,
+    x_layout,
+    x_operands,
+)
+from halfbyte.plans.linear import Spec
+
+
+@gluon.jit
+def _make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales, zero points and x of each stage. The codes come first: they are the largest."""
+    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    scales = codes
+    zeros = codes
+    if S.groups > 0:
+        scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
+        shape: gl.constexpr = [C.stages, C.tile, C.columns(S)]
+        scales = gl.allocate_shared_memory(scale_type, shape, plain(2))
+        if S.zero:
+            zeros = gl.allocate_shared_memory(gl.uint8, shape, plain(2))
+    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    x = gl.allocate_shared_memory(x_type, [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32], plain(5))
+    return codes, scales, zeros, x
+
+
+@gluon.jit
+def _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr):
+    """The weight that a tile belongs to: its tensors, its rows, and the number of the tile in it."""
+    codes, scales, out, n = Codes[0], Scales[0], Outs[0], Ns[0]
+    zeros = codes if Zeros[0] is None else Zeros[0]
+    bias = codes if Biases[0] is None else Biases[0]
+    factor = codes if Factors[0] is None else Factors[0]
+    first = tile * 0
+    tiles = (n + C.tile - 1) // C.tile
+    for i in gl.static_range(1, gl.constexpr(len(C.weights))):
+        here = tile >= tiles
+        first = gl.where(here, tiles, first)
+        tiles += (Ns[i] + C.tile - 1) // C.tile
+        n = gl.where(here, Ns[i], n)
+        codes = gl.where(here, Codes[i], codes)
+        scales = gl.where(here, Scales[i], scales)
+        out = gl.where(here, Outs[i], out)
+        if Zeros[0] is not None:
+            zeros = gl.where(here, Zeros[i], zeros)
+        if Biases[0] is not None:
+            bias = gl.where(here, Biases[i], bias)
+        if Factors[0] is not None:
+            factor = gl.where(here, Factors[i], factor)
+    return codes, scales, zeros, bias, factor, out, n, (tile - first) * C.tile
+
+
+@gluon.jit
+def _scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of the scales (or zero points) of a step of a tile, [tile, W * groups]."""
+    columns: gl.constexpr = C.columns(S)
+    layout: gl.constexpr = scale_copy_layout(C, columns, piece)
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
+    G = K // (S.group * piece) * piece  # scales of a row: the compiler sees that they are whole pieces
+    return Base + (n0.to(gl.int64) * G + step * columns) + (row * G + c)
+
+
+@gluon.jit
+def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
+    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), piece)
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
+    copy_to_shared(ring, pointers, mask=(row < rows) & (c < columns))
+
+
+@gluon.jit
+def _weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a step of a tile lies: addresses of its codes, scales and zero points, and the rows of the weight from there on."""
+    codes, scales, zeros, bias, factor, out, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    layout: gl.constexpr = code_copy_layout(C, S.words(C))
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
+    codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
+    if S.groups > 0:
+        scales = _scale_pointers(scales, n0, step, K, C.piece, S, C)
+        if S.zero:
+            zeros = _scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
+    return codes, scales, zeros, N - n0
+
+
+@gluon.jit
+def _fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes, scales and zero points of the step that `at` points to; returns where the next one is."""
+    codes, scales, zeros, rows = at
+    left = K - step * C.step
+    if (rows >= C.tile) & (left >= C.step):
+        copy_to_shared(rings[0].index(slot), codes)
+    else:
+        layout: gl.constexpr = code_copy_layout(C, S.words(C))
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.planes) * 8))
+    codes += C.streams * S.words(C)
+    if S.groups > 0:
+        columns = left // (S.group * C.piece) * C.piece
+        _copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
+        scales += C.columns(S)
+        if S.zero:
+            columns = left // (S.group * C.zero_piece) * C.zero_piece
+            _copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
+            zeros += C.columns(S)
+    return codes, scales, zeros, rows
+
+
+@gluon.jit
+def _fetch_x(rings, slot, step, X, rows, K, x_row, C: gl.constexpr):
+    """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
+    layout: gl.constexpr = x_copy_layout(C)
+    s1: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    s2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    s3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    s4: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    s5: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    w = gl.arange(0, C.streams, layout=s1)[:, None, None, None, None]
+    high = gl.arange(0, C.x_high, layout=s2)[None, :, None, None, None]
+    part = gl.arange(0, C.chunk // 32, layout=s3)[None, None, :, None, None]
+    low = gl.arange(0, C.x_low, layout=s4)[None, None, None, :, None]
+    k = gl.arange(0, 32, layout=s5)[None, None, None, None, :] + (part * 32 + w * C.chunk)
+    m = gl.minimum(high * C.x_low + low, rows - 1)
+    pointers = X + step * C.step + (m * x_row + k)
+    left = K - step * C.step
+    if left >= C.step:
+        copy_to_shared(rings[3].index(slot), pointers)
+    else:
+        copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left))
+
+
+@gluon.constexpr_function
+def _bits(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
+    mma: gl.constexpr = mma_layout(C)
+    G: gl.constexpr = C.columns(S) // C.streams
+    twos: gl.constexpr = [2] * _bits(G)
+    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.streams, G]), [1, 0, 2])
+    parts = halves(gl.reshape(s, [C.streams, C.tile] + twos), _bits(G))
+    made = ()
+    for g in gl.static_range(G):
+        made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
+    return made
+
+
+@gluon.jit
+def _to_float(s, S: gl.constexpr):
+    """A stored scale as a number."""
+    if S.scale == "e8m0":
+        power = (s.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+        return gl.where(s == 0, 5.877471754111438e-39, power)
+    elif S.scale == "e4m3":
+        bits = ((s.to(gl.int32) & 128) << 24) | ((s.to(gl.int32) & 127) << 20)
+        return bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        return s.to(gl.float32)
+
+
+@gluon.jit
+def _rows_alike(c, C: gl.constexpr):
+    """[streams, 16 across, rows of x] with all its rows the same -> [streams, tile, rows of x]; registers only."""
+    for i in gl.static_range(_bits(C.tile // (16 * C.across))):
+        c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
+        c = gl.reshape(c, [C.streams, (32 * C.across) << i, C.rows])
+    return gl.convert_layout(c, mma_layout(C), assert_trivial=True)
+
+
+@gluon.jit
+def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales of groups of 16 codes, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    half: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    like = gl.full([C.streams, C.tile, 16], 0.0, half, la)
+    grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
+    G: gl.constexpr = C.columns(S) // C.streams
+    twos: gl.constexpr = [2] * _bits(G // 4)
+    s = _to_float(ring.load(sixteenth_layout(C, G)), S).to(half)
+    s = gl.permute(gl.reshape(s, [C.tile, C.streams, G // 4, 4]), [1, 0, 3, 2])
+    parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
+    made = ()
+    for block in gl.static_range(G // 4):
+        one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(3, grouped), assert_trivial=True), 3)
+        one = one + gl.full([C.streams, C.tile, 4, 4], 0.0, half, grouped)
+        made = made + (gl.convert_layout(gl.reshape(one, [C.streams, C.tile, 16]), la, assert_trivial=True),)
+    return made
+
+
+@gluon.jit
+def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
+    """sum of x over operands first..last-1, every row of [streams, 16 across, rows of x] the same: a product with ones."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    ones = gl.full([C.streams, 16 * C.across, 16], 1.0, x[0].dtype, la)
+    total = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
+    for i in gl.static_range(first, last):
+        total = mma_v2(ones, x[i], total)
+    return total
+
+
+@gluon.jit
+def _multiply(acc, rings, slot, S: gl.constexpr, C: gl.constexpr):
+    """acc + one step's products, [streams, tile, rows of x]."""
+    scales = ()
+    zeros = ()
+    if S.group == 16:
+        scales = _sixteenths(rings[1].index(slot), S, C)
+    elif S.groups > 0:
+        scales = _scales_of(rings[1].index(slot), S, C)
+    if S.zero:
+        zeros = _scales_of(rings[2].index(slot), S, C)
+    for part in gl.static_range(gl.constexpr(C.chunk // 128)):
+        acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
+    return acc
+
+
+@gluon.jit
+def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
+    """acc + the products of 128 k of each chunk."""
+    mma: gl.constexpr = mma_layout(C)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    codes = rings[0].index(slot)
+    planes: gl.constexpr = S.planes
+    first: gl.constexpr = part * (8 // planes)  # block of words
+    shift: gl.constexpr = S.shift(C.half)
+    # Sums of whole rows, and of codes that are scaled before the product, go straight into `acc`.
+    direct: gl.constexpr = S.groups == 0 or S.group == 16
+    groups: gl.constexpr = 1 if direct else S.groups
+    each: gl.constexpr = 8 // groups
+    a = ()
+    for g in gl.static_range(groups):
+        dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+        if direct:
+            dot = acc
+        for i in gl.static_range(g * each, g * each + each):
+            if i % planes == 0:
+                a = code_operands(codes, first + i // planes, S, C)
+            if S.group == 16:
+                dot = mma_v2(a[i % planes] * scales[first + i // planes], x[i], dot)
+            else:
+                dot = mma_v2(a[i % planes], x[i], dot)
+        # What codes have too much, beside the products and not ahead of them: neither chain waits for the other.
+        if S.zero:
+            sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
+            dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.half) + shift) * sums
+        elif shift != 0.0:
+            dot = dot - shift * _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
+        if direct:
+            acc = dot
+        else:
+            acc += dot * _to_float(scales[part * groups + g], S)
+    return acc
+
+
+@gluon.constexpr_function
+def _output_layout(C):
+    """[W, tile, rows of x]: every thread holds the W sums of its own numbers."""
+    across = min(C.rows, 32)
+    return gl.BlockedLayout([C.streams, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to y, with what is left of the scales, and the bias."""
+    codes, scales, zeros, bias, factor, out, N, n0 = _place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    if S.groups == 0:
+        v = v * _to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
+    v = v * (1.0 / S.unit(C.half))
+    if S.factor:
+        v = v * gl.load(factor)
+    if Biases[0] is not None:
+        v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
+    gl.store(out + (m.to(gl.int64) * N + n), v.to(out.dtype.element_ty), mask=(m < rows) & (n < N))
+
+
+@gluon.jit
+def _sum_parts(Part, at, first, last, C: gl.constexpr):
+    """The partial results of programs first..last added in that order, several loads in flight."""
+    together: gl.constexpr = 4
+    total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, cache_modifier=".cg")
+    for begin in range(first + 1, last + 1, together):
+        parts = ()
+        for y in gl.static_range(together):
+            there = (at >= 0) & (begin + y <= last)
+            base = Part + (2 * (begin + y)).to(gl.int64) * C.part_floats
+            parts = parts + (gl.load(base + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for y in gl.static_range(together):
+            total += parts[y]
+    return total
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear(
+    X,  # [rows, K], strides x_row and 1
+    Codes,  # of each weight: 16-bit words [N, K / planes]
+    Scales,  # [N, K / group], or [N, 1]
+    Zeros,  # uint8, as Scales
+    Biases,  # [N]
+    Factors,  # fp32 [1]
+    Outs,  # [rows, N]
+    Part,  # fp32 workspace: two partial results a program
+    Count,  # int32, one a tile, zero before and after
+    rows,
+    K,
+    x_row,
+    Ns,
+    C: gl.constexpr,
+):
+    """One program's share of the steps of all tiles."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = mma_layout(C)
+    rings = _make_rings(S, C)
+    steps = (K + C.step - 1) // C.step
+    tiles = 0
+    for i in gl.static_range(gl.constexpr(len(C.weights))):
+        tiles += (Ns[i] + C.tile - 1) // C.tile
+    total = tiles * steps
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    x = share(program, programs, total)
+    x_end = share(program + 1, programs, total)
+    tile = quotient(x, steps)
+    step = x - tile * steps
+    begin = step
+    # The weights first: nothing that runs before this kernel writes them, but x it may.
+    at = _weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    ahead_tile = tile
+    ahead_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        if x + i < x_end:
+            at = _fetch_weight(rings, i, at, ahead_step, K, S, C)
+        async_copy.commit_group()
+        ahead_step += 1
+        if ahead_step == steps:
+            ahead_step = 0
+            ahead_tile += 1
+            at = _weight_at(ahead_tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    if S.kind == "pairs":
+        make_table(rings[0], S, C)
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        if x + i < x_end:
+            _fetch_x(rings, i, x_step, X, rows, K, x_row, C)
+        async_copy.commit_group()
+        x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
+    acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+    slot = 0
+    for now in range(x, x_end):
+        async_copy.wait_group(C.stages - 2)
+        if now + (C.stages - 1) < x_end:
+            free = gl.where(slot == 0, C.stages - 1, slot - 1)
+            _fetch_x(rings, free, ahead_step, X, rows, K, x_row, C)
+            at = _fetch_weight(rings, free, at, ahead_step, K, S, C)
+        async_copy.commit_group()
+        ahead_step += 1
+        if ahead_step == steps:
+            ahead_step = 0
+            ahead_tile += 1
+            at = _weight_at(ahead_tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+        acc = _multiply(acc, rings, slot, S, C)
+        step += 1
+        if (step == steps) | (now + 1 == x_end):
+            barrier()  # nobody reads this slot's codes any more
+            red = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.rows], plain(3))
+            red.store(acc)
+            barrier()
+            v = gl.sum(red.load(_output_layout(C)), axis=0)
+            if (begin == 0) & (step == steps):
+                _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            else:
+                n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+                place = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+                own = 2 * program + (begin == 0).to(gl.int32)
+                gl.store(Part + own.to(gl.int64) * C.part_floats + place, v, cache_modifier=".cg")
+                first = program_at(tile * steps, programs, total)
+                last = program_at(tile * steps + (steps - 1), programs, total)
+                barrier()
+                arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
+                if arrived == last - first:
+                    gl.store(Count + tile, 0)
+                    v = _sum_parts(Part, place, first, last, C)
+                    _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+            begin = 0
+            step = 0
+            tile += 1
+        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+
+
+def launch(
+    x: torch.Tensor,
+    weights: list[Any],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    spec: Spec,
+    programs: int,
+    part: torch.Tensor,
+    count: torch.Tensor,
+) -> Any:
+    """Launch on the current stream, compiling if need be; returns what was compiled.
+
+    x [M, K], rows at multiples of 16 bytes; weights of one format; part: fp32, two partial results a program; count: int32, one a tile.
+    """
+    return linear[(programs,)](
+        x,
+        tuple(w.codes.view(torch.int16) for w in weights),
+        tuple(w.scales for w in weights),
+        tuple(w.offsets for w in weights),
+        tuple(biases),
+        tuple(w.tensor_scale for w in weights),
+        tuple(outs),
+        *(part, count, x.shape[0], x.shape[1], x.stride(0)),
+        tuple(w.shape[0] for w in weights),
+        C=spec,
+        num_warps=spec.warps,
+        launch_pdl=spec.pair,
+        maxnreg=255,
+    )

@@ -1,0 +1,226 @@
+"""Layers as other libraries write them, drawn at random: tensors, configuration, and the values by the independent decoders.
+
+The packers here are written from the descriptions of the layouts, for numbers one a byte; nothing of the library is used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import w4_reference_decoders as decoders
+
+
+@dataclass
+class Drawn:
+    """`config`: the quantization_config; `tensors` by their names below the layer; `values` float32 [N, K]."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    values: np.ndarray
+
+
+def pack(fields: np.ndarray, axis: int, bits: int = 4) -> torch.Tensor:
+    """Numbers one an element -> int32 words along `axis`, the first in the lowest bits; zeros where the last word is not full."""
+    last = np.moveaxis(fields, axis, -1).astype(np.uint64)
+    per = 32 // bits
+    last = np.concatenate([last, np.zeros((*last.shape[:-1], -last.shape[-1] % per), np.uint64)], -1)
+    last = last.reshape(*last.shape[:-1], -1, per)
+    words = sum(last[..., j] << np.uint64(bits * j) for j in range(per))
+    return torch.from_numpy(np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis).copy())
+
+
+def draw_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(rng.uniform(0.005, 0.05, shape)).to(dtype)
+
+
+def groups_of(rng: np.random.Generator, k: int, group: int, act_order: bool) -> np.ndarray:
+    g_idx = np.arange(k) // group
+    return rng.permutation(g_idx) if act_order else g_idx
+
+
+def gptq(
+    n: int,
+    k: int,
+    seed: int = 0,
+    *,
+    group: int = 32,
+    v1: bool = True,
+    sym: bool = False,
+    act_order: bool = False,
+    label: str | None = None,
+    dtype: torch.dtype = torch.float16,
+    low: int = 1,
+) -> Drawn:
+    """4 bits. `label`: what checkpoint_format says, if it lies. `low`: the least zero point; 0 needs v2, or a writer by words."""
+    rng, size = np.random.default_rng(seed), k if group == -1 else group
+    codes, scales = rng.integers(0, 16, (k, n)), draw_scales(rng, (k // size, n), dtype)
+    zeros = np.full((k // size, n), 8) if sym else rng.integers(low, 16, (k // size, n))
+    g_idx = groups_of(rng, k, size, act_order)
+    stored = pack(zeros, 1).numpy().view(np.uint32) - np.uint32(0x11111111 if v1 else 0)
+    qzeros = torch.from_numpy(stored.view(np.int32))
+    tensors = {"qweight": pack(codes, 0), "qzeros": qzeros, "scales": scales, "g_idx": torch.from_numpy(g_idx.astype(np.int32))}
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "sym": sym,
+        "desc_act": act_order,
+        "checkpoint_format": label or ("gptq" if v1 else "gptq_v2"),
+        "meta": {"quantizer": ["gptqmodel:5.0.0"]} if low == 0 else {},
+    }
+    values = decoders.gptq(tensors["qweight"].numpy(), qzeros.numpy(), scales.float().numpy(), g_idx, v1)
+    return Drawn(config, tensors, values)
+
+
+def awq(n: int, k: int, seed: int = 0, *, group: int = 32, dtype: torch.dtype = torch.float16) -> Drawn:
+    rng, size = np.random.default_rng(seed), k if group == -1 else group
+    order = np.arange(n).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+    codes, zeros = rng.integers(0, 16, (k, n)), rng.integers(0, 16, (k // size, n))
+    scales = draw_scales(rng, (k // size, n), dtype)
+    tensors = {"qweight": pack(codes[:, order], 1), "qzeros": pack(zeros[:, order], 1), "scales": scales}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    values = decoders.awq_gemm(tensors["qweight"].numpy(), tensors["qzeros"].numpy(), scales.float().numpy(), size)
+    return Drawn(config, tensors, values)
+
+
+def bnb(n: int, k: int, seed: int = 0, *, kind: str = "nf4", nested: bool = False, block: int = 64, second: int = 256) -> Drawn:
+    rng, blocks = np.random.default_rng(seed), -(-n * k // block)
+    table = decoders.NF4 if kind == "nf4" else decoders.BNB_FP4
+    weight = rng.integers(0, 256, (n * k // 2, 1)).astype(np.uint8)
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+    tensors = {"weight": torch.from_numpy(weight), "weight.quant_map": torch.from_numpy(table.copy())}
+    if nested:
+        code = dynamic_map()
+        absmax = rng.integers(0, 256, blocks).astype(np.uint8)
+        outer, offset = rng.uniform(0.01, 0.02, -(-blocks // second)).astype(np.float32), float(np.float32(0.03))
+        tensors |= {"weight.absmax": torch.from_numpy(absmax), "weight.nested_absmax": torch.from_numpy(outer)}
+        tensors |= {"weight.nested_quant_map": torch.from_numpy(code)}
+        state |= {"nested_blocksize": second, "nested_dtype": "float32", "nested_offset": offset}
+        values = decoders.bnb_4bit(weight, absmax, (n, k), block, table, (code, outer, offset, second))
+    else:
+        absmax = rng.uniform(0.01, 0.1, blocks).astype(np.float32)
+        tensors |= {"weight.absmax": torch.from_numpy(absmax)}
+        values = decoders.bnb_4bit(weight, absmax, (n, k), block, table)
+    raw = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.from_numpy(raw)
+    return Drawn({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, tensors, values)
+
+
+def dynamic_map() -> np.ndarray:
+    """bitsandbytes' signed dynamic map, from its description: seven decades, the i-th with 2^i numbers of each sign; 0 and 1."""
+    positive = []
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1)
+        positive += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)).tolist()
+    return np.array(sorted([*positive, *(-p for p in positive), 0.0, 1.0]), np.float32)
+
+
+def compressed(
+    n: int,
+    k: int,
+    seed: int = 0,
+    *,
+    group: int = 32,
+    sym: bool = True,
+    act_order: bool = False,
+    zeros: str = "packed",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Drawn:
+    rng, size = np.random.default_rng(seed), k if group == -1 else group
+    codes, scales = rng.integers(0, 16, (n, k)), draw_scales(rng, (n, k // size), dtype)
+    points, g_idx = rng.integers(0, 16, (n, k // size)), groups_of(rng, k, size, act_order)
+    tensors = {"weight_packed": pack(codes, 1), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
+    if not sym:
+        packed = zeros == "packed"
+        tensors["weight_zero_point"] = pack(points, 0) if packed else torch.from_numpy((points - 8).astype(np.int8))
+    if act_order:
+        tensors["weight_g_idx"] = torch.from_numpy(g_idx.astype(np.int32))
+    weights = {"num_bits": 4, "type": "int", "group_size": group, "strategy": "group" if group > 0 else "channel", "symmetric": sym}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    zp = None if sym else pack(points, 0).numpy()
+    values = decoders.ct_pack_quantized(tensors["weight_packed"].numpy(), scales.float().numpy(), size, zp, g_idx)
+    return Drawn(config, tensors, values[:n])
+
+
+def bytes_of(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(0, 256, shape).astype(np.uint8)
+
+
+def mxfp4(n: int, k: int, seed: int = 0, *, writer: str = "quark") -> Drawn:
+    rng = np.random.default_rng(seed)
+    codes, scales = bytes_of(rng, n, k // 2), rng.integers(110, 125, (n, k // 32)).astype(np.uint8)
+    name = "weight" if writer == "quark" else "weight_packed"
+    tensors = {name: torch.from_numpy(codes), "weight_scale": torch.from_numpy(scales)}
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    configs = {
+        "quark": {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head"]},
+        "compressed-tensors": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    }
+    return Drawn(configs[writer], tensors, decoders.mxfp4(codes, scales))
+
+
+def nvfp4(n: int, k: int, seed: int = 0, *, writer: str = "modelopt", factor: float = 0.003) -> Drawn:
+    rng = np.random.default_rng(seed)
+    codes, scales = bytes_of(rng, n, k // 2), rng.integers(1, 0x7F, (n, k // 16)).astype(np.uint8)
+    stored = torch.from_numpy(scales).view(torch.float8_e4m3fn)
+    if writer == "modelopt":
+        number = torch.tensor(factor, dtype=torch.float32)
+        tensors = {"weight": torch.from_numpy(codes), "weight_scale": stored, "weight_scale_2": number}
+        tensors["input_scale"] = torch.tensor(0.5)
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+        return Drawn(config, tensors, decoders.nvfp4_modelopt(codes, scales, number.numpy()))
+    number = torch.tensor([1 / factor], dtype=torch.float32)
+    tensors = {"weight_packed": torch.from_numpy(codes), "weight_scale": stored, "weight_global_scale": number}
+    tensors["input_global_scale"] = torch.tensor([100.0])
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    return Drawn(config, tensors, decoders.nvfp4_ct(codes, scales, number.numpy()))
+
+
+#: One of each kind and option, for a layer [N, K] that all fit: name -> (drawing function, options).
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq v1": (gptq, {}),
+    "gptq v1, zeros of 0, by words": (gptq, {"low": 0}),
+    "gptq v2": (gptq, {"v1": False, "low": 0}),
+    "gptq v2 act-order": (gptq, {"v1": False, "act_order": True}),
+    "gptq v1 act-order, group 64": (gptq, {"act_order": True, "group": 64}),
+    "gptq v1 sym": (gptq, {"sym": True}),
+    "gptq v2 sym": (gptq, {"sym": True, "v1": False}),
+    "gptq v2 sym labelled v1": (gptq, {"sym": True, "v1": False, "label": "gptq"}),
+    "gptq v1 sym labelled v2, act-order": (gptq, {"sym": True, "label": "gptq_v2", "act_order": True}),
+    "gptq column": (gptq, {"group": -1}),
+    "gptq column, act-order": (gptq, {"group": -1, "act_order": True}),
+    "gptq group 64, bf16": (gptq, {"group": 64, "dtype": torch.bfloat16}),
+    "gptq fp32 scales": (gptq, {"group": 64, "dtype": torch.float32}),
+    "awq": (awq, {}),
+    "awq group 64": (awq, {"group": 64}),
+    "awq column": (awq, {"group": -1}),
+    "bnb nf4": (bnb, {}),
+    "bnb nf4 nested": (bnb, {"nested": True}),
+    "bnb nf4 nested, other blocks": (bnb, {"nested": True, "block": 128, "second": 512}),
+    "bnb nf4, blocks of 256": (bnb, {"block": 256}),
+    "bnb fp4": (bnb, {"kind": "fp4"}),
+    "bnb fp4 nested": (bnb, {"kind": "fp4", "nested": True}),
+    "ct int4": (compressed, {}),
+    "ct int4 column, fp32": (compressed, {"group": -1, "dtype": torch.float32}),
+    "ct int4 asym": (compressed, {"sym": False, "group": 64}),
+    "ct int4 asym, int8 zeros": (compressed, {"sym": False, "zeros": "int8"}),
+    "ct int4 g_idx": (compressed, {"act_order": True}),
+    "ct int4 asym g_idx": (compressed, {"act_order": True, "sym": False}),
+    "ct mxfp4": (mxfp4, {"writer": "compressed-tensors"}),
+    "ct nvfp4": (nvfp4, {"writer": "compressed-tensors"}),
+    "modelopt nvfp4": (nvfp4, {}),
+    "quark mxfp4": (mxfp4, {}),
+}
+
+
+def draw(kind: str, n: int, k: int, seed: int = 0) -> Drawn:
+    """A layer of this entry of KINDS."""
+    make, options = KINDS[kind]
+    drawn: Drawn = make(n, k, seed, **options)
+    return drawn

@@ -1,0 +1,284 @@
+"""Products with quantised weights on a GPU: drawn calls against float64, the same bits again, graphs, streams, large memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import differs, junk, poisoned, same_bits
+from gpu_place import PLACE, TALLY
+from test_gpu_graphs import Captured, needs_gpu
+
+import halfbyte as hb
+from halfbyte.bench.checks import linear_accuracy
+from halfbyte.errors import Unsupported
+from halfbyte.tensors import QuantTensor
+
+FORMATS = list(hb.WEIGHT_FORMATS)
+ROWS = (1, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 300, 1000)
+LAYOUTS = ("rows", "columns", "slice", "expanded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of x [rows, width] with one weight, or three; `layout` is how x lies in memory."""
+
+    formats: tuple[str, ...]
+    features: tuple[int, ...]
+    rows: int
+    width: int
+    dtype: str = "bfloat16"
+    layout: str = "rows"
+    bias: bool = False
+    act_order: bool = False
+    seed: int = 0
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """Every format comes first alone, then with others."""
+    rng, cases = random.Random(seed), []
+    for i in range(count):
+        shards = 3 if i >= len(FORMATS) and rng.random() < 0.3 else 1
+        formats = (FORMATS[i % len(FORMATS)], *rng.choices(FORMATS, k=shards - 1))
+        if rng.random() < 0.5:
+            formats = formats[:1] * shards
+        widest = max(hb.WEIGHT_FORMATS[name].group_size(2) for name in formats)
+        width = widest * rng.randint(1, max(1, PLACE.size(6000, 300) // widest))
+        features = tuple(rng.choice((1, 8, 63, 64, 128, 131, PLACE.size(1000, 100), PLACE.size(4096, 64))) for _ in formats)
+        rows = min(rng.choice(ROWS), PLACE.size(1000, 20))
+        dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
+        cases.append(Case(formats, features, rows, width, dtype, rng.choice(LAYOUTS), rng.random() < 0.4, rng.random() < 0.2, i))
+    return cases
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(PLACE.device).manual_seed(seed), device=PLACE.device)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """x [M, K] with other strides; what lies between its numbers is NaN."""
+    rows, width = x.shape
+    if layout == "columns":
+        return x.mT.contiguous().mT
+    if layout == "expanded":
+        return x[:1].expand(rows, width)
+    if layout == "rows":
+        return x
+    whole = x.new_full((rows + 2, 2 * width + 6), torch.nan)
+    part = whole[1:-1, 3 : 3 + 2 * width : 2]
+    part.copy_(x)
+    return part
+
+
+@dataclass
+class Call:
+    """The tensors of a case."""
+
+    x: torch.Tensor
+    weights: Sequence[QuantTensor]
+    biases: Sequence[torch.Tensor | None]
+
+    def run(self, impl: str, **options: Any) -> tuple[torch.Tensor, ...]:
+        if len(self.weights) == 1:
+            return (hb.linear(self.x, self.weights[0], self.biases[0], impl=impl, **options),)
+        return hb.qkv_projection(self.x, tuple(self.weights), tuple(self.biases), impl=impl, **options)  # type: ignore[arg-type]
+
+    def check(self, outs: tuple[torch.Tensor, ...]) -> None:
+        for out, w, bias in zip(outs, self.weights, self.biases, strict=True):
+            judge(out, self.x, w, bias)
+
+
+def build(case: Case) -> Call:
+    x = laid_out(normal(case.rows, case.width, seed=case.seed).to(getattr(torch, case.dtype)), case.layout)
+    weights = []
+    for i, (name, n) in enumerate(zip(case.formats, case.features, strict=True)):
+        made = hb.quantize(normal(n, case.width, seed=case.seed + i) * 0.1, name)
+        if case.act_order:
+            made = replace(made, perm=torch.randperm(case.width, device=PLACE.device).int())
+        weights.append(made)
+    return Call(x, weights, [normal(n) if case.bias else None for n in case.features])
+
+
+def judge(out: torch.Tensor, x: torch.Tensor, w: QuantTensor, bias: torch.Tensor | None) -> None:
+    """Relative L2 error at most twice that of torch's product with the dequantised weight in x's dtype."""
+    full = w.dequantize(torch.float64)
+    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
+    base = torch.nn.functional.linear(x.contiguous(), full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    linear_accuracy(out, base, truth).require(f"{w.format} {list(w.shape)} {list(x.shape)} {x.stride()}")
+
+
+CASES = drawn(PLACE.size(300, 24), seed=1)
+
+
+def attempt(case: Case, impl: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """The call and its result; what is refused is counted and skipped."""
+    call = build(case)
+    try:
+        with poisoned():
+            outs = call.run(impl)
+    except Unsupported as error:
+        TALLY.refused[impl, str(error)] += 1
+        pytest.skip(str(error))
+    TALLY.ran[impl] += 1
+    return call, outs
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_products_keep_their_promise(number: int, impl: str) -> None:
+    call, outs = attempt(CASES[number], impl)
+    call.check(outs)
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    assert {name for case in CASES for name in case.formats} == set(FORMATS)
+    assert {case.layout for case in CASES} == set(LAYOUTS)
+    assert {True, False} == {case.act_order for case in CASES} == {case.bias for case in CASES}
+    assert {1, 3} == {len(case.formats) for case in CASES}
+
+
+#: Each kind of code and scale; few rows (K split), many (large tiles), three weights at once.
+MARKED = [
+    Case(("int4_g128",), (PLACE.size(4096, 64),), 1, PLACE.size(4096, 256)),
+    Case(("int4_sym_g32",), (PLACE.size(1000, 33),), 16, PLACE.size(4096, 256), "float16", bias=True),
+    Case(("nf4_dq",), (PLACE.size(2048, 40),), 33, PLACE.size(2048, 192)),
+    Case(("nvfp4",), (PLACE.size(2048, 40),), PLACE.size(700, 20), PLACE.size(2048, 208)),
+    Case(("int8_col",), (PLACE.size(3001, 41),), PLACE.size(130, 17), PLACE.size(2050, 202), "float16"),
+    Case(("int4_g64", "nf4", "mxfp4"), (PLACE.size(4096, 64), 131, 1024), PLACE.size(8, 3), PLACE.size(4096, 192), bias=True),
+    Case(("int4_g128",) * 3, (PLACE.size(4096, 64), 1024, 1024), PLACE.size(500, 9), PLACE.size(4096, 256), act_order=True),
+]
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", range(len(MARKED)))
+def test_repeats_give_the_same_bits(number: int, impl: str) -> None:
+    """Compared on the device, without waiting: repeats overlap as they do in use."""
+    call, outs = attempt(MARKED[number], impl)
+    call.check(outs)
+    different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
+    with poisoned():
+        for _ in range(PLACE.size(1000, 3)):
+            for a, b in zip(call.run(impl), outs, strict=True):
+                different |= differs(a, b)
+    assert not different
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", range(len(MARKED)))
+def test_a_row_does_not_depend_on_its_neighbours(number: int, impl: str) -> None:
+    """The same bits alone, with others, in another order; with `row_invariant`."""
+    call, _ = attempt(MARKED[number], impl)
+    x = torch.cat([call.x, normal(3, call.x.shape[1]).to(call.x.dtype)])
+    together = replace(call, x=x).run(impl, row_invariant=True)
+    order = torch.randperm(len(x), device=x.device)
+    for rows in (order, order[:1], order[: len(x) // 2]):
+        for a, b in zip(replace(call, x=x[rows]).run(impl, row_invariant=True), together, strict=True):
+            assert same_bits(a, b[rows])
+    replace(call, x=x).check(together)
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", range(len(MARKED)))
+def test_nan_stays_in_its_row(number: int, impl: str) -> None:
+    call, _ = attempt(replace(MARKED[number], rows=max(3, MARKED[number].rows)), impl)
+    expected = call.run(impl)
+    call.x[1] = torch.nan
+    for a, b in zip(call.run(impl), expected, strict=True):
+        assert a[1].isnan().all()
+        assert same_bits(torch.cat([a[:1], a[2:]]), torch.cat([b[:1], b[2:]]))
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", range(len(MARKED)))
+def test_a_graph_gives_the_bits_of_an_eager_call(number: int, impl: str) -> None:
+    call, outs = attempt(MARKED[number], impl)
+    PLACE.sync()
+    graph = Captured(lambda: call.run(impl))
+    for seed in range(3):
+        call.x.copy_(normal(*call.x.shape, seed=seed))
+        replayed = [t.clone() for t in graph.replay()]
+        for a, b in zip(replayed, call.run(impl), strict=True):
+            assert same_bits(a, b)
+    assert len(replayed) == len(outs)
+
+
+@pytest.mark.compile_first
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_compiled_equals_eager(number: int, impl: str) -> None:
+    call, outs = attempt(MARKED[number], impl)
+    torch._dynamo.reset()
+    run: Callable[[torch.Tensor], Any] = torch.compile(
+        lambda x: replace_x(call, x).run(impl), fullgraph=True, backend="aot_eager" if PLACE.dry else "inductor"
+    )
+    for a, b in zip(run(call.x), outs, strict=True):
+        assert same_bits(a, b)
+
+
+def replace_x(call: Call, x: torch.Tensor) -> Call:
+    return Call(x, call.weights, call.biases)
+
+
+@needs_gpu
+def test_two_streams_at_once(impl: str) -> None:
+    """Split products on two streams share no workspace."""
+    calls = [build(replace(MARKED[i], seed=i)) for i in (0, 1)]
+    expected = [call.run(impl) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    PLACE.sync()
+    different = [torch.zeros((), dtype=torch.bool, device=PLACE.device) for _ in calls]
+    for _ in range(300):
+        for i, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                different[i] |= differs(call.run(impl)[0], expected[i][0])
+    PLACE.sync()
+    assert not any(different)
+
+
+@needs_gpu
+def test_the_current_stream_is_used(impl: str) -> None:
+    """On a side stream that is kept busy first: a kernel on any other stream would read what is not there yet."""
+    call = build(MARKED[0])
+    wanted, later = call.run(impl)[0], call.x.clone()
+    call.x.fill_(torch.nan)
+    stream = torch.cuda.Stream()
+    PLACE.sync()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        call.x.copy_(later)
+        out = call.run(impl)[0]
+    stream.synchronize()
+    assert same_bits(out, wanted)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (100, "float16")])
+def test_the_last_rows_of_a_huge_weight(rows: int, dtype: str, impl: str) -> None:
+    """Codes beyond 2^31 bytes; all rows but the last are junk."""
+    n, width, last = PLACE.size(560_000, 300), PLACE.size(8192, 256), 70
+    small = hb.quantize(normal(last, width), "int4_g128")
+    parts = {name: torch.cat([junk(t.new_empty(1)).expand(n - last, *t.shape[1:]), t]) for name, t in small.parts().items()}
+    large = QuantTensor(small.format, (n, width), **parts)
+    assert PLACE.dry or large.codes.numel() > 2**31
+    x = normal(rows, width).to(getattr(torch, dtype))
+    judge(hb.linear(x, large, impl=impl)[:, -last:], x, small, None)
+    if not PLACE.dry:
+        del large, parts
+        torch.cuda.empty_cache()
+
+
+def test_the_last_rows_of_a_huge_x(impl: str) -> None:
+    """Rows of x, and of the result, beyond 2^31 elements."""
+    rows, width, n = PLACE.size(1_100_000, 70), 2048, PLACE.size(2048, 8)
+    w = hb.quantize(normal(n, width), "int8_col")
+    x = torch.zeros(rows, width, dtype=torch.bfloat16, device=PLACE.device)
+    x[-5:] = normal(5, width)
+    y = hb.linear(x, w, impl=impl)
+    assert PLACE.dry or min(x.numel(), y.numel()) > 2**31
+    judge(y[-5:], x[-5:], w, None)
+    assert not y[: rows // 2 : 1000].any()
+    if not PLACE.dry:
+        del x, y
+        torch.cuda.empty_cache()

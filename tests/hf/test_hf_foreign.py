@@ -1,0 +1,378 @@
+"""Models that other libraries quantised: loaded by `halfbyte.hf.load` without those libraries, converted, saved, fused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA
+from torch import nn
+
+import halfbyte.hf as hf
+import w4_reference_decoders as decoders
+from checkpoint_files import KINDS, Drawn, draw
+from fuzz import damage_config, mutate
+from halfbyte import cli
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.hf.weights import linear_size
+from halfbyte.nn import FusedQKV, QuantLinear, fuse_qkv
+from halfbyte.paths import shipped_model
+
+#: Sizes that every kind divides: rows of 128 and 256.
+SIZES = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}
+
+
+def tiny(family: str = "llama", **options: Any) -> Any:
+    """A random model whose layers fit every kind."""
+    torch.manual_seed(3)
+    if family == "gpt2":
+        config: Any = tf.GPT2Config(vocab_size=101, n_embd=128, n_layer=2, n_head=2, n_positions=64)
+    else:
+        config = {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config}[family](**{**SIZES, **options})
+    config.eos_token_id = config.bos_token_id = None
+    config.pad_token_id = 0
+    return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+Chooser = Callable[[str], str | None]
+
+
+def write(model: Any, folder: Path, kind_of: Chooser, **config: Any) -> Any:
+    """Save `model` as another library would, the layers of its blocks of the kinds that `kind_of` gives for their names.
+
+    Puts the values that these layers stand for into `model`, which is then what a loader must give.
+    """
+    state, drawn = {name: t.clone() for name, t in model.state_dict().items()}, Drawn({}, {}, None)  # type: ignore[arg-type]
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    for seed, (name, module) in enumerate(model.named_modules()):
+        size, kind = linear_size(module), kind_of(name)
+        if size is None or kind is None:
+            continue
+        drawn = draw(kind, *size, seed)
+        values = torch.from_numpy(drawn.values)
+        with torch.no_grad():
+            module.weight.copy_(values if isinstance(module, nn.Linear) else values.T)
+        state.pop(f"{name}.weight", None)
+        state |= {f"{name}.{part}": t for part, t in drawn.tensors.items()}
+    model.config.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {**drawn.config, **config}
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def blocks(kind: str, without: str = "lm_head") -> Chooser:
+    """`kind` everywhere but in modules with this word in their name, and in the head."""
+    return lambda name: None if "lm_head" in name or without in name else kind
+
+
+def same_logits(a: Any, b: Any, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(a.eval()(ids).logits, b.eval()(ids).logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(), tmp_path, blocks(kind, without="o_proj"))
+    loaded = hf.load(tmp_path)
+    names = {name for name, m in loaded.named_modules() if isinstance(m, QuantLinear)}
+    assert len(names) == 12
+    assert not any("o_proj" in name for name in names)  # what is not quantised in the files stays as it is
+    same_logits(loaded, model, prompt())
+    folder = hf.save(loaded, tmp_path / "own")
+    again = hf.load(folder)
+    with torch.no_grad():
+        assert torch.equal(again(prompt()).logits, loaded(prompt()).logits)
+    first, second = loaded.state_dict(), again.state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(t, second[name]) and t.dtype is second[name].dtype for name, t in first.items())
+
+
+@pytest.mark.parametrize("kind", ["gptq v1 act-order, group 64", "bnb nf4 nested", "ct nvfp4"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_biases_and_conv1d(kind: str, family: str, prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(family), tmp_path, blocks(kind))
+    same_logits(hf.load(tmp_path), model, prompt())
+
+
+def test_tied_embeddings_and_shards(prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(tie_word_embeddings=True), tmp_path, blocks("awq"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names, places = sorted(tensors), {}
+    for shard in range(3):
+        file = f"model-{shard}.safetensors"
+        save_file({name: tensors[name] for name in names[shard::3]}, tmp_path / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names[shard::3], file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    loaded = hf.load(tmp_path, keys="int8", values="int8")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    same_logits(hf.load(tmp_path), model, prompt())
+    assert loaded.generate(prompt(), max_new_tokens=3).shape == (2, 24)
+
+
+def test_types_and_settings_of_generation(tmp_path: Path) -> None:
+    model = tiny()
+    model.config.dtype = torch.bfloat16
+    write(model.bfloat16(), tmp_path, blocks("gptq v1"))
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    for asked, expected in (("auto", torch.bfloat16), (torch.float16, torch.float16)):
+        loaded = hf.load(tmp_path, dtype=asked)
+        assert loaded.model.norm.weight.dtype is expected
+        assert loaded.model.layers[0].mlp.up_proj.weight_scales.dtype is torch.float16
+    assert loaded.generation_config.top_k == 7
+
+
+def test_modelopt_beside_a_plain_configuration(prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(), tmp_path, blocks("modelopt nvfp4"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
+    same_logits(hf.load(tmp_path), model, prompt())
+
+
+def test_scales_of_caches_and_activations_are_left_out(prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(), tmp_path, blocks("modelopt nvfp4", without="k_proj"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    same_logits(hf.load(tmp_path), model, prompt())
+
+
+def test_biases_of_zeros_that_the_model_does_not_have(prompt: Any, tmp_path: Path) -> None:
+    model = write(tiny(), tmp_path, blocks("gptq v1"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(256, dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    same_logits(hf.load(tmp_path), model, prompt())
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected keys: model\.layers\.0\.mlp\.up_proj\.bias"):
+        hf.load(tmp_path)
+
+
+def mixed(name: str) -> str | None:
+    """Every projection of a GPTQ checkpoint in another way."""
+    ways = {"q_proj": "gptq v1 act-order, group 64", "k_proj": "gptq v1", "v_proj": "gptq column", "o_proj": "gptq fp32 scales"}
+    return next((kind for part, kind in ways.items() if name.endswith(part)), None)
+
+
+def test_fusing_shards_that_differ(prompt: Any, tmp_path: Path) -> None:
+    """GQA, each shard with its own groups, scales, order and format."""
+    model = write(tiny(), tmp_path, mixed, group_size=None)
+    loaded = hf.load(tmp_path)
+    shards = [getattr(loaded.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert [s.format.name for s in shards] == ["int4_g64", "int4_g32", "int4_col"]
+    assert [s.out_features for s in shards] == [128, 64, 64]
+    assert [s.weight.perm is not None for s in shards] == [True, False, False]
+    with torch.no_grad():
+        expected = loaded(prompt()).logits
+        assert fuse_qkv(loaded) == 2
+        assert torch.equal(loaded(prompt()).logits, expected)
+    same_logits(loaded, model, prompt())
+
+
+def test_fusing_act_orders_and_tensor_scales_while_loading(prompt: Any, tmp_path: Path) -> None:
+    for kind in ("gptq v2 act-order", "modelopt nvfp4", "ct int4 asym g_idx"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        model = write(tiny("qwen2"), folder, blocks(kind))
+        loaded = hf.load(folder, fuse_qkv=True)
+        assert isinstance(loaded.model.layers[1].self_attn.q_proj, FusedQKV)
+        same_logits(loaded, model, prompt())
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(UP + "scales"), r"up_proj\.scales is missing"),
+        (lambda t: t.pop(UP + "qweight"), r"missing keys: model\.layers\.0\.mlp\.up_proj\.weight|unexpected keys"),
+        (lambda t: t.update({UP + "weight": torch.ones(2)}), "mismatched"),
+        (lambda t: t.update({UP + "weight": torch.ones(256, 128)}), "unexpected keys"),
+        (lambda t: t.update({"model.norm.qweight": t[UP + "qweight"].clone()}), r"model\.norm\.qweight: LlamaForCausalLM has no"),
+        (lambda t: t.pop("model.norm.weight"), r"missing keys: model\.norm\.weight"),
+        (lambda t: t[UP + "scales"].view(-1)[0].fill_(torch.nan), r"up_proj\.scales holds 1"),
+    ],
+)
+def test_damaged_folders(edit: Any, message: str, tmp_path: Path) -> None:
+    write(tiny(), tmp_path, blocks("gptq v1"))
+    change(tmp_path, edit)
+    with pytest.raises((CheckpointError, Unsupported), match=message):
+        hf.load(tmp_path)
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    write(tiny(), tmp_path, blocks("gptq v1"))
+    with pytest.raises(InvalidArgument, match="quantised already"):
+        hf.load(tmp_path, "nf4")
+    write(tiny(), tmp_path, lambda name: None, quant_method="gptq", bits=4)
+    with pytest.raises(CheckpointError, match="no layer has a qweight"):
+        hf.load(tmp_path)
+    write(tiny(tie_word_embeddings=True, vocab_size=104), tmp_path, lambda name: "gptq v1")
+    with pytest.raises(CheckpointError, match=r"config\.json ties"):
+        hf.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "hqq"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HalfbyteError, match="'hqq'"):
+        hf.load(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str) -> int:
+    """The exit code of `halfbyte ...` in this process."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> Path:
+    """The model that comes with halfbyte, as a GPTQ folder with its tokenizer."""
+    folder = tmp_path / "gptq"
+    folder.mkdir()
+    model = tf.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
+    write(model, folder, blocks("gptq v1 act-order, group 64"))
+    for file in shipped_model().glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("quantize", "--from", str(shipped), "-o", str(tmp_path / "own")) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    first, second = hf.load(shipped).state_dict(), hf.load(tmp_path / "own").state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(t, second[name]) for name, t in first.items())
+    outputs = []
+    for folder in (shipped, tmp_path / "own"):
+        assert run("generate", str(folder), "--prompt", "The", "--tokens", "3") == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert run("eval", str(shipped), "--windows", "1", "--length", "64", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a MODEL"),
+        (["demo"], "give a MODEL"),
+        (["--from", "demo", "--weights", "nf4"], "give a MODEL"),
+        (["demo", "--weights", "nf4", "--from", "demo"], "give a MODEL"),
+        (["--from", "demo"], "'demo' is not quantised"),
+    ],
+)
+def test_quantize_needs_one_source(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("quantize", *arguments, "-o", str(tmp_path / "out")) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_fuzzed_folders(tmp_path: Path) -> None:
+    """Damaged folders through the whole loader, fewer than the layers of tests/test_checkpoints.py: only the library's errors."""
+    count, rng = int(os.environ.get("HALFBYTE_FUZZ", "30")), random.Random(int(os.environ.get("HALFBYTE_FUZZ_SEED", "4")))
+    for number, kind in enumerate(
+        ("gptq v1 act-order, group 64", "awq", "bnb nf4 nested", "ct int4 asym g_idx", "ct nvfp4", "quark mxfp4")
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(tiny(num_hidden_layers=1), folder, blocks(kind))
+        good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+        for i in range(count // 6):
+            if i % 3 == 0:
+                config = json.loads(good["config.json"])
+                config["quantization_config"] = damage_config(config["quantization_config"], rng)
+                (folder / "config.json").write_text(json.dumps(config))
+            else:
+                name = ("config.json", "model.safetensors")[i % 3 - 1]
+                head, rest = good[name][:4000], good[name][4000:]
+                (folder / name).write_bytes(mutate(head, rng) + rest)
+            try:
+                hf.load(folder)
+            except HalfbyteError:
+                pass
+            except Exception as error:
+                pytest.fail(f"{kind}, round {i}: {type(error).__name__}: {error}")
+            for name, content in good.items():
+                (folder / name).write_bytes(content)
+
+
+# ------------------------------------------------------------------------------------------------------------------ gpt-oss
+
+
+def gpt_oss(folder: Path) -> Any:
+    """A tiny gpt-oss with its experts in MXFP4 as OpenAI stores them; returns the model with the same values."""
+    torch.manual_seed(0)
+    options = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
+    config = tf.GptOssConfig(**options, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    rng, state = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, width, out = parameter.shape
+            blocks = rng.integers(0, 256, (experts, out, width // 32, 16)).astype(np.uint8)
+            scales = rng.integers(115, 122, (experts, out, width // 32)).astype(np.uint8)
+            del state[name]
+            state |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(decoders.gptoss_mxfp4(blocks, scales)).transpose(1, 2))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    return model
+
+
+def test_experts_of_gpt_oss(prompt: Any, tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path)
+    loaded = hf.load(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt()).logits, model(prompt()).logits)
+    hf.quantize(loaded, "int4_g32", keys="int8", values="int8")  # the rest is in 16 bits, and can still be quantised
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales must both be there"),
+        (lambda t: t["model.layers.0.mlp.experts.down_proj_scales"].fill_(255), "down_proj_scales holds scales that are NaN"),
+        (
+            lambda t: t.update({n: t[n][:2].clone() for n in list(t) if "down_proj_" in n and "bias" not in n}),
+            "GptOssForCausalLM has",
+        ),
+        (lambda t: t.update({n: t[n][..., :8].clone() for n in list(t) if n.endswith("_blocks")}), "expected"),
+    ],
+)
+def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(tmp_path)

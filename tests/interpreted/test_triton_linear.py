@@ -1,0 +1,344 @@
+"""The portable Triton level of `linear` and `qkv_projection`, run in the interpreter: within the promise of every level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import halfbyte as hb
+from halfbyte.bench.checks import linear_accuracy
+from halfbyte.errors import Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.linear_triton import launch, tile_count, workspace_floats
+from halfbyte.kernels.linear_weight import look_up_ptx
+from halfbyte.plans.triton_linear import LinearTiles, linear_tiles
+from halfbyte.reference.quantize import dynamic_map, quantize
+from halfbyte.tensors import QuantTensor
+
+#: numpy warns of what a GPU computes silently, and as meant: NaN that was put there.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = [torch.float16, torch.bfloat16]
+FORMATS = list(WEIGHT_FORMATS)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(name: str, n: int, k: int, seed: int = 0, act_order: bool = False) -> QuantTensor:
+    made = quantize(normal(n, k, seed=seed) * 0.1, name)
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(seed)).int()
+    return replace(made, perm=perm) if act_order else made
+
+
+@dataclass
+class Product:
+    """x [M, K] with some weights: launched into memory that holds NaN, and judged one weight after the other."""
+
+    x: torch.Tensor
+    weights: Sequence[QuantTensor]
+    biases: Sequence[torch.Tensor | None] = (None, None, None)
+
+    def run(self, tiles: LinearTiles) -> list[torch.Tensor]:
+        features, rows = [w.shape[0] for w in self.weights], self.x.shape[0]
+        outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
+        workspace = torch.full((workspace_floats(features, rows, tiles),), torch.nan)
+        counters = torch.zeros(tile_count(features, rows, tiles), dtype=torch.int32)
+        launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
+        assert not counters.any(), "counters are zero again"
+        return outs
+
+    def check(self, tiles: LinearTiles) -> list[torch.Tensor]:
+        outs = self.run(tiles)
+        for out, w, bias in zip(outs, self.weights, self.biases, strict=False):
+            judge(out, self.x, w, bias)
+        return outs
+
+
+def judge(out: torch.Tensor, x: torch.Tensor, w: QuantTensor, bias: torch.Tensor | None) -> None:
+    """The promise: twice the relative L2 error of torch's own product with the dequantised weight in x's dtype."""
+    full = w.dequantize(torch.float64)
+    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
+    base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    assert out.dtype is x.dtype
+    assert out.shape == truth.shape
+    linear_accuracy(out, base, truth).require(str(w.format))
+
+
+def tiles(k: int, block_k: int = 64, splits: int = 1, *, fold: bool = False, n: int = 64, m: int = 16) -> LinearTiles:
+    steps = -(-k // block_k)
+    share = -(-steps // splits)
+    return LinearTiles(n, m, block_k, -(-steps // share), share, fold, num_warps=1, num_stages=1)
+
+
+# --------------------------------------------------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_with_exact_sums(name: str, dtype: torch.dtype) -> None:
+    """Scales on fp32 sums, a step in one group; K in parts."""
+    step = min(64, max(32, WEIGHT_FORMATS[name].group_size(384)))
+    Product(normal(3, 384).to(dtype), [weight(name, 37, 384)], [normal(37)]).check(tiles(384, step, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_folded(name: str, dtype: torch.dtype) -> None:
+    """Scales on 16-bit numbers; K is not a multiple of the step, and some steps hold several groups."""
+    Product(normal(17, 384).to(dtype), [weight(name, 33, 384)]).check(tiles(384, 256, fold=True))
+    Product(normal(2, 256).to(dtype), [weight(name, 5, 256)]).check(tiles(256, 64, 2, fold=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_plan_keeps_the_promise(name: str) -> None:
+    """Rows 1, 65 and in between, N odd, K one group and three, whatever tiles that leads to."""
+    group = WEIGHT_FORMATS[name].group_size(128)
+    for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
+        w = weight(name, n, width)
+        chosen = linear_tiles([(w.format, n)], rows=rows, width=width, processors=4, capability=(9, 0))
+        Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
+
+
+def test_zero_points_of_any_byte() -> None:
+    """Nothing says that a zero point is below 16."""
+    w = weight("int4_g64", 20, 128)
+    w = replace(w, offsets=torch.arange(0, 240, 6, dtype=torch.uint8).view(20, 2))
+    for dtype, fold in ((torch.float16, False), (torch.float16, True), (torch.bfloat16, False)):
+        Product(normal(2, 128).to(dtype), [w]).check(tiles(128, 64, fold=fold))
+
+
+def test_every_code_of_a_nested_scale() -> None:
+    """bitsandbytes' dynamic map is arithmetic in the kernel and a table in the specification."""
+    w = weight("nf4_dq", 64, 256)
+    codes = torch.full_like(w.codes, 0xFF)  # the level 1
+    scales = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    x = torch.zeros(4, 256, dtype=torch.float16)
+    x[range(4), range(0, 256, 64)] = 2.0**15
+    for absmax, mean in ((2.0, 0.5), (1.0, 0.0)):
+        changed = replace(w, codes=codes, scales=scales, nested=torch.tensor([absmax, mean]))
+        (out,) = Product(x, [changed]).run(tiles(256))
+        expected = (dynamic_map(torch.device("cpu")).view(64, 4) * absmax + mean) * 2.0**15
+        torch.testing.assert_close(out.mT.float(), expected.half().float(), rtol=1e-3, atol=0)
+
+
+def test_every_e8m0_scale() -> None:
+    """2^-127, which is a subnormal, to 2^127, and NaN for its own row only."""
+    w = weight("mxfp4", 256, 32)
+    w = replace(w, codes=torch.full_like(w.codes, 0x22), scales=torch.arange(256, dtype=torch.uint8).view(256, 1))
+    x = torch.zeros(2, 32, dtype=torch.bfloat16)
+    x[:, 5] = torch.tensor([1, 2])
+    for fold in (False, True):
+        (out,) = Product(x, [w]).run(tiles(32, 32, fold=fold))
+        assert torch.equal(out[0, 1:-1].double(), 2.0 ** (torch.arange(1, 255).double() - 127))
+        assert out[1, 0].item() == 2.0**-126  # twice it: the interpreter has no bf16 that small
+        assert out[:, -1].isnan().all()
+
+
+def executed(ptx: str, word: int) -> list[int]:
+    """The registers $0 to $3 after the instructions of `look_up_ptx` have run on the word $4."""
+    registers = {"$4": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in ptx.strip("{} ").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        target, *names = [name.strip() for name in rest.split(",")]
+        a, b, *more = [value(name) for name in names]
+        if op == "prmt.b32":
+            made = 0
+            for i in range(4):
+                pick = more[0] >> (4 * i) & 15
+                byte = ((b << 32) | a) >> (8 * (pick & 7)) & 0xFF
+                made |= (byte if pick < 8 else 0xFF * (byte >> 7)) << (8 * i)
+        elif op == "lop3.b32":
+            c, table = more
+            bits = [table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1 for i in range(32)]
+            made = sum(bit << i for i, bit in enumerate(bits))
+        else:
+            made = {"and.b32": a & b, "or.b32": a | b, "shr.u32": a >> b, "sub.u32": a - b}[op]
+        registers[target] = made & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_instructions_of_a_table(dtype: torch.dtype) -> None:
+    """What a GPU runs instead of what the interpreter does: every code in every place."""
+    levels = WEIGHT_FORMATS["nf4"].code.levels().to(dtype)
+    ptx = look_up_ptx(levels)
+    for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xC3D2E1F0, 0xFFFFFFFF, 0, 0x89ABCDEF):
+        codes = [word >> (4 * i) & 15 for i in range(8)]
+        made = torch.tensor([r >> s & 0xFFFF for r in executed(ptx, word) for s in (0, 16)], dtype=torch.int32).to(torch.int16)
+        assert torch.equal(made.view(dtype), levels[codes[::2] + codes[1::2]])
+
+
+# ------------------------------------------------------------------------------------------------------ shapes and strides
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 65])
+@pytest.mark.parametrize("fold", [False, True])
+def test_rows(rows: int, fold: bool) -> None:
+    w = weight("int4_g64", 131, 192)
+    Product(normal(rows, 192).bfloat16(), [w], [normal(131).bfloat16()]).check(tiles(192, 64, 3, fold=fold))
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "nf4", "int8_col", "nvfp4"])
+def test_strides_of_x(name: str) -> None:
+    w = weight(name, 40, 128)
+    for x in (
+        normal(128, 9).half().mT,
+        normal(5, 256).half()[:, ::2],
+        normal(7, 200).half()[::2, 3:131],
+        normal(1, 1).half().expand(3, 128),
+    ):
+        Product(x, [w]).check(tiles(128, 32 if name == "int4_g32" else 64))
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "mxfp4", "nf4_dq", "int4_sym_col"])
+def test_strides_and_addresses_of_weights(name: str) -> None:
+    """Transposed in memory; and from an odd address on, so that no words can be read."""
+    w, x = weight(name, 24, 256), normal(3, 256).bfloat16()
+    expected = Product(x, [w]).check(tiles(256, 64, 2))
+    turned = {part: t.mT.contiguous().mT for part, t in w.parts().items() if t.ndim == 2}
+    moved = {
+        part: torch.cat([t.new_empty(1), t.flatten()])[1:].view(t.shape) for part, t in w.parts().items() if t.element_size() == 1
+    }
+    for parts in (turned, moved):
+        assert torch.equal(Product(x, [replace(w, **parts)]).run(tiles(256, 64, 2))[0], expected[0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_act_order(name: str) -> None:
+    w = weight(name, 19, 384, act_order=True)
+    step = min(64, max(32, WEIGHT_FORMATS[name].group_size(384)))
+    for fold in (False, True):
+        Product(normal(3, 384).half(), [w]).check(tiles(384, step, 2, fold=fold))
+
+
+def test_nothing_outside_of_x_is_read_in_a_broken_order() -> None:
+    """Only a file's reader checks that it is a permutation; out of range it means the nearest column."""
+    w = weight("int4_g64", 16, 128)
+    x = torch.cat([torch.full((1, 128), torch.nan), normal(1, 128), torch.full((1, 128), torch.nan)]).half()[1:2]
+    perm = torch.tensor([2**31 - 1, -(2**31)] * 64, dtype=torch.int32)
+    (out,) = Product(x, [replace(w, perm=perm)]).run(tiles(128))
+    columns = torch.tensor([127, 0] * 64)
+    judge(out, x[:, columns], w, None)
+
+
+@pytest.mark.parametrize("names", [("int4_g64", "nf4", "nvfp4"), ("int4_g128",) * 3, ("mxfp4", "int8_col", "int4_sym_g32")])
+def test_three_weights_in_one_launch(names: tuple[str, ...]) -> None:
+    """Each with its own size, scales, tensor scale, order, bias and format."""
+    weights = [weight(name, n, 256, i, act_order=i == 1) for i, (name, n) in enumerate(zip(names, (70, 33, 130), strict=True))]
+    for chosen in (tiles(256, 32), tiles(256, 128, 2, fold=True), tiles(256, 64, fold=True, m=32)):
+        Product(normal(20, 256).bfloat16(), weights, [normal(70), None, normal(130).half()]).check(chosen)
+
+
+def test_a_weight_without_rows_among_others() -> None:
+    weights = [weight("nf4", n, 64) for n in (3, 0, 70)]
+    outs = Product(normal(2, 64).half(), weights).run(tiles(64))
+    assert outs[1].shape == (2, 0)
+    for out, w in zip(outs, weights, strict=True):
+        if out.numel():
+            judge(out, normal(2, 64).half(), w, None)
+
+
+# ------------------------------------------------------------------------------------------------------------- same bits
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "nf4", "nvfp4"])
+def test_nothing_but_its_own_row_reaches_a_row(name: str) -> None:
+    w, x = weight(name, 20, 192), normal(5, 192).bfloat16()
+    (expected,) = Product(x, [w]).check(tiles(192, 64, 2, fold=True))
+    x = x.clone()
+    x[1], x[3, 7] = torch.nan, torch.inf
+    (out,) = Product(x, [w]).run(tiles(192, 64, 2, fold=True))
+    assert torch.equal(out[[0, 2, 4]], expected[[0, 2, 4]])
+    assert out[1].isnan().all()
+    assert not out[3].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int8_g128", "mxfp4"])
+def test_a_row_alone_and_among_others(name: str) -> None:
+    w = quantize(normal(70, 1280) * 0.1, name)
+    x = normal(66, 1280).half()
+    together = hb.linear(x, w, impl="triton", row_invariant=True)
+    judge(together, x, w, None)
+    for rows in (slice(0, 1), slice(65, 66), slice(3, 20)):
+        assert torch.equal(hb.linear(x[rows], w, impl="triton", row_invariant=True), together[rows])
+
+
+def test_splits_are_added_in_their_order() -> None:
+    """Sums of parts that do not commute: 2^24 + 1 - 2^24 is 0 in fp32, 2^24 - 2^24 + 1 is not."""
+    w = weight("int4_sym_col", 2, 128)
+    w = replace(w, codes=torch.full_like(w.codes, 0x99), scales=torch.ones_like(w.scales))  # type: ignore[arg-type]
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    x[0, [0, 32, 64]] = torch.tensor([2.0**24, 1, -(2.0**24)]).bfloat16()
+    x[1, [0, 32, 64]] = torch.tensor([2.0**24, -(2.0**24), 1]).bfloat16()
+    (out,) = Product(x, [w]).run(tiles(128, 32, 4))
+    assert out.tolist() == [[0, 0], [1, 1]]
+
+
+# -------------------------------------------------------------------------------------------------------------- public
+
+
+def test_public_calls() -> None:
+    names = ("int4_g32", "nf4", "int8_col")
+    weights = tuple(weight(name, n, 128, i) for i, (name, n) in enumerate(zip(names, (40, 8, 9), strict=True)))
+    x, biases = normal(2, 3, 128).bfloat16(), (normal(40), None, normal(9))
+    got = hb.qkv_projection(x, weights, biases, impl="triton")  # type: ignore[arg-type]
+    for out, w, bias in zip(got, weights, biases, strict=True):
+        assert out.shape == (2, 3, w.shape[0])
+        assert out.is_contiguous()
+        judge(out.flatten(0, 1), x.flatten(0, 1), w, bias)
+        judge(hb.linear(x[0, 1], w, bias, impl="triton").unsqueeze(0), x[0, 1:2], w, bias)
+    parts = [list(w.parts().values()) for w in weights]
+    torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts[0], biases[0], names[0], "triton", True))
+    torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (x, *parts, *biases, ",".join(names), "triton"))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_many_rows_are_copied_into_the_stored_order(act_order: bool) -> None:
+    w, x = weight("int4_g64", 33, 128, act_order=act_order), normal(128, 66).half().mT
+    for rows in (1, 17, 66):
+        judge(hb.linear(x[:rows], w, impl="triton"), x[:rows], w, None)
+
+
+def test_nothing_to_add_up() -> None:
+    w = weight("int4_col", 40, 128)
+    for shape in ((0, 128), (2, 0, 128)):
+        assert hb.linear(normal(*shape).half(), w, impl="triton").shape == (*shape[:-1], 40)
+    assert hb.linear(normal(3, 128).half(), weight("int4_col", 0, 128), impl="triton").shape == (3, 0)
+    bias, none = normal(40), weight("int4_col", 40, 0)
+    assert torch.equal(hb.linear(normal(3, 0).half(), none, bias, impl="triton"), bias.half().expand(3, 40))
+    assert not hb.linear(normal(3, 0).half(), none, impl="triton").any()
+
+
+def test_what_cannot_run_here_is_refused() -> None:
+    w = weight("nf4", 8, 64)
+    with pytest.raises(Unsupported, match=r"x is torch\.float32; the triton kernel takes float16 and bfloat16"):
+        hb.linear(normal(2, 64), w, impl="triton")
+
+
+@settings(max_examples=15, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_drawn_products(data: Any) -> None:
+    """Any format, tile, split and shape."""
+    name, dtype = data.draw(st.sampled_from(FORMATS)), data.draw(st.sampled_from(DTYPES))
+    group = WEIGHT_FORMATS[name].group_size(2)
+    width = group * data.draw(st.integers(1, max(1, 300 // group)))
+    n, rows = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    w = weight(name, n, width, act_order=data.draw(st.booleans()))
+    fold = data.draw(st.booleans())
+    step = data.draw(st.sampled_from([32, 64, 128] if fold else [max(32, min(group, 64))]))
+    bias = normal(n).to(dtype) if data.draw(st.booleans()) else None
+    Product(normal(rows, width).to(dtype), [w], [bias]).check(tiles(width, step, data.draw(st.integers(1, 4)), fold=fold))

@@ -1,0 +1,403 @@
+"""Checkpoints of other libraries, layer by layer: the values by independent decoders, the codes by hand, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_files import KINDS, Drawn, awq, bnb, compressed, draw, gptq, mxfp4, nvfp4, pack
+from fuzz import damage_config, mutate
+from halfbyte.checkpoints.adapters import make_adapter, read_quantization
+from halfbyte.checkpoints.layer import Layer
+from halfbyte.checkpoints.safetensors_files import read_header
+from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
+from halfbyte.packing import unpack_nibbles
+from halfbyte.reference.quantize import block_scales, dynamic_map
+from halfbyte.tensors import QuantTensor
+
+
+def convert(drawn: Drawn, folder: Path, shape: tuple[int, int] | None = None) -> QuantTensor:
+    """The layer through a file."""
+    save_file({f"a.b.{name}": t.contiguous() for name, t in drawn.tensors.items()}, folder / "x.safetensors")
+    infos = read_header(folder / "x.safetensors")
+    adapter = make_adapter(drawn.config)
+    assert adapter.layers(infos) == ["a.b"]
+    assert set(infos) <= adapter.consumed("a.b")
+    return adapter.convert(Layer("a.b", *(shape or drawn.values.shape), infos))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(16, 256), (40, 128), (8, 1024)])
+def test_values_of_the_independent_decoders(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    drawn = draw(kind, *shape, seed=shape[0])
+    weight = convert(drawn, tmp_path)
+    values = weight.dequantize().numpy()
+    if kind == "ct nvfp4":  # a quotient there, the product with a reciprocal here
+        np.testing.assert_allclose(values, drawn.values, rtol=3e-7)
+    else:
+        np.testing.assert_array_equal(values, drawn.values)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "name"),
+    [
+        (gptq(8, 128), "int4_g32"),
+        (gptq(8, 128, sym=True, group=64), "int4_sym_g64"),
+        (gptq(8, 512, group=128), "int4_g128"),
+        (gptq(8, 512, group=256), "int4_g128"),  # wider groups repeat their scale
+        (gptq(8, 576, group=192), "int4_g64"),
+        (gptq(8, 128, group=-1), "int4_col"),
+        (gptq(8, 128, dtype=torch.float32), "int4_g32_fp32"),
+        (gptq(8, 128, sym=True, group=-1, dtype=torch.float32), "int4_sym_g32_fp32"),
+        (compressed(8, 128), "int4_sym_g32"),  # bf16 scales that fp16 holds
+        (awq(8, 128), "int4_g32"),
+        (bnb(8, 128), "nf4"),
+        (bnb(8, 128, nested=True), "nf4_dq"),
+        (bnb(8, 128, nested=True, second=512), "nf4"),
+        (bnb(8, 128, kind="fp4", nested=True), "fp4_bnb"),
+        (mxfp4(8, 128), "mxfp4"),
+        (nvfp4(8, 128), "nvfp4"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_formats(drawn: Drawn, name: str, tmp_path: Path) -> None:
+    weight = convert(drawn, tmp_path)
+    assert weight.format.name == name
+    np.testing.assert_array_equal(weight.dequantize().numpy(), drawn.values)
+
+
+def test_tiny_bf16_scales_are_not_rounded(tmp_path: Path) -> None:
+    drawn = compressed(8, 128)
+    drawn.tensors["weight_scale"] = torch.full((8, 4), 1.7e-7, dtype=torch.bfloat16)
+    weight = convert(drawn, tmp_path)
+    assert weight.format.name == "int4_sym_g32_fp32"
+    assert torch.equal(weight.scales.bfloat16(), drawn.tensors["weight_scale"])  # type: ignore[union-attr]
+
+
+def test_act_order_keeps_groups_together(tmp_path: Path) -> None:
+    drawn = gptq(8, 128, v1=False, act_order=True)
+    weight = convert(drawn, tmp_path)
+    assert weight.perm is not None
+    assert torch.equal(drawn.tensors["g_idx"][weight.perm.long()], torch.arange(128).int() // 32)
+    assert convert(gptq(8, 128), tmp_path).perm is None  # in order already
+    assert convert(gptq(8, 128, group=-1, act_order=True), tmp_path).perm is None  # one group
+
+
+def test_nested_scales_stay_in_eight_bits(tmp_path: Path) -> None:
+    drawn = bnb(8, 4096, nested=True)
+    weight = convert(drawn, tmp_path)
+    assert torch.equal(weight.scales.flatten(), drawn.tensors["weight.absmax"])  # type: ignore[union-attr]
+    assert torch.equal(dynamic_map(torch.device("cpu")), drawn.tensors["weight.nested_quant_map"])
+
+
+# ------------------------------------------------------------------- by hand: which bits are which code, and what a zero point is
+
+
+def by_hand(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Drawn:
+    """One layer of [8, 32], filled by the caller."""
+    return Drawn(config, tensors, np.zeros((8, 32), np.float32))
+
+
+def codes_of(weight: QuantTensor) -> torch.Tensor:
+    return unpack_nibbles(weight.codes).int()
+
+
+def test_gptq_by_hand(tmp_path: Path) -> None:
+    """Word r of a column holds the in features 8r to 8r + 7, the first in the lowest bits; v1 stores the zero point less 1."""
+    qweight = torch.zeros(4, 8, dtype=torch.int32)
+    qweight[0, 3], qweight[2, 3] = 0x76543210, 0x000000F0
+    qzeros = torch.tensor([[0x76543210]], dtype=torch.int32)
+    scales = torch.arange(1, 9).half().view(1, 8)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq"}
+    weight = convert(by_hand(config, {"qweight": qweight, "qzeros": qzeros, "scales": scales}), tmp_path)
+    assert codes_of(weight)[3].tolist() == [*range(8), *[0] * 9, 15, *[0] * 14]
+    assert weight.codes[3, :4].tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert weight.offsets.flatten().tolist() == list(range(1, 9))  # type: ignore[union-attr]
+    assert weight.dequantize()[3, :3].tolist() == [4 * (0 - 4), 4 * (1 - 4), 4 * (2 - 4)]
+    config["checkpoint_format"] = "gptq_v2"
+    weight = convert(by_hand(config, {"qweight": qweight, "qzeros": qzeros, "scales": scales}), tmp_path)
+    assert weight.offsets.flatten().tolist() == list(range(8))  # type: ignore[union-attr]
+
+
+def test_gptq_v1_zero_points_of_zero(tmp_path: Path) -> None:
+    """A stored 15 is the zero point 0: alone in its field, or with a borrow from the next one if GPTQModel wrote it."""
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+    tensors = {"qweight": torch.zeros(4, 8, dtype=torch.int32), "scales": torch.ones(1, 8).half()}
+    tensors["qzeros"] = torch.tensor([[0x77777F7F - (1 << 32) if 0x77777F7F >> 31 else 0x77777F7F]], dtype=torch.int32)
+    assert convert(by_hand(config, tensors), tmp_path).offsets.flatten().tolist() == [0, 8, 0, 8, 8, 8, 8, 8]  # type: ignore[union-attr]
+    config["meta"] = {"quantizer": ["gptqmodel:2.2.0"]}
+    assert convert(by_hand(config, tensors), tmp_path).offsets.flatten().tolist() == [0, 9, 0, 9, 8, 8, 8, 8]  # type: ignore[union-attr]
+
+
+def test_gptq_of_eight_bits(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 256, (128, 8))
+    scales = torch.rand(1, 8).half() + 0.01
+    for stored, group in ((127, 128), (128, -1)):  # v1, v2
+        config = {"quant_method": "gptq", "bits": 8, "group_size": group, "sym": True}
+        tensors = {"qweight": pack(codes, 0, 8), "qzeros": pack(np.full((1, 8), stored), 1, 8), "scales": scales}
+        weight = convert(Drawn(config, tensors, np.zeros((8, 128))), tmp_path)
+        assert weight.format.name == "int8_col"
+        assert torch.equal(weight.codes.int(), torch.from_numpy(codes.T).int() - 128)
+        assert torch.equal(weight.dequantize(), (torch.from_numpy(codes.T).float() - 128) * scales.float().T)
+
+
+def test_awq_by_hand(tmp_path: Path) -> None:
+    """A word holds 8 out features in the order 0, 2, 4, 6, 1, 3, 5, 7; zero points as they are."""
+    qweight = torch.zeros(32, 1, dtype=torch.int32)
+    qweight[5] = 0x76543210
+    tensors = {"qweight": qweight, "qzeros": torch.tensor([[0x00000F01]], dtype=torch.int32), "scales": torch.ones(1, 8).half()}
+    weight = convert(by_hand({"quant_method": "awq", "bits": 4, "group_size": 32}, tensors), tmp_path)
+    assert codes_of(weight)[:, 5].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert weight.offsets.flatten().tolist() == [1, 0, 0, 0, 15, 0, 0, 0]  # type: ignore[union-attr]
+
+
+def test_bitsandbytes_by_hand(tmp_path: Path) -> None:
+    """The even element is in the high nibble."""
+    drawn = bnb(2, 64)
+    drawn.tensors["weight"] = torch.zeros(64, 1, dtype=torch.uint8)
+    drawn.tensors["weight"][0], drawn.tensors["weight"][33] = 0x7F, 0xF7
+    weight = convert(drawn, tmp_path)
+    assert codes_of(weight)[0, :2].tolist() == [7, 15]
+    assert codes_of(weight)[1, 2:4].tolist() == [15, 7]
+    absmax = drawn.tensors["weight.absmax"]
+    assert weight.dequantize()[1, 2:4].tolist() == [float(absmax[1]), 0.0]
+    drawn.tensors["weight"] = (
+        drawn.tensors["weight"].view(32, 2).view(torch.bfloat16)
+    )  # quant_storage of another type, the same bytes
+    assert torch.equal(convert(drawn, tmp_path).codes, weight.codes)
+
+
+def test_compressed_tensors_by_hand(tmp_path: Path) -> None:
+    """Along the in features, first in the lowest bits, raised by 8; zero points along the out features, raised by 8 too."""
+    packed = torch.zeros(8, 4, dtype=torch.int32)
+    packed[2, 1] = 0x76543210
+    tensors = {"weight_packed": packed, "weight_scale": torch.ones(8, 1).half()}
+    tensors["weight_zero_point"] = torch.tensor([[0x76543210]], dtype=torch.int32)
+    group = {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": False}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    weight = convert(by_hand(config, tensors), tmp_path)
+    assert codes_of(weight)[2].tolist() == [*[0] * 8, *range(8), *[0] * 16]
+    assert weight.offsets.flatten().tolist() == list(range(8))  # type: ignore[union-attr]
+    del tensors["weight_zero_point"]
+    weight = convert(by_hand(config, tensors), tmp_path)
+    assert weight.dequantize()[2, 8:16].tolist() == [-8, -7, -6, -5, -4, -3, -2, -1]
+
+
+def test_fp4_by_hand(tmp_path: Path) -> None:
+    """The low nibble is the even element; E2M1 with bit 3 for the sign; modelopt's second scale multiplies, the other divides."""
+    for writer, factor in (("modelopt", 0.25), ("compressed-tensors", 0.25)):
+        drawn = nvfp4(8, 32, writer=writer, factor=factor)
+        name = "weight" if writer == "modelopt" else "weight_packed"
+        drawn.tensors[name][0, 0] = 0xF1
+        drawn.tensors["weight_scale"].view(torch.uint8)[0, 0] = 0x40  # 2
+        assert convert(drawn, tmp_path).dequantize()[0, :2].tolist() == [0.25, -3.0]
+    drawn = mxfp4(8, 32)
+    drawn.tensors["weight"][0, 0], drawn.tensors["weight_scale"][0, 0] = 0xF1, 129
+    assert convert(drawn, tmp_path).dequantize()[0, :2].tolist() == [2.0, -24.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusals
+
+
+def edit(drawn: Drawn, change: Callable[[Drawn], Any]) -> Drawn:
+    change(drawn)
+    return drawn
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors.update({name: tensor})
+
+
+def fill(name: str, value: float) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors[name].view(-1)[:4][-1:].fill_(value)
+
+
+def say(**entries: Any) -> Callable[[Drawn], Any]:
+    return lambda d: d.config.update(entries)
+
+
+def drop(name: str) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors.pop(name)
+
+
+def restate(**entries: Any) -> Callable[[Drawn], Any]:
+    """Other entries in the state of bitsandbytes."""
+    import json
+
+    def change(drawn: Drawn) -> None:
+        name = next(n for n in drawn.tensors if "quant_state" in n)
+        state = json.loads(bytes(drawn.tensors[name].tolist()))
+        drawn.tensors[name] = torch.tensor(list(json.dumps({**state, **entries}).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def modelopt_block(value: float) -> Callable[[Drawn], Any]:
+    def change(drawn: Drawn) -> None:
+        drawn.tensors["weight_scale"].view(torch.uint8)[0, 1] = value
+
+    return change
+
+
+REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any], str]] = [
+    (gptq, {}, drop("qzeros"), r"a\.b\.qzeros is missing"),
+    (gptq, {"act_order": True}, drop("g_idx"), r"a\.b\.g_idx is missing"),
+    (gptq, {}, put("qweight", torch.zeros(15, 8).int()), r"a\.b\.qweight is int32 \[15, 8\]; expected int32 \[16, 8\]"),
+    (gptq, {}, put("qweight", torch.zeros(16, 8)), r"a\.b\.qweight is float32"),
+    (gptq, {}, put("qzeros", torch.zeros(4, 2).int()), r"a\.b\.qzeros is int32 \[4, 2\]; expected int32 \[4, 1\]"),
+    (gptq, {}, put("scales", torch.ones(4, 8).double()), r"a\.b\.scales is float64"),
+    (gptq, {}, put("scales", torch.ones(32)), r"a\.b\.scales has shape \[32\]; expected 2 axes"),
+    (gptq, {}, put("scales", torch.ones(3, 8).half()), r"a\.b\.scales has 3 groups"),
+    (gptq, {}, fill("scales", torch.nan), r"a\.b\.scales holds 1 scales of 32 that are not finite and positive"),
+    (gptq, {}, fill("scales", torch.inf), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("scales", 0), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("scales", -0.1), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("g_idx", 4), r"a\.b\.g_idx points outside of the 4 groups: 0 to 4"),
+    (gptq, {}, fill("g_idx", -1), r"a\.b\.g_idx points outside"),
+    (gptq, {}, fill("g_idx", 2), r"a\.b\.g_idx makes groups of 31 to 33 columns"),
+    (gptq, {"sym": True}, fill("qzeros", 0x77777776), r"a\.b\.qzeros is neither 7 \(v1\) nor 8 \(v2\)"),
+    (gptq, {}, say(bits=3), "bits=3"),
+    (gptq, {}, say(bits="4"), "bits='4'"),
+    (gptq, {}, say(group_size=64), r"a\.b\.scales has 4 groups; the configuration says groups of 64"),
+    (gptq, {}, say(group_size=0), "group_size=0"),
+    (gptq, {}, say(group_size=[]), "group_size"),
+    (gptq, {}, say(sym="no"), "sym"),
+    (gptq, {}, say(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    (gptq, {"group": 16}, say(), "groups of 16"),
+    (awq, {}, say(bits=8), "bits=8"),
+    (awq, {}, say(version="gemv"), "'gemv'"),
+    (awq, {}, say(backend="llm-awq"), "backend"),
+    (awq, {}, say(zero_point=False), "zero_point"),
+    (awq, {}, say(group_size=48), r"a\.b\.scales cannot have groups of 48"),
+    (awq, {}, drop("scales"), r"a\.b\.scales is missing"),
+    (awq, {}, fill("scales", torch.nan), r"a\.b\.scales holds 1"),
+    (awq, {}, put("qzeros", torch.zeros(2, 1).int()), r"a\.b\.qzeros is int32 \[2, 1\]"),
+    (bnb, {}, put("weight.quant_map", torch.arange(16.0)), r"a\.b\.weight\.quant_map is not the table of nf4"),
+    (bnb, {}, put("weight", torch.zeros(512, 1)), r"a\.b\.weight is float32 \[512, 1\]"),
+    (bnb, {}, put("weight", torch.zeros(511, 1).byte()), r"a\.b\.weight is uint8 \[511, 1\]"),
+    (bnb, {}, fill("weight.absmax", -1), r"a\.b\.weight\.absmax holds 1"),
+    (bnb, {"nested": True}, fill("weight.nested_absmax", torch.nan), r"a\.b\.weight\.nested_absmax holds 1"),
+    (bnb, {}, restate(shape=[16, 64]), r"bitsandbytes__nf4 has the shape \[16, 64\]; the model has \[8, 128\]"),
+    (bnb, {}, restate(quant_type="fp4"), r"has the quant_type 'fp4'"),
+    (bnb, {}, restate(blocksize=32), r"a\.b\.weight: blocks of 32"),
+    (bnb, {}, restate(blocksize=0), "blocks of 0"),
+    (bnb, {}, restate(blocksize=1.5), "blocksize"),
+    (bnb, {"nested": True}, restate(nested_offset=1e300), "offset"),
+    (bnb, {"nested": True}, restate(nested_offset="x"), "nested_offset"),
+    (bnb, {}, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(5).byte()), r"bitsandbytes__nf4: its state is damaged"),
+    (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantisation states"),
+    (bnb, {}, say(load_in_8bit=True), "load_in_8bit"),
+    (compressed, {}, say(format="int-quantized"), "format='int-quantized'"),
+    (compressed, {}, say(format=None), "format=None"),
+    (compressed, {}, say(transform_config={"config_groups": {"R1": {}}}), "transforms"),
+    (compressed, {}, say(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"num_bits": 8}}}), r"a\.b\.weight_packed holds 4-bit codes"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"group_size": 64}}}), r"a\.b\.weight_scale has 4 groups"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"group_size": "x"}}}), "group_size"),
+    (compressed, {}, put("weight_shape", torch.tensor([8, 64])), r"a\.b\.weight_shape says \[8, 64\]"),
+    (compressed, {"act_order": True}, fill("weight_g_idx", 9), r"a\.b\.weight_g_idx points outside"),
+    (compressed, {"sym": False, "zeros": "int8"}, fill("weight_zero_point", 8), r"a\.b\.weight_zero_point holds -\d to 8"),
+    (compressed, {"sym": False}, put("weight_zero_point", torch.zeros(1, 3).int()), r"a\.b\.weight_zero_point is int32 \[1, 3\]"),
+    (compressed, {}, fill("weight_scale", torch.inf), r"a\.b\.weight_scale holds 1"),
+    (mxfp4, {}, fill("weight_scale", 255), r"a\.b\.weight_scale holds 1"),
+    (mxfp4, {}, put("weight_scale", torch.ones(8, 4)), r"a\.b\.weight_scale is float32"),
+    (mxfp4, {}, say(global_quant_config={"weight": {"dtype": "int4"}}), "dtype='int4'"),
+    (nvfp4, {}, modelopt_block(0x7F), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, modelopt_block(0x81), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, modelopt_block(0), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, put("weight_scale_2", torch.tensor(torch.nan)), r"a\.b\.weight_scale_2 holds 1"),
+    (nvfp4, {}, put("pre_quant_scale", torch.ones(128)), r"a\.b\.pre_quant_scale"),
+    (nvfp4, {}, say(quant_algo="FP8"), "FP8"),
+    (
+        nvfp4,
+        {"writer": "compressed-tensors"},
+        put("weight_global_scale", torch.tensor([1e-45])),
+        r"a\.b\.weight_global_scale holds 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "change", "message"), REFUSED)
+def test_refusals_name_the_tensor(make: Any, options: dict[str, Any], change: Any, message: str, tmp_path: Path) -> None:
+    drawn = edit(make(8, 128, **options), change)
+    save_file({f"a.b.{name}": t.contiguous() for name, t in drawn.tensors.items()}, tmp_path / "x.safetensors")
+    with pytest.raises((CheckpointError, Unsupported), match=message):
+        make_adapter(drawn.config).convert(Layer("a.b", 8, 128, read_header(tmp_path / "x.safetensors")))
+
+
+def test_other_methods_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="'hqq'; halfbyte reads gptq, awq"):
+        make_adapter({"quant_method": "hqq"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_quantization(tmp_path) is None
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}')
+    assert read_quantization(tmp_path) == {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": 3}')
+    with pytest.raises(HalfbyteError, match="no quantization"):
+        read_quantization(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- ten thousand mutants
+
+
+TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def damage_tensor(drawn: Drawn, rng: random.Random) -> None:
+    """Another type, shape or content for one tensor, or none."""
+    name = rng.choice(sorted(drawn.tensors))
+    raw = drawn.tensors[name].contiguous().view(-1).view(torch.uint8).clone()
+    match rng.randrange(5):
+        case 0:
+            del drawn.tensors[name]
+        case 1:
+            kind = rng.choice(TYPES)
+            drawn.tensors[name] = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(kind)
+        case 2:
+            shape = rng.choice([(), (1,), (0,), (0, 5), (2, 2), tuple(reversed(drawn.tensors[name].shape)), (8, 4), (4, 8)])
+            drawn.tensors[name] = torch.zeros(shape, dtype=drawn.tensors[name].dtype)
+        case 3:
+            raw[rng.randrange(raw.numel())] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
+            drawn.tensors[name] = raw.view(drawn.tensors[name].dtype).view(drawn.tensors[name].shape)
+        case 4:
+            raw.fill_(rng.choice([0, 0x7F, 0x80, 0xFF]))
+            drawn.tensors[name] = raw.view(drawn.tensors[name].dtype).view(drawn.tensors[name].shape)
+
+
+def test_fuzzed_layers(tmp_path: Path) -> None:
+    """Damaged configurations, tensors and bytes of every kind: a weight with finite scales, or the library's own error.
+
+    HALFBYTE_FUZZ=10000 for as many; HALFBYTE_FUZZ_SEED for others.
+    """
+    count, seed = int(os.environ.get("HALFBYTE_FUZZ", "800")), int(os.environ.get("HALFBYTE_FUZZ_SEED", "4"))
+    rng, file, refused = random.Random(seed), tmp_path / "x.safetensors", 0
+    for i in range(count):
+        kind = rng.choice(sorted(KINDS))
+        drawn, config = draw(kind, 8, 128, i), None
+        match i % 3:
+            case 0:
+                config = damage_config(drawn.config, rng)
+            case 1:
+                damage_tensor(drawn, rng)
+        save_file({f"a.b.{name}": t.contiguous() for name, t in drawn.tensors.items()}, file)
+        if i % 3 == 2:
+            file.write_bytes(mutate(file.read_bytes(), rng))
+        try:
+            described = {**config, "quant_method": drawn.config["quant_method"]} if isinstance(config, dict) else drawn.config
+            weight = make_adapter(described).convert(Layer("a.b", 8, 128, read_header(file)))
+            assert weight.shape == (8, 128)
+            assert bool(block_scales(weight).isfinite().all())
+        except HalfbyteError:
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"seed {seed}, round {i}, {kind}: {type(error).__name__}: {error}")
+    assert count * 0.3 < refused < count * 0.95  # many are refused, and harmless changes are not
