@@ -79,9 +79,10 @@ class QuantTensor:
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
-    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order."""
+    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order; one more than it stores is `perm`."""
     shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
-    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape), parts, strict=True)))
+    act_order = len(parts) > len(expected_parts(fmt, shape))
+    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
 
 #: Names of the tensors that a QuantTensor may hold, in storage order.

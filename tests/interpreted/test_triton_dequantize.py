@@ -73,6 +73,16 @@ def test_weights_below_each_other_in_one_launch(formats: tuple[str, ...]) -> Non
         assert torch.equal(bits(written(weights, first, last - first, torch.float16)), bits(whole[first:last])), (first, last)
 
 
+@pytest.mark.parametrize("name", ["int4_g128", "nf4_dq", "int8_col"])
+def test_act_order(name: str) -> None:
+    perm = torch.randperm(256, generator=torch.Generator().manual_seed(0)).int()
+    w = replace(weight(name, 5, 256), perm=perm)
+    assert torch.equal(bits(written([w], 0, 5, torch.float16)), bits(hb.dequantize(w, torch.float16)))
+    both = torch.cat([hb.dequantize(w, torch.float16), hb.dequantize(replace(w, perm=None), torch.float16)])
+    assert torch.equal(bits(written([w, replace(w, perm=None)], 0, 10, torch.float16)), bits(both))
+    written([replace(w, perm=perm * 1000 - 9)], 0, 5, torch.float16)  # out of range: nothing beyond the rows
+
+
 def test_a_slab_of_rows_and_none_at_all() -> None:
     w = weight("nf4_dq", 40, 128)
     assert torch.equal(bits(written([w], 17, 11, torch.bfloat16)), bits(hb.dequantize(w, torch.bfloat16)[17:28]))
@@ -83,7 +93,7 @@ def test_the_registered_op() -> None:
     w, out = weight("nvfp4", 6, 64), torch.zeros(6, 64).half()
     for level in ("triton", "reference"):
         parts = list(w.parts().values())
-        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, (out, parts, "nvfp4", 0, level))
+        torch.library.opcheck(torch.ops.halfbyte.dequantize_rows.default, (out, parts, [], [], "nvfp4", 0, level))
 
 
 def test_what_is_refused() -> None:

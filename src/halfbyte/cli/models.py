@@ -161,12 +161,6 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return t.contiguous().flatten().view(torch.uint8)
-
-
 def _quantised(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
     """A model with quantised weights: rounded here, or as another library rounded them."""
     import torch
@@ -189,3 +183,9 @@ def _quantised(model: str | None, weights: str | None, skip: str, source: str | 
     weight_format(weights or "")
     made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)))
     return made
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return t.contiguous().flatten().view(torch.uint8)

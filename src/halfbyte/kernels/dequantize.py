@@ -6,7 +6,8 @@ in f32 and rounded once, which gives the bits of `reference.quantize.dequantize`
 
 A program takes a tile of ROWS rows and GROUPS groups of SIZE columns of one weight, codes as bytes of PARTS codes each, and one
 scale a group. Under one scale for a whole row, SIZE columns are a piece of that row. Tables of 16 values live in the instructions:
-a tree of selects on the bits of a code needs no memory.
+a tree of selects on the bits of a code needs no memory. In act-order a column goes where `perm` says,
+and where that is out of range to the nearest column.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _TILE, _COLUMNS, _PIECE = 4096, 1024, 128
 #: SCALE     how scales are stored: "f32", "f16", "e8m0", "e4m3"
 #: NESTED    scales under one second scale; 0: they have none
 #: SPREAD    whether a row has a scale for each group, and not one only
+#: ORDERED   whether the weight is in act-order
 Weight = NamedTuple(
     "Weight",
     [
-        *((name, Any) for name in ("codes", "scales", "offsets", "tensor_scale", "nested", "mean", "table")),
-        *((name, Any) for name in ("PARTS", "KIND", "BIAS", "VALUES", "SCALE", "NESTED", "SPREAD")),
+        *((name, Any) for name in ("codes", "scales", "offsets", "tensor_scale", "nested", "mean", "table", "perm")),
+        *((name, Any) for name in ("PARTS", "KIND", "BIAS", "VALUES", "SCALE", "NESTED", "SPREAD", "ORDERED")),
     ],
 )
 
@@ -122,9 +124,12 @@ def _tile(
         numbers = (_unit(codes, w) - zero) * scale
 
     column = g[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = here[:, :, None] & (column < width)[None, :, :]
+    if w.ORDERED:
+        column = tl.minimum(tl.maximum(tl.load(w.perm + column, mask=column < width, other=0), 0), width - 1)
     to = out + (target + r).to(tl.int64)[:, None, None] * stride + column[None, :, :]
     rounded = as_dtype(numbers, out.dtype.element_ty) if INTERPRETED else numbers.to(out.dtype.element_ty)
-    tl.store(to, rounded, mask=here[:, :, None] & (column < width)[None, :, :])
+    tl.store(to, rounded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["a_first", "b_first", "c_first", "a_rows", "b_rows", "c_rows"])
@@ -176,10 +181,10 @@ def as_argument(weight: QuantTensor) -> Weight:
     kind = "integer" if not values else "mirrored" if values[8] == 0 else "table"
     constants = (
         *(fmt.code.per_byte, kind, fmt.code.bias, values[:8] if kind == "mirrored" else values),
-        *(fmt.scale.dtype, fmt.scale.nested or 0, fmt.granularity == "group"),
+        *(fmt.scale.dtype, fmt.scale.nested or 0, fmt.granularity == "group", weight.perm is not None),
     )
     table, mean = (None, None) if nested is None else (dynamic_map(weight.device), nested[-1:])
-    tensors = (weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table)
+    tensors = (weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table, weight.perm)
     return Weight(*tensors, *map(tl.constexpr, constants))
 
 
@@ -206,15 +211,18 @@ def configurations() -> list[Configuration]:
     names = list(WEIGHT_FORMATS)
     alone = [_configuration((name,), (torch.bfloat16, torch.float16)[i % 2]) for i, name in enumerate(names)]
     groups = [(name,) * 3 for name in ("nf4", "mxfp4", "nvfp4")] + [("int4_g128", "nf4_dq", "int8_col"), ("int4_sym_g32", "nvfp4")]
-    return [c for found in [*alone, *(_configuration(group, torch.bfloat16) for group in groups)] for c in found]
+    ordered = _configuration(("int4_g128",), torch.float16, act_order=True)
+    return [c for found in [*alone, *(_configuration(group, torch.bfloat16) for group in groups), ordered] for c in found]
 
 
-def _configuration(formats: Sequence[str], dtype: torch.dtype) -> list[Configuration]:
+def _configuration(formats: Sequence[str], dtype: torch.dtype, act_order: bool = False) -> list[Configuration]:
     shape = (1024, 4096)
-    weights = [_without_memory(WEIGHT_FORMATS[name], shape) for name in formats]
+    weights = [_without_memory(WEIGHT_FORMATS[name], shape, act_order) for name in formats]
     out = empty(len(weights) * shape[0], shape[1], dtype=dtype)
-    return recorded(f"{'+'.join(formats)}-{str(dtype).removeprefix('torch.')}", lambda: launch(weights, out, 0))
+    name = f"{'+'.join(formats)}-{str(dtype).removeprefix('torch.')}{'-act-order' * act_order}"
+    return recorded(name, lambda: launch(weights, out, 0))
 
 
-def _without_memory(fmt: Format, shape: tuple[int, int]) -> QuantTensor:
-    return QuantTensor(fmt, shape, **{name: empty(*s, dtype=d) for name, (s, d) in expected_parts(fmt, shape).items()})
+def _without_memory(fmt: Format, shape: tuple[int, int], act_order: bool) -> QuantTensor:
+    parts = expected_parts(fmt, shape, act_order=act_order)
+    return QuantTensor(fmt, shape, **{name: empty(*s, dtype=d) for name, (s, d) in parts.items()})

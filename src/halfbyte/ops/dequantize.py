@@ -10,14 +10,16 @@ from halfbyte.errors import check
 from halfbyte.formats import weight_format
 from halfbyte.ops._library import define, level
 from halfbyte.reference.quantize import dequantize
-from halfbyte.tensors import QuantTensor, expected_parts, weight_of
+from halfbyte.tensors import QuantTensor, weight_of
 
 #: Weights of one call: q, k and v.
 MOST = 3
 
 
-def _run(out: torch.Tensor, parts: list[torch.Tensor], formats: str, first: int, level: str) -> None:
-    weights = _weights(parts, formats)
+def _run(
+    out: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], c: list[torch.Tensor], formats: str, first: int, level: str
+) -> None:
+    weights = [weight_of(weight_format(name), parts) for name, parts in zip(formats.split(","), (a, b, c), strict=False)]
     if not out.numel():
         return
     if level == "triton":
@@ -30,18 +32,11 @@ def _run(out: torch.Tensor, parts: list[torch.Tensor], formats: str, first: int,
     out.copy_(whole[first : first + out.shape[0]])
 
 
-def _weights(parts: list[torch.Tensor], formats: str) -> list[QuantTensor]:
-    """The weights that lie flat, one after the other, in `parts`."""
-    weights, at = [], 0
-    for name in formats.split(","):
-        fmt = weight_format(name)
-        count = len(expected_parts(fmt, (parts[at].shape[0], parts[at].shape[1] * fmt.code.per_byte)))
-        weights.append(weight_of(fmt, parts[at : at + count]))
-        at += count
-    return weights
-
-
-_op = define("dequantize_rows(Tensor(a!) out, Tensor[] parts, str formats, int first, str level) -> ()", _run, lambda *args: None)
+_op = define(
+    "dequantize_rows(Tensor(a!) out, Tensor[] a, Tensor[] b, Tensor[] c, str formats, int first, str level) -> ()",
+    _run,
+    lambda *args: None,
+)
 
 
 def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: int = 0, *, impl: str = "auto") -> None:
@@ -65,5 +60,6 @@ def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: in
     check(out.device == weights[0].device, f"out is on {out.device} and the weights on {weights[0].device}; move one of them")
     inside = isinstance(first, int) and 0 <= first <= rows - out.shape[0]
     check(inside, f"first={first!r} and {out.shape[0]} rows of out; the weights have {rows} rows")
-    parts = [part.contiguous() for w in weights for part in w.parts().values()]
-    _op(out, parts, ",".join(w.format.name for w in weights), first, level("dequantize", impl, out.device))
+    parts = [[part.contiguous() for part in w.parts().values()] for w in weights]
+    absent: list[list[torch.Tensor]] = [[]] * (MOST - len(weights))
+    _op(out, *parts, *absent, ",".join(w.format.name for w in weights), first, level("dequantize", impl, out.device))
