@@ -35,6 +35,7 @@ WHERE = Environment("fake", "", 1, {"torch": "2"}, "", "halfbyte bench", "2026-0
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "QUICK", BRIEF)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # tests/interpreted has the published kernel
 
 
 def quick(**options: Any) -> Session:
