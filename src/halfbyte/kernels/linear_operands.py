@@ -218,14 +218,15 @@ def _bytes(x, C: gl.constexpr):
         # 128 + (low seven bits), minus 128 or, where the sign is set, 256: both exact.
         a, b = gl.inline_asm_elementwise(
             """{
-            .reg .b32 h, p, q, s, t;
+            .reg .b32 h, p, q, s, t, minus;
+            mov.b32 minus, 0xBF80BF80;
             shr.u32 h, $2, 8;
             lop3.b32 p, $2, 0x007F007F, 0x43004300, 0xEA;
             lop3.b32 q, $2, 0x00800080, 0x43004300, 0xEA;
             lop3.b32 s, h, 0x007F007F, 0x43004300, 0xEA;
             lop3.b32 t, h, 0x00800080, 0x43004300, 0xEA;
-            sub.bf16x2 $0, p, q;
-            sub.bf16x2 $1, s, t;
+            fma.rn.bf16x2 $0, q, minus, p;
+            fma.rn.bf16x2 $1, t, minus, s;
             }""",
             "=&r,=&r,r",
             [x],

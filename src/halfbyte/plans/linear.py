@@ -224,8 +224,9 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
     chunk = 256 // half_chunk
     tiles = sum(-(-n // 32) for n in features)
     few = next((n for n in (1, 2, 4, 8) if rows <= n), 16)
+    fine = 0 < weight.group < 64 or bool(weight.table)  # what they need beside the product fills the registers
     if rows > 8:
-        tile, streams, across = (64 if tiles <= slots else 128), 2, 2
+        tile, streams, across = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if rows <= 4 else 0.7 * slots)
         tile, streams, across = (32 if narrow or 0 < weight.group < 64 or half_chunk == 2 else 64), 4, 1
