@@ -15,7 +15,8 @@ import torch
 
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
-from halfbyte.settings import interpreted
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.settings import interpreted, pair_launches
 from halfbyte.tensors import QuantTensor
 
 Kind = Literal["data-parallel", "split-k", "stream-k"]
@@ -98,5 +99,46 @@ def resident(made: Any, device: Device) -> int:
     return int(max(1, min(65536 // registers, 228 * 1024 // shared, 2048 // threads, 32)))
 
 
-#: By name. The kernel that `halfbyte.linear` uses belongs here as "halfbyte" once its plan can be told how to cut.
-KERNELS: dict[str, Kernel] = {"published": Published()}
+class Halfbyte:
+    """The tuned kernel of `halfbyte.linear`, whose decomposition is its number of programs."""
+
+    def store(self, weights: Sequence[QuantTensor]) -> Sequence[Any]:
+        """As they are."""
+        return weights
+
+    def form(self, x: torch.Tensor, stored: Sequence[Any], cut: Decomposition, device: Device) -> Form:
+        """The plan of this product with another number of programs."""
+        if device.kind != "cuda":
+            raise Unsupported("the tuned kernel runs on an NVIDIA GPU")
+        from halfbyte.kernels.linear_gluon import launch
+
+        n, k = stored[0].shape
+        plan = gluon_linear(
+            [(stored[0].format, n)],
+            rows=x.shape[0],
+            width=k,
+            half="bf16",
+            processors=device.sm_count or 1,
+            capability=device.capability or (0, 0),
+            pair=pair_launches(),
+        )
+        if isinstance(plan, str):
+            raise Unsupported(plan)
+        resident = plan.blocks
+        programs = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": (device.sm_count or 1) * resident}
+        count = programs[cut.kind]
+        if count > plan.tiles * plan.steps:
+            raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")
+        part = torch.empty(2 * count * plan.spec.part_floats, device=x.device)
+        counters = torch.zeros(plan.tiles, dtype=torch.int32, device=x.device)
+
+        def call(weight: QuantTensor) -> torch.Tensor:
+            out = x.new_empty(x.shape[0], n)
+            launch(x, [weight], [None], [out], plan.spec, count, part, counters)
+            return out
+
+        return Form([partial(call, weight) for weight in stored], count, resident)
+
+
+#: By name.
+KERNELS: dict[str, Kernel] = {"halfbyte": Halfbyte(), "published": Published()}

@@ -17,6 +17,8 @@ from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tile
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
+#: What the JIT made of a call, by everything that it is specialised on: asking it again takes longer than the kernel.
+_compiled: dict[tuple[object, ...], object] = {}
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -98,7 +100,12 @@ def _launch_gluon(
         biases = [o.new_zeros(o.shape[-1]) if b is None else b.contiguous() for b, o in zip(biases, outs, strict=True)]
     part = floats(x.device, plan.floats, own)
     count = counters(x.device, plan.tiles, own)
-    launch(x, weights, biases, outs, plan.spec, plan.programs, part, count)
+    small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
+    seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
+    key = (plan, x.device, x.shape[1], x.stride(0), tuple(w.shape[0] for w in weights), seen)
+    compiled = launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, None if own else _compiled.get(key))
+    if not own:
+        _compiled[key] = compiled
 
 
 def _launch_triton(

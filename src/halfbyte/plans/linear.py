@@ -142,11 +142,16 @@ _DRIVER_BYTES, _BLOCK_BYTES = 1024, 1280
 
 @dataclass(frozen=True)
 class GluonLinear:
-    """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and its workspace."""
+    """A launch of the tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
+
+    blocks: programs that run on one multiprocessor at once.
+    """
 
     spec: Spec
     programs: int
     tiles: int
+    steps: int
+    blocks: int
     why: str
 
     @property
@@ -190,7 +195,7 @@ def gluon_linear(
     steps = -(-width // spec.step)
     count = _programs(tiles, steps, processors, per_processor)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {_cut(count, tiles)}"
-    return GluonLinear(spec, count, tiles, why)
+    return GluonLinear(spec, count, tiles, steps, per_processor, why)
 
 
 def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) -> str:
