@@ -236,6 +236,9 @@ def linear(
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
     rings = make_rings(S, C)
+    red = rings[0]
+    if C.sums_apart:
+        red = gl.allocate_shared_memory(gl.float32, [C.streams, C.tile, C.rows], plain(3))
     steps = (K + C.step - 1) // C.step
     tiles = 0
     for i in gl.static_range(gl.constexpr(len(C.weights))):
@@ -289,8 +292,9 @@ def linear(
         acc = _multiply(acc, rings, slot, S, C)
         step += 1
         if (step == steps) | (now + 1 == x_end):
-            barrier()  # nobody reads this slot's codes any more
-            red = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.rows], plain(3))
+            if not C.sums_apart:
+                barrier()  # nobody reads this slot's codes any more
+                red = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.rows], plain(3))
             red.store(acc)
             barrier()
             v = gl.sum(red.load(_output_layout(C)), axis=0)

@@ -17,6 +17,8 @@ from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tile
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
+#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS, and bytes of such a part.
+EXPANDED_ROWS, SLAB_BYTES = 1024, 32 << 20
 #: What the JIT made of a call, by everything that it is specialised on: asking it again takes longer than the kernel.
 _compiled: dict[tuple[object, ...], object] = {}
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -44,7 +46,9 @@ def run(
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
             plan = _tuned_plan(rows, weights, level, row_invariant)
-            if isinstance(plan, GluonLinear):
+            if level == "auto" and rows.shape[0] >= EXPANDED_ROWS and rows.is_cuda and not row_invariant:
+                _by_slabs(rows, weights, biases, outs)
+            elif isinstance(plan, GluonLinear):
                 _launch_gluon(rows, weights, biases, outs, plan, compiled)
             elif level == "gluon":
                 raise Unsupported(
@@ -53,6 +57,27 @@ def run(
             else:
                 _launch_triton(rows, weights, biases, outs, row_invariant, compiled)
     return outs
+
+
+def _by_slabs(
+    x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
+) -> None:
+    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS while they are in the L2 cache."""
+    from halfbyte.kernels.dequantize import launch
+
+    width = x.shape[1]
+    step = max(256, SLAB_BYTES // (2 * width))
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        y = out.view(-1, w.shape[0])
+        buffer = x.new_empty(min(step, w.shape[0]), width)
+        for first in range(0, w.shape[0], step):
+            slab = buffer[: w.shape[0] - first]
+            launch([w], slab, first)
+            here = y[:, first : first + slab.shape[0]]
+            if bias is None:
+                torch.mm(x, slab.mT, out=here)
+            else:
+                torch.addmm(bias[first : first + slab.shape[0]].to(x.dtype), x, slab.mT, out=here)
 
 
 def _tuned_plan(x: torch.Tensor, weights: Sequence[QuantTensor], level: str, row_invariant: bool) -> GluonLinear | str:

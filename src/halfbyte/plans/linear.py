@@ -96,6 +96,7 @@ class Spec:
     zero_piece: int  # zero points, the same
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
+    sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property
@@ -124,10 +125,11 @@ class Spec:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring of codes with the table behind it, and the rings of x, scales and zero points."""
+        """Shared memory of a block: the rings of codes (the table behind them), x, scales and zero points, and sums."""
         weight = self.weights[0]
         scales = self.tile * self.columns(weight) * (weight.scale_bytes + weight.zero)
-        return weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.step * self.few + scales)
+        ring = weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.step * self.few + scales)
+        return ring + (4 * self.streams * self.part_floats if self.sums_apart else 0)
 
     def columns(self, weight: Stored) -> int:
         """Scales of a row in one step."""
@@ -235,14 +237,14 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
     else:
         narrow = tiles <= (slots if rows <= 4 else 0.7 * slots)
         tile, streams, across = (32 if narrow or 0 < weight.group < 64 or half_chunk == 2 else 64), 4, 1
-    return Spec((weight,) * count, half, max(8, few), tile, streams, across, chunk, 1, 1, 1, False, few, 0)
+    return Spec((weight,) * count, half, max(8, few), tile, streams, across, chunk, 1, 1, 1, False, few, True, 0)
 
 
 def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
     """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
     everything = {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
-    for stages in (4, 3, 2):
-        spec = replace(shape, stages=stages)
+    for stages, apart in ((4, True), (4, False), (3, True), (3, False), (2, True), (2, False)):
+        spec = replace(shape, stages=stages, sums_apart=apart)
         if blocks * (spec.shared_bytes + _BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
                 spec = replace(spec, spare=spec.spare + 1)
