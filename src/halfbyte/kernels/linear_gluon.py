@@ -292,12 +292,14 @@ def linear(
         acc = _multiply(acc, rings, slot, S, C)
         step += 1
         if (step == steps) | (now + 1 == x_end):
-            if not C.sums_apart:
+            if C.sums_apart:
+                sums = red
+            else:
                 barrier()  # nobody reads this slot's codes any more
-                red = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.rows], plain(3))
-            red.store(acc)
+                sums = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.rows], plain(3))
+            sums.store(acc)
             barrier()
-            v = gl.sum(red.load(_output_layout(C)), axis=0)
+            v = gl.sum(sums.load(_output_layout(C)), axis=0)
             if (begin == 0) & (step == steps):
                 _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:

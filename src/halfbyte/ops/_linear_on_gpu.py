@@ -62,7 +62,7 @@ def run(
 def _by_slabs(
     x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
 ) -> None:
-    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS while they are in the L2 cache."""
+    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS while L2 holds them."""
     from halfbyte.kernels.dequantize import launch
 
     width = x.shape[1]

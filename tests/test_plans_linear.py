@@ -1,0 +1,126 @@
+"""The plan of the tuned linear kernel: what it takes, what it leaves to the portable one, and how work is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, gluon_linear
+
+H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}
+#: Shared memory of a multiprocessor, and what the driver takes of it for each block.
+EVERYTHING = {(8, 0): 164 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
+DRIVER = 1024
+
+
+def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, half: str = "bf16", **device: Any) -> GluonLinear | str:
+    features = n if isinstance(n, tuple) else (n,)
+    return gluon_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
+
+
+def tuned(*args: Any, **more: Any) -> GluonLinear:
+    found = planned(*args, **more)
+    assert isinstance(found, GluonLinear), found
+    return found
+
+
+@pytest.mark.parametrize("capability", list(EVERYTHING))
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "name", ["int4_sym_g128", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "fp4_bnb", "mxfp4", "nvfp4"]
+)
+def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability: tuple[int, int]) -> None:
+    """One block more on a multiprocessor, and paired launches would not be spread evenly."""
+    for n, k in ((1024, 4096), (4096, 14336), (8192, 8192), (28672, 4096)):
+        found = planned(name, n, k, rows, capability=capability)
+        if isinstance(found, str):
+            assert capability == (8, 9), found
+            continue
+        taken = found.spec.shared_bytes + DRIVER
+        assert found.blocks * taken <= EVERYTHING[capability] < (found.blocks + 1) * taken
+        assert found.spec.stages >= 2
+        if found.spec.weights[0].table:  # the table begins at a multiple of its size, behind the stages, within the ring
+            weight, spec = found.spec.weights[0], found.spec
+            assert weight.table_at(spec) * TABLE_BYTES >= spec.stages * weight.slot_bytes(spec)
+            assert (weight.table_at(spec) + 1) * TABLE_BYTES <= weight.slots(spec) * weight.slot_bytes(spec)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "programs", "cut"),
+    [
+        (4096, 4096, 128, "data-parallel"),
+        (6144, 4096, 192, "data-parallel"),
+        (8192, 8192, 256, "data-parallel"),
+        (16384, 16384, 256, "data-parallel"),
+        (1024, 4096, 128, "split-K, 4 parts a tile"),
+        (4096, 14336, 256, "split-K, 2 parts a tile"),
+        (10240, 8192, 256, "stream-K"),
+        (28672, 4096, 256, "stream-K"),
+    ],
+)
+def test_decompositions_by_hand(n: int, k: int, programs: int, cut: str) -> None:
+    found = tuned("int4_sym_g128", n, k)
+    assert found.programs == programs
+    assert cut in found.why
+
+
+@pytest.mark.parametrize("n", [1, 31, 33, 500, 4096, 10240, 57344])
+@pytest.mark.parametrize("k", [256, 1280, 4096, 28672])
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_every_program_has_a_step(n: int, k: int, rows: int) -> None:
+    """At most two partial results a program: so much workspace is planned."""
+    for name in ("int4_sym_g128", "int8_col"):
+        found = tuned(name, n, k, rows)
+        assert 1 <= found.programs <= found.tiles * found.steps
+        assert found.tiles * found.spec.tile >= n > (found.tiles - 1) * found.spec.tile
+        assert found.steps * found.spec.step >= k > (found.steps - 1) * found.spec.step
+        assert found.floats == 2 * found.programs * found.spec.tile * found.spec.rows
+
+
+def test_three_weights_share_a_launch() -> None:
+    found = tuned("nf4", (4096, 1024, 1000), 4096)
+    assert found.tiles == 128 + 32 + 32
+    assert len(found.spec.weights) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "rows", "why"),
+    [
+        ("int4_sym_g128", 4096, 4096, 17, "17 rows; the tuned kernel takes 16"),
+        ("nf4_dq", 4096, 4096, 1, "portable kernel only"),
+        ("int4_col", 4096, 4096, 1, "zero points of whole rows"),
+        ("int4_sym_col", 4096, 4104, 1, "not whole 16-byte pieces"),
+        ("int4_sym_g128", 4096, 128, 1, "pieces of 4 bytes"),
+        ("int4_g128", 4096, 256, 1, "pieces of 4 bytes"),
+    ],
+)
+def test_what_is_left_to_the_portable_kernel(name: str, n: int, k: int, rows: int, why: str) -> None:
+    assert why in str(planned(name, n, k, rows))
+
+
+def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
+    mixed = [(WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)]
+    assert "several formats" in str(gluon_linear(mixed, rows=1, width=4096, half="bf16", **H200))
+    assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
+    assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.pair
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_what_operands_have_too_much(half: str) -> None:
+    """code -> operand is code * unit + shift, but for zero points; tables hold the values themselves."""
+    for name, code, operand in (
+        ("int4_sym_g128", 8, 128 + 8 if half == "bf16" else 8 * 2.0**-24),
+        ("int8_col", 0, 0 if half == "bf16" else 128 * 2.0**-24),
+        ("nf4", 0, 0),
+    ):
+        weight = tuned(name, 64, 4096, half=half).spec.weights[0]
+        assert operand == (code - weight.bias) * weight.unit(half) + weight.shift(half)
+
+
+def test_tables_hold_the_nearest_16_bit_numbers() -> None:
+    e2m1 = tuned("nvfp4", 64, 4096).spec.weights[0].table
+    assert e2m1[:8] == (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
+    assert e2m1[8:] == tuple(bits | 0x8000 for bits in e2m1[:8])
+    assert tuned("nvfp4", 64, 4096, half="fp16").spec.weights[0].table[1:3] == (0x3800, 0x3C00)
