@@ -17,8 +17,9 @@ from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tile
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
-#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS, and bytes of such a part.
-EXPANDED_ROWS, SLAB_BYTES = 1024, 32 << 20
+#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS: in general, and where every 16
+#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part.
+EXPANDED_ROWS, EXPANDED_ROWS_16, SLAB_BYTES = 512, 128, 32 << 20
 #: What the JIT made of a call, by everything that it is specialised on: asking it again takes longer than the kernel.
 _compiled: dict[tuple[object, ...], object] = {}
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -46,7 +47,7 @@ def run(
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
             plan = _tuned_plan(rows, weights, level, row_invariant)
-            if level == "auto" and rows.shape[0] >= EXPANDED_ROWS and rows.is_cuda and not row_invariant:
+            if level == "auto" and not row_invariant and expands(rows.shape[0], weights):
                 _by_slabs(rows, weights, biases, outs)
             elif isinstance(plan, GluonLinear):
                 _launch_gluon(rows, weights, biases, outs, plan, compiled)
@@ -57,6 +58,12 @@ def run(
             else:
                 _launch_triton(rows, weights, biases, outs, row_invariant, compiled)
     return outs
+
+
+def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
+    """Whether a product of so many rows is computed from dequantised parts of the weights."""
+    fine = any(w.format.group_size(w.shape[1]) < 32 for w in weights)
+    return rows >= (EXPANDED_ROWS_16 if fine else EXPANDED_ROWS)
 
 
 def _by_slabs(

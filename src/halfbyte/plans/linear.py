@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from halfbyte.formats import Format
 
@@ -243,8 +244,9 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
 def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
     """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
     everything = {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
-    for stages, apart in ((4, True), (4, False), (3, True), (3, False), (2, True), (2, False)):
-        spec = replace(shape, stages=stages, sums_apart=apart)
+    apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
+    for stages, sums_apart in product((4, 3, 2), apart):
+        spec = replace(shape, stages=stages, sums_apart=sums_apart)
         if blocks * (spec.shared_bytes + _BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
                 spec = replace(spec, spare=spec.spare + 1)
