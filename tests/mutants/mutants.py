@@ -343,8 +343,8 @@ MUTANTS = [
     Mutant(
         "the bias of another shard",
         "ops/linear.py",
-        "_weight(v, v_fmt), v_bias",
-        "_weight(v, v_fmt), None",
+        "(q_bias, k_bias, v_bias), level",
+        "(q_bias, k_bias, None), level",
         ops("test_qkv_projection_is_three_products"),
     ),
     # -- checkpoints of other libraries

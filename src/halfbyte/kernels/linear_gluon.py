@@ -3,10 +3,11 @@
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
 Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
-*tile* is `tile` rows of the weight; a *step* of it is W chunks of 128 k, one for each warp. Codes, scales, zero points and x of a
-step come into a ring in shared memory by cp.async. Codes enter the product exactly: a nibble masked in place is a number already
-(linear_operands.py); what it has too much (128 + 8, say) is a multiple of the sum of x and is where the product starts from; the
-group's scale multiplies fp32 sums of the group. The warps' sums of a tile are added at its end, in the order of the warps.
+*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps, which
+divide the rows of the tile). Codes, scales, zero points and x of a step come into a ring in shared memory by cp.async. Codes enter
+the product exactly: a nibble masked in place is a number already (linear_operands.py); what it has too much (128 + 8, say) is a
+multiple of the sum of x, which a product with ones gives; the group's scale multiplies fp32 sums of the group. The streams' sums of
+a tile are added at its end, in the order of the streams.
 
 Work is the steps of all tiles of all weights that are computed together, one after the other; the programs take equal shares. With
 as many programs as tiles a share is a tile (data-parallel), with n times as many a tile is cut into n (split-K), with as many as
@@ -251,7 +252,7 @@ def linear(
     tile = quotient(x, steps)
     step = x - tile * steps
     begin = step
-    # The weights first: nothing that runs before this kernel writes them, but x it may.
+    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
     ahead_tile = tile
     ahead_step = step

@@ -14,18 +14,10 @@ from halfbyte.formats import weight_format
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops._library import define, level, say_once
 from halfbyte.reference import linear as reference
-from halfbyte.tensors import QuantTensor, expected_parts
+from halfbyte.tensors import QuantTensor, weight_of
 
 _Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]
 _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
-
-
-def _weight(parts: Sequence[torch.Tensor], name: str) -> QuantTensor:
-    """A weight from its flat parts: the tensors of `expected_parts`, in that order; one more than a format stores is `perm`."""
-    fmt = weight_format(name)
-    shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
-    act_order = len(parts) > len(expected_parts(fmt, shape))
-    return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
 
 def _flat(weight: QuantTensor) -> list[torch.Tensor]:
@@ -35,7 +27,7 @@ def _flat(weight: QuantTensor) -> list[torch.Tensor]:
 def _run_linear(
     x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, level: str, row_invariant: bool = False
 ) -> torch.Tensor:
-    return _run(x, [_weight(parts, fmt)], [bias], level, row_invariant)[0]
+    return _run(x, [weight_of(weight_format(fmt), parts)], [bias], level, row_invariant)[0]
 
 
 def _run(
@@ -72,7 +64,7 @@ def _run_qkv(
     level: str,
     row_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights = [_weight(parts, fmt) for parts, fmt in zip((q, k, v), formats.split(","), strict=True)]
+    weights = [weight_of(weight_format(fmt), parts) for parts, fmt in zip((q, k, v), formats.split(","), strict=True)]
     q_out, k_out, v_out = _run(x, weights, (q_bias, k_bias, v_bias), level, row_invariant)
     return q_out, k_out, v_out
 
