@@ -20,7 +20,7 @@ from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
 ROWS = (1, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 300, 1000)
-LAYOUTS = ("rows", "columns", "slice", "expanded")
+LAYOUTS = ("rows", "columns", "slice", "expanded", "apart")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
         return x[:1].expand(rows, width)
     if layout == "rows":
         return x
+    if layout == "apart":  # the last token of sequences, say
+        whole = x.new_full((rows, 3, width), torch.nan)
+        whole[:, 2] = x
+        return whole[:, 2]
     whole = x.new_full((rows + 2, 2 * width + 6), torch.nan)
     part = whole[1:-1, 3 : 3 + 2 * width : 2]
     part.copy_(x)
@@ -282,3 +286,47 @@ def test_the_last_rows_of_a_huge_x(impl: str) -> None:
     if not PLACE.dry:
         del x, y
         torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+@pytest.mark.parametrize("name", ["nf4", "nf4_dq", "fp4_bnb"])
+def test_levels_do_not_add_up_their_errors(name: str, rows: int, impl: str) -> None:
+    """x of one sign: what rounding does to a level is the same wherever its code stands."""
+    x = normal(rows, PLACE.size(8192, 256)).relu().bfloat16()
+    w = hb.quantize(normal(PLACE.size(512, 32), x.shape[1]), name)
+    judge(hb.linear(x, w, impl=impl), x, w, None)
+
+
+@pytest.mark.parametrize(("name", "broken"), [("mxfp4", 255), ("nvfp4", 127), ("nvfp4", 255)])
+def test_a_broken_scale_is_seen(name: str, broken: int, impl: str) -> None:
+    w = hb.quantize(normal(70, 256), name)
+    scales = w.scales.clone()  # type: ignore[union-attr]
+    scales[3, 1] = broken
+    y = hb.linear(normal(2, 256).bfloat16(), replace(w, scales=scales), impl=impl)
+    assert y[:, 3].isnan().all()
+    assert not torch.cat([y[:, :3], y[:, 4:]], 1).isnan().any()
+
+
+@pytest.mark.parametrize("rows", [5, 6, 9, PLACE.size(600, 20)])
+def test_biases_of_several_types(rows: int, impl: str) -> None:
+    x, weights = normal(rows, 256).bfloat16(), [hb.quantize(normal(n, 256), "int4_g64") for n in (64, 32, 33)]
+    biases = (normal(64), None, normal(33).bfloat16())
+    for y, w, b in zip(hb.qkv_projection(x, tuple(weights), biases, impl=impl), weights, biases, strict=True):  # type: ignore[arg-type]
+        judge(y, x, w, b)
+
+
+def test_a_share_of_a_weight_is_read_where_it_lies(impl: str) -> None:
+    """Half of the columns, as a view, with few rows and with many."""
+    full = hb.quantize(normal(100, 512), "int4_g64")
+    half = QuantTensor(full.format, (100, 256), **{name: t[:, t.shape[1] // 2 :] for name, t in full.parts().items()})
+    for rows in (2, PLACE.size(600, 20)):
+        x = normal(rows, 256).bfloat16()
+        judge(hb.linear(x, half, impl=impl), x, half, None)
+
+
+def test_a_bias_that_wants_a_gradient_is_refused(impl: str) -> None:
+    w, bias = hb.quantize(normal(64, 256), "int4_g64"), normal(64).requires_grad_()
+    for rows in (2, PLACE.size(600, 20)):
+        y = hb.linear(normal(rows, 256).bfloat16(), w, bias, impl=impl)
+        with pytest.raises(Unsupported, match="no gradient"):
+            y.sum().backward()

@@ -124,9 +124,8 @@ class Halfbyte:
         )
         if isinstance(plan, str):
             raise Unsupported(plan)
-        resident = plan.blocks
-        programs = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": (device.sm_count or 1) * resident}
-        count = programs[cut.kind]
+        slots = (device.sm_count or 1) * plan.blocks
+        count = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": slots}[cut.kind]
         if count > plan.tiles * plan.steps:
             raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")
         part = torch.empty(2 * count * plan.spec.part_floats, device=x.device)
@@ -137,7 +136,7 @@ class Halfbyte:
             launch(x, [weight], [None], [out], plan.spec, count, part, counters)
             return out
 
-        return Form([partial(call, weight) for weight in stored], count, resident)
+        return Form([partial(call, weight) for weight in stored], count, plan.blocks)
 
 
 #: By name.

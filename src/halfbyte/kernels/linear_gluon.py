@@ -72,13 +72,15 @@ def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _to_float(s, S: gl.constexpr):
-    """A stored scale as a number."""
+    """A stored scale as a number; E8M0's 255 and E4M3's 127 and 255 are NaN."""
     if S.scale == "e8m0":
-        power = (s.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-        return gl.where(s == 0, 5.877471754111438e-39, power)
+        # 0 is 2^-127, a subnormal of fp32; 255 is infinity's exponent, and with one more bit NaN.
+        bits = gl.maximum(s.to(gl.int32) << 23, 0x00400000) | (s.to(gl.int32) + 1 >> 8 << 22)
+        return bits.to(gl.float32, bitcast=True)
     elif S.scale == "e4m3":
         bits = ((s.to(gl.int32) & 128) << 24) | ((s.to(gl.int32) & 127) << 20)
-        return bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
+        number = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
+        return gl.where((s.to(gl.int32) & 127) == 127, float("nan"), number)
     else:
         return s.to(gl.float32)
 
@@ -337,7 +339,8 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [M, K], rows at multiples of 16 bytes; weights of one format, and biases all or none.
+    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With spec.pair weights
+    are read before what ran last is known to have ended (programmatic dependent launch): docs/linear.md, paired launches.
     part: fp32, two partial results a program; count: int32, one a tile, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is not asked then.
     """

@@ -281,7 +281,7 @@ def _entry_asm(S, C):
 @gluon.jit
 def _entry(at, S: gl.constexpr, C: gl.constexpr):
     """The 32 bits of the table at byte offsets `at`."""
-    return gl.inline_asm_elementwise(_entry_asm(S, C), "=r,r", [at], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(_entry_asm(S, C), "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

@@ -9,8 +9,6 @@ conversion: an integer below 1024 in the low bits of the fp16 1024 (below 128 in
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ import triton.language as tl
 from halfbyte.formats import Code
 from halfbyte.kernels.codes import e4m3_bits, nearest, power_of_two
 from halfbyte.kernels.stored import INTERPRETED
+from halfbyte.plans.linear import level_of
 from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
@@ -188,7 +187,8 @@ def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torc
     """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16."""
     code, scale = q.format.code, q.format.scale
     assert scale is not None
-    kind, unit = ("integer", 1.0) if code.kind == "affine" else ("e2m1", 1.0) if _is_e2m1(code) else ("table", _unit(code))
+    kind = "integer" if code.kind == "affine" else "e2m1" if _is_e2m1(code) else "table"
+    unit = level_of(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
     zero = code.bias if code.bits == 4 else 128
     group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
@@ -219,18 +219,6 @@ def _is_e2m1(code: Code) -> bool:
     u = torch.arange(16, dtype=torch.int32)
     made = (((u & 7) << 9) | ((u & 8) << 12)).to(torch.int16).view(torch.float16).double() * 2.0**14
     return code.values is not None and torch.equal(made, torch.tensor(code.values, dtype=torch.float64))
-
-
-def _unit(code: Code) -> float:
-    """1 / d for the smallest d = 1..16 that makes every level d exact in 16 bits (to fp32's precision); 1 if none does."""
-    assert code.values is not None
-
-    def exact(level: float, d: int) -> bool:
-        mantissa = math.frexp(level * d)[0] * 2**8
-        return abs(mantissa - round(mantissa)) < 2**-14
-
-    fits: Iterator[int] = (d for d in range(1, 17) if all(exact(level, d) for level in code.values))
-    return 1.0 / next(fits, 1)
 
 
 def _levels(code: Code, unit: float, dtype: torch.dtype) -> torch.Tensor:

@@ -33,7 +33,7 @@ def run(
     row_invariant: bool,
     compiled: bool = False,
 ) -> list[torch.Tensor]:
-    """[..., N] in x's dtype for each weight, by the level asked for, in one launch.
+    """[..., N] in x's dtype for each weight, by the level asked for, in one launch (for very many rows: by parts of the weights).
 
     `compiled`: called from compiled code, behind whose back nothing may be kept.
     """
@@ -46,10 +46,11 @@ def run(
     elif any(out.numel() for out in outs):
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
-            plan = _tuned_plan(rows, weights, level, row_invariant)
             if level == "auto" and not row_invariant and expands(rows.shape[0], weights):
                 _by_slabs(rows, weights, biases, outs)
-            elif isinstance(plan, GluonLinear):
+                return outs
+            plan = _tuned_plan(rows, weights, level, row_invariant)
+            if isinstance(plan, GluonLinear):
                 _launch_gluon(rows, weights, biases, outs, plan, compiled)
             elif level == "gluon":
                 raise Unsupported(
@@ -61,9 +62,12 @@ def run(
 
 
 def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
-    """Whether a product of so many rows is computed from dequantised parts of the weights."""
+    """Whether a product of so many rows is computed from dequantised parts of the weights.
+
+    Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
+    """
     fine = any(w.format.group_size(w.shape[1]) < 32 for w in weights)
-    return rows >= (EXPANDED_ROWS_16 if fine else EXPANDED_ROWS)
+    return rows >= (EXPANDED_ROWS_16 if fine else EXPANDED_ROWS) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _by_slabs(
@@ -73,9 +77,10 @@ def _by_slabs(
     from halfbyte.kernels.dequantize import launch
 
     width = x.shape[1]
-    step = max(256, SLAB_BYTES // (2 * width))
-    for w, bias, out in zip(weights, biases, outs, strict=True):
-        y = out.view(-1, w.shape[0])
+    step = max(256, SLAB_BYTES // (2 * width) // 256 * 256)  # aligned, for cuBLAS
+    for weight, bias, out in zip(weights, biases, outs, strict=True):
+        w = QuantTensor(weight.format, weight.shape, **{name: part.contiguous() for name, part in weight.parts().items()})
+        y = out.view(x.shape[0], w.shape[0])
         buffer = x.new_empty(min(step, w.shape[0]), width)
         for first in range(0, w.shape[0], step):
             slab = buffer[: w.shape[0] - first]
@@ -126,18 +131,27 @@ def _launch_gluon(
     perm = weights[0].perm
     if perm is not None:
         x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
-    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
-        x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    if any(b is not None for b in biases):
-        biases = [o.new_zeros(o.shape[-1]) if b is None else b.contiguous() for b, o in zip(biases, outs, strict=True)]
+    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    biases = _alike(biases, outs)
     part = floats(x.device, plan.floats, own)
-    count = counters(x.device, plan.tiles, own)
+    count = counters(x.device, plan.counters, own)
     small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
     seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
-    key = (plan, x.device, x.shape[1], x.stride(0), tuple(w.shape[0] for w in weights), seen)
+    key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
     compiled = launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, None if own else _compiled.get(key))
     if not own:
         _compiled[key] = compiled
+
+
+def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Biases of one type: none, or all; zeros where one is missing, in fp32 where types differ."""
+    types = {b.dtype for b in biases if b is not None}
+    if not types:
+        return list(biases)
+    dtype = types.pop() if len(types) == 1 else torch.float32
+    made = [o.new_zeros(o.shape[-1], dtype=dtype) if b is None else b for b, o in zip(biases, outs, strict=True)]
+    return [b.to(dtype).contiguous() for b in made]
 
 
 def _launch_triton(

@@ -1,4 +1,4 @@
-"""`linear` and `qkv_projection`: products with quantised weights, without ever holding the whole dequantised weight."""
+"""`linear` and `qkv_projection`: products with quantised weights, of which at most parts are ever dequantised."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def linear(
     """
     _check(x, weight, bias, "weight", "bias")
     chosen = _level("linear", impl, x)
-    if _past_dispatcher(x, chosen):
+    if _past_dispatcher(x, [bias], chosen):
         return gpu.run(x, [weight], [bias], chosen, row_invariant)[0]
     y: torch.Tensor = _linear_op(x, _flat(weight), bias, weight.format.name, chosen, row_invariant)
     return y
@@ -122,16 +122,16 @@ def qkv_projection(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
-    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch. Each shard keeps its own scales:
-    taking the largest of three tensor scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at
-    fault.
+    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch, but for very many rows. Each
+    shard keeps its own scales: taking the largest of three tensor scales would silently corrupt two of them. Raises
+    `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
     for name, weight, bias in zip("qkv", weights, biases, strict=True):
         _check(x, weight, bias, f"the {name} weight", f"the {name} bias")
     chosen = _level("qkv_projection", impl, x)
-    if _past_dispatcher(x, chosen):
+    if _past_dispatcher(x, biases, chosen):
         q_out, k_out, v_out = gpu.run(x, weights, biases, chosen, row_invariant)
         return q_out, k_out, v_out
     q, k, v = (_flat(w) for w in weights)
@@ -149,10 +149,12 @@ def _level(op: str, impl: str, x: torch.Tensor) -> str:
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
-def _past_dispatcher(x: torch.Tensor, chosen: str) -> bool:
+def _past_dispatcher(x: torch.Tensor, biases: Sequence[torch.Tensor | None], chosen: str) -> bool:
     """Whether nobody watches a call on the way: neither a compiler nor autograd nor a subclass of Tensor."""
     plain = type(x) is torch.Tensor and x.is_cuda and chosen not in _LEVELS
-    return plain and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
+    if not plain or torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *biases))
 
 
 def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weight_name: str, bias_name: str) -> None:

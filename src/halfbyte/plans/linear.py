@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from statistics import NormalDist
 
-from halfbyte.formats import Format
+from halfbyte.formats import Code, Format
 
 #: Shared memory of a table: two values of every byte, for each of 32 banks.
 TABLE_BYTES = 256 * 32 * 4
+#: Numbers of a sum for which levels are chosen.
+_LONG = 8192
 _SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 
@@ -23,7 +27,8 @@ class Stored:
     scale   type of a stored scale: "f16", "f32", "e8m0", "e4m3"
     zero    zero points are stored
     bias    what is subtracted from every code besides
-    table   the 16-bit patterns of the values of a table, of every code
+    table   the 16-bit patterns of the values of a table over `level`, of every code
+    level   what a table's numbers are multiples of
     factor  one more fp32 factor for the whole tensor
     """
 
@@ -33,6 +38,7 @@ class Stored:
     zero: bool
     bias: int
     table: tuple[int, ...]
+    level: float
     factor: bool
 
     @property
@@ -73,7 +79,7 @@ class Stored:
 
     def unit(self, half: str) -> float:
         """What one step of a code is, in operands of the tensor cores."""
-        return 1.0 if half == "bf16" or self.table else 2.0**-24
+        return 1.0 / self.level if self.table else 1.0 if half == "bf16" else 2.0**-24
 
     def shift(self, half: str) -> float:
         """What operands have too much, apart from zero points."""
@@ -159,8 +165,13 @@ class GluonLinear:
 
     @property
     def floats(self) -> int:
-        """fp32 numbers of workspace: two partial results a program."""
-        return 2 * self.programs * self.spec.part_floats
+        """fp32 numbers of workspace: two partial results a program, unless each has a tile for itself."""
+        return 1 if self.programs == self.tiles else 2 * self.programs * self.spec.part_floats
+
+    @property
+    def counters(self) -> int:
+        """Of tiles that several programs share."""
+        return 1 if self.programs == self.tiles else self.tiles
 
 
 def gluon_linear(
@@ -245,7 +256,7 @@ def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | Non
     """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
     everything = {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
-    for stages, sums_apart in product((4, 3, 2), apart):
+    for stages, sums_apart in itertools.product((4, 3, 2), apart):
         spec = replace(shape, stages=stages, sums_apart=sums_apart)
         if blocks * (spec.shared_bytes + _BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
@@ -263,7 +274,7 @@ def _programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
     slots = blocks * processors
     if slots >= tiles >= 0.7 * slots:
         return tiles
-    parts = processors // tiles if tiles else 1
+    parts = processors // tiles
     if parts >= 2 or processors >= tiles >= 0.875 * processors:
         parts = min(parts, steps)
         return tiles * parts * (blocks if steps // parts >= 8 else 1)
@@ -287,12 +298,57 @@ def stored(fmt: Format, half: str) -> Stored | str:
         return f"{fmt.name} is read by the portable kernel only"
     if fmt.offset == "int" and not group:
         return "zero points of whole rows are read by the portable kernel only"
-    table: tuple[int, ...] = ()
-    if code.kind == "lookup":
-        assert code.values is not None
-        table = tuple(_bits(value, half) for value in code.values)
+    table, level = tuple[int, ...](), 1.0
+    if code.values is not None:
+        level = level_of(code, half)
+        table = tuple(_bits(value / level, half) for value in code.values)
     kind = "pairs" if table else "bytes" if code.bits == 8 else "nibbles"
-    return Stored(kind, group, scale.dtype, fmt.offset == "int", code.bias, table, fmt.tensor_scale)
+    return Stored(kind, group, scale.dtype, fmt.offset == "int", code.bias, table, level, fmt.tensor_scale)
+
+
+@functools.cache
+def level_of(code: Code, half: str) -> float:
+    """What the levels of a table are divided by before they are rounded to 16 bits.
+
+    1 / d for the smallest d = 1..16 that makes all of them exact. If there is none (NF4), what makes long sums most exact: the
+    error of a level is the same wherever its code stands, so a mean error grows with K where x has one sign, the others with its
+    root.
+    """
+    assert code.values is not None
+    values = code.values
+    for d in range(1, 17):
+        if all(abs(_rounded(value * d, half) - value * d) <= 2**-22 * abs(value * d) for value in values):
+            return 1.0 / d
+    shares = _shares(values)
+
+    def cost(factor: float) -> float:
+        errors = [_rounded(value * factor, half) / factor - value for value in values]
+        mean = sum(share * error for share, error in zip(shares, errors, strict=True))
+        return sum(share * error**2 for share, error in zip(shares, errors, strict=True)) + _LONG * mean**2
+
+    return 1.0 / min((1.0 + i / 1024 for i in range(1024)), key=cost)
+
+
+def _shares(values: tuple[float, ...], block: int = 64) -> list[float]:
+    """How often each level stands in blocks of normal numbers over their largest magnitude: between neighbours' midpoints."""
+    normal, ordered = NormalDist(), sorted(values)
+    edges = [-1.0, *((a + b) / 2 for a, b in itertools.pairwise(ordered)), 1.0]
+    tops = [
+        normal.inv_cdf((1 + ((i + 0.5) / block) ** (1 / block)) / 2) for i in range(block)
+    ]  # the largest of a block, by quantiles
+    found = dict.fromkeys(ordered, 0.0)
+    for level, low, high in zip(ordered, edges, edges[1:], strict=False):
+        inside = sum((normal.cdf(high * top) - normal.cdf(low * top)) / (2 * normal.cdf(top) - 1) for top in tops) / block
+        found[level] += inside * (block - 1) / block + (0.5 / block if abs(level) == 1.0 else 0.0)
+    return [found[value] for value in values]
+
+
+def _rounded(value: float, half: str) -> float:
+    """The 16-bit number nearest to `value`."""
+    bits = _bits(value, half)
+    if half == "fp16":
+        return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+    return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
 
 
 def _bits(value: float, half: str) -> int:
