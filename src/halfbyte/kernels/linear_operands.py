@@ -306,13 +306,24 @@ def _look_up(words, S: gl.constexpr, C: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    asm: gl.constexpr = _look_up_asm(S, C)
     if C.half == "bf16":
-        types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
-        a, b, c, d = gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r", [words, bank], dtype=types, is_pure=True, pack=2)
+        a, b, c, d = gl.inline_asm_elementwise(
+            _look_up_asm(S, C),
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, bank],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        types: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
-        a, b, c, d = gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r", [words, bank], dtype=types, is_pure=True, pack=2)
+        a, b, c, d = gl.inline_asm_elementwise(
+            _look_up_asm(S, C),
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, bank],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
     return (a, b, c, d)
 
 
