@@ -239,8 +239,7 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
     Pieces of 128 bytes of a row are what memory likes best. Warps do best on 64 rows of the weight, as what they do to x is then
     shared by many, where that leaves a tile for every program; else on 32. More than 8 rows of x are shared by two warps.
     """
-    half_chunk = 2 if weight.kind == "bytes" else 1
-    chunk = 256 // half_chunk
+    wide = weight.kind == "bytes"
     tiles = sum(-(-n // 32) for n in features)
     few = next((n for n in (1, 2, 4, 8) if rows <= n), 16)
     fine = 0 < weight.group < 64 or bool(weight.table)  # what they need beside the product fills the registers
@@ -248,8 +247,23 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         tile, streams, across = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if rows <= 4 else 0.7 * slots)
-        tile, streams, across = (32 if narrow or 0 < weight.group < 64 or half_chunk == 2 else 64), 4, 1
-    return Spec((weight,) * count, half, max(8, few), tile, streams, across, chunk, 1, 1, 1, False, few, True, 0)
+        tile, streams, across = (32 if narrow or 0 < weight.group < 64 or wide else 64), 4, 1
+    return Spec(
+        weights=(weight,) * count,
+        half=half,
+        rows=max(8, few),
+        tile=tile,
+        streams=streams,
+        across=across,
+        chunk=128 if wide else 256,
+        stages=1,
+        piece=1,
+        zero_piece=1,
+        pair=False,
+        few=few,
+        sums_apart=True,
+        spare=0,
+    )
 
 
 def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
