@@ -63,6 +63,25 @@ def lengths_layout(C):
 
 
 @gluon.jit
+def unpack_bytes(x):
+    """16-bit words of two int8 codes -> two fp16 tensors, n + 128 times 2^-24: subnormals."""
+    a, b = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 h;
+        shr.u32 h, $2, 8;
+        lop3.b32 $0, $2, 0x00FF00FF, 0x00800080, 0x6A;
+        lop3.b32 $1, h, 0x00FF00FF, 0x00800080, 0x6A;
+        }""",
+        "=&r,=&r,r",
+        [x],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    return (a, b)
+
+
+@gluon.jit
 def _unpack(x, S: gl.constexpr):
     """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
     if S.code == "nibbles":
@@ -83,20 +102,7 @@ def _unpack(x, S: gl.constexpr):
         )
         return (a, b, c, d)
     elif S.code == "bytes":
-        a, b = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 h;
-            shr.u32 h, $2, 8;
-            lop3.b32 $0, $2, 0x00FF00FF, 0x00800080, 0x6A;
-            lop3.b32 $1, h, 0x00FF00FF, 0x00800080, 0x6A;
-            }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-        return (a, b)
+        return unpack_bytes(x)
     elif S.code == "e4m3":
         # s eeee mmm -> s 0 eeee mmm 0000000, an fp16 of the same value times 2^-8 (subnormals included)
         a, b = gl.inline_asm_elementwise(

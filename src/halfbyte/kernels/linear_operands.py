@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.gluon_operands import unpack_bytes
 from halfbyte.plans.linear import TABLE_BYTES
 
 
@@ -33,13 +34,6 @@ def code_copy_layout(C, words):
     """One lane copies 16 bytes of a row."""
     lanes = words // 8
     return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.streams, C.across, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def code_ring_layout(words):
-    """Rows of 16-byte pieces, swizzled so that the eight rows of an ldmatrix fall into different banks."""
-    pieces = words // 8
-    return gl.SwizzledSharedLayout(8, max(1, 8 // pieces), min(8, pieces), [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -235,19 +229,7 @@ def _bytes(x, C: gl.constexpr):
             pack=2,
         )
     else:
-        a, b = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 h;
-            shr.u32 h, $2, 8;
-            lop3.b32 $0, $2, 0x00FF00FF, 0x00800080, 0x6A;
-            lop3.b32 $1, h, 0x00FF00FF, 0x00800080, 0x6A;
-            }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        a, b = unpack_bytes(x)
     return (a, b)
 
 

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.compat import copy_to_shared
-from halfbyte.kernels.linear_operands import code_copy_layout, code_ring_layout, plain, scale_copy_layout, x_copy_layout
+from halfbyte.kernels.gluon_operands import code_ring_layout
+from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy_layout, x_copy_layout
 
 
 @gluon.jit
