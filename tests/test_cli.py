@@ -45,6 +45,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["memory", "demo", "--keys", "int9"], "keys='int9'"),
         (["memory", "demo", "--memory", "lots"], "memory='lots'"),
         (["memory", "demo", "--skip-layers", "a"], "--skip-layers 'a'"),
+        (["explain", "--linear", "4096"], "--linear '4096'"),
+        (["explain", "--linear", "4096x4096", "--weights", "int3"], "weights='int3'"),
+        (["explain", "--linear", "4096x4096", "--batch", "4"], "--batch describes attention"),
+        (["explain", "--rows", "4"], "--rows describes a linear layer"),
         (["bench", "decode", "--heads", "32"], "--heads '32'"),
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
@@ -81,6 +85,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"versions", "machine", "ops", "settings", "problems"} <= set(json.loads(capsys.readouterr().out))
     assert run("doctor") == 0
     assert "decode_attention" in capsys.readouterr().out
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = ["--sms", "132", "--capability", "9.0"]
+    assert run("explain", "--linear", "4096,1024,1024x4096", "--weights", "nf4", "--rows", "4", *hardware, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["work"] == "x [4, 4096] times nf4 [4096, 4096], nf4 [1024, 4096], nf4 [1024, 4096]"
+    assert run("explain", "--heads", "8/2", *hardware) == 0
+    assert "2 units" in capsys.readouterr().out
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:

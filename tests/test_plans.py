@@ -13,7 +13,8 @@ from halfbyte import plans
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, programs, side
-from halfbyte.plans.explain import explanation
+from halfbyte.plans.explain import explanation, linear_explanation
+from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
 
 H200 = (132, (9, 0))
@@ -133,6 +134,61 @@ def test_an_explanation_says_which_kernel_and_why() -> None:
         explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
     with pytest.raises(InvalidArgument, match="dim=0"):
         explanation(1, 6, 3, 0, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
+
+
+def explained(features: tuple[int, ...], rows: int, *weights: str, width: int = 4096) -> dict[str, str]:
+    return linear_explanation(features, width, weights, rows, "bf16", *H200)
+
+
+def test_an_explanation_of_a_product_follows_its_plan() -> None:
+    facts = explained((6144,), 1, "int4_g128")
+    assert facts["kernel"].startswith("gluon")
+    assert facts["partial sums"] == "none"
+    assert "data-parallel" in facts["cut"]
+    assert "13.17 MB" in facts["bytes"]  # 6144 * 4096 / 2 of codes, 3 bytes for each 128
+    plan = gluon_linear(
+        [(WEIGHT_FORMATS["int4_g128"], 6144)], rows=1, width=4096, half="bf16", processors=132, capability=(9, 0), pair=True
+    )
+    assert isinstance(plan, GluonLinear)
+    assert facts["programs"].startswith(f"{plan.programs}, ")
+    assert f"{plan.spec.shared_bytes / 1024:.0f} KB" in facts["ring"]
+
+    facts = explained((4096, 1024, 1024), 64, "int4_g64", "nf4", "nvfp4")
+    assert facts["kernel"].startswith("triton")
+    assert "several formats" in facts["not gluon"]
+    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], rows=64, width=4096, processors=132)
+    assert facts["programs"] == f"{96 * tiles.splits} for 96 tiles"
+    assert "nvfp4 [1024, 4096]" in facts["work"]
+
+
+def test_an_explanation_says_from_where_on_weights_are_dequantised() -> None:
+    assert explained((4096,), 511, "int4_g128")["kernel"].startswith("triton")
+    assert explained((4096,), 512, "int4_g128")["kernel"].startswith("cuBLAS")
+    assert explained((4096,), 127, "nvfp4")["kernel"].startswith("triton")
+    assert explained((4096,), 128, "nvfp4")["kernel"].startswith("cuBLAS")
+    assert "2 of at most 4096 rows, 4 launches" in explained((8192,), 512, "int4_g128")["parts"]
+
+
+@pytest.mark.parametrize(
+    ("features", "rows", "weights", "named"),
+    [
+        ((8, 8), 1, ("nf4",), "2 weights"),
+        ((8,), 0, ("nf4",), "rows=0"),
+        ((8, 0, 8), 1, ("nf4",), "out features=0"),
+        ((8, 8, 8), 1, ("nf4", "nf4"), "weights='nf4,nf4'"),
+        ((8,), 1, (), "weights=''"),
+        ((8,), 1, ("int8",), "weights='int8'"),
+    ],
+)
+def test_an_explanation_of_no_product_is_refused(
+    features: tuple[int, ...], rows: int, weights: tuple[str, ...], named: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        explained(features, rows, *weights)
+    with pytest.raises(InvalidArgument, match="groups of 128"):
+        explained((8,), 1, "int4_g128", width=4100)
+    with pytest.raises(InvalidArgument, match="sms=0"):
+        linear_explanation((8,), 128, ("nf4",), 1, "bf16", 0, (9, 0))
 
 
 # ------------------------------------------------------------------------------------------- the portable kernel of `linear`

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, human_bytes, integers, pairs, print_table
+from halfbyte.cli.shared import Json, human_bytes, integers, pairs, print_table, words
+from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from halfbyte.doctor import Diagnosis
@@ -94,6 +95,12 @@ def _print_estimate(e: Estimate) -> None:
 
 
 def explain(
+    context: typer.Context,
+    linear: Annotated[
+        str, typer.Option(help="Instead of attention, a linear layer: out x in features; of q, k and v 4096,1024,1024x4096.")
+    ] = "",
+    weights: Annotated[str, typer.Option(help="With --linear: the weight's format, or three of q, k and v.")] = "int4_g128",
+    rows: Annotated[int, typer.Option(help="With --linear: rows of x, one a token.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
@@ -102,27 +109,53 @@ def explain(
     keys: Annotated[str, typer.Option(help="Format of cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of cached values.")] = "int4_g32",
     page: Annotated[int, typer.Option(help="Tokens of a page; 0: contiguous.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Type of the queries: bf16 or fp16.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Type of the queries, or of x: bf16 or fp16.")] = "bf16",
     deterministic_batch: Annotated[bool, typer.Option(help="The same bits in every batch.")] = False,
     sms: Annotated[int, typer.Option(help="Multiprocessors; 0: of this machine's GPU, or an H200's 132.")] = 0,
     capability: Annotated[str, typer.Option(help="Compute capability; empty: of this machine's GPU, or 9.0.")] = "",
     as_json: Json = False,
 ) -> None:
-    """How decode attention would run on a GPU: the kernel, its tiles, how the work is split, and why."""
-    from halfbyte.plans.explain import explanation
+    """How decode attention or a linear layer would run on a GPU: the kernel, its tiles, how the work is split, and why."""
+    from halfbyte.plans.explain import explanation, linear_explanation
 
     major, minor = pairs(capability.replace(".", "/") or "0/0", "/", "capability")[0]
-    q_heads, kv_heads = pairs(heads, "/", "heads")[0]
-    found = explanation(
-        *(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch),
-        *_this_gpu(sms, (major, minor)),
-    )
+    gpu = _this_gpu(sms, (major, minor))
+    _check_belongs(context, bool(linear))
+    if linear:
+        found = linear_explanation(*_features(linear), words(weights), rows, dtype, *gpu)
+    else:
+        q_heads, kv_heads = pairs(heads, "/", "heads")[0]
+        found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, *gpu)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         width = max(map(len, found))
         for name, fact in found.items():
             print(f"{name:<{width}}  {fact}")
+
+
+#: Options of `explain` that say something about a linear layer only, and about both.
+_OF_LINEAR, _OF_BOTH = {"weights", "rows"}, {"linear", "dtype", "sms", "capability", "as_json"}
+
+
+def _check_belongs(context: typer.Context, linear: bool) -> None:
+    """Refuse an option that was given and would not be looked at."""
+    for name in sorted(set(context.params) - _OF_BOTH):
+        source = context.get_parameter_source(name)
+        if (name in _OF_LINEAR) != linear and source is not None and source.name != "DEFAULT":
+            about = "describes attention; leave it out with --linear" if linear else "describes a linear layer; add --linear"
+            raise InvalidArgument(f"--{name.replace('_', '-')} {about}")
+
+
+def _features(text: str) -> tuple[list[int], int]:
+    """6144x4096 or 4096,1024,1024x4096 as (out features of each weight, in features)."""
+    outs, _, width = text.rpartition("x")
+    try:
+        return [int(n) for n in outs.split(",")], int(width)
+    except ValueError:
+        raise InvalidArgument(
+            f"--linear {text!r}; give out features x in features, such as 6144x4096, or 4096,1024,1024x4096 for q, k and v"
+        ) from None
 
 
 def _this_gpu(sms: int, capability: tuple[int, int]) -> tuple[int, tuple[int, int]]:

@@ -13,13 +13,10 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.plans.linear import GluonLinear, gluon_linear
-from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, linear_tiles
+from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
-#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS: in general, and where every 16
-#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part.
-EXPANDED_ROWS, EXPANDED_ROWS_16, SLAB_BYTES = 512, 128, 32 << 20
 #: What the JIT made of a call, by everything that it is specialised on: asking it again takes longer than the kernel.
 _compiled: dict[tuple[object, ...], object] = {}
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -66,8 +63,7 @@ def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
-    fine = any(w.format.group_size(w.shape[1]) < 32 for w in weights)
-    return rows >= (EXPANDED_ROWS_16 if fine else EXPANDED_ROWS) and not torch.are_deterministic_algorithms_enabled()
+    return expanded([w.format for w in weights], rows, weights[0].shape[1]) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _by_slabs(
@@ -77,7 +73,7 @@ def _by_slabs(
     from halfbyte.kernels.dequantize import launch
 
     width = x.shape[1]
-    step = max(256, SLAB_BYTES // (2 * width) // 256 * 256)  # aligned, for cuBLAS
+    step = slab_rows(width)
     for weight, bias, out in zip(weights, biases, outs, strict=True):
         w = QuantTensor(weight.format, weight.shape, **{name: part.contiguous() for name, part in weight.parts().items()})
         y = out.view(x.shape[0], w.shape[0])

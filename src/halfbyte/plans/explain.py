@@ -1,11 +1,15 @@
-"""A plan of decode attention in words, for `halfbyte explain`."""
+"""Plans of decode attention and of products with quantised weights in words, for `halfbyte explain`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfbyte.errors import check
-from halfbyte.formats import key_format, value_format
+from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
+from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_decode import triton_tiles
+from halfbyte.plans.triton_linear import expanded, linear_tiles, slab_rows
 
 
 def explanation(
@@ -27,13 +31,13 @@ def explanation(
     for name, size in {"batch": batch, "heads": kv_heads, "dim": dim, "capacity": capacity, "queries": queries}.items():
         check(size > 0, f"{name}={size}; it must be above 0")
     check(q_heads % kv_heads == 0, f"heads={q_heads}/{kv_heads}; query heads must be a multiple of KV heads")
-    check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
+    _check_half(dtype)
     k, v = key_format(keys), value_format(values)
     p = Problem(
         *(dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, dim, capacity, k.name, v.name, page),
         *(True, False, False, False, False, False, deterministic_batch),
     )
-    facts = {"gpu": f"{sm_count} multiprocessors, compute capability {capability[0]}.{capability[1]}"}
+    facts = _gpu(sm_count, capability)
     facts["work"] = f"{batch * kv_heads} units (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
@@ -71,4 +75,94 @@ def _portable(p: Problem, sm_count: int, capability: tuple[int, int]) -> dict[st
         "tile": f"{tiles.block_tokens} tokens by {tiles.block_rows} query rows, {tiles.num_warps} warps, {tiles.num_stages} stages",
         "programs": f"{p.batch * p.heads * tiles.splits * -(-p.rows // tiles.block_rows)}",
         "splits": f"{tiles.splits} a unit, {share}; a second kernel adds them up in their order",
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ linear layers
+
+
+def linear_explanation(
+    features: Sequence[int],
+    width: int,
+    weights: Sequence[str],
+    rows: int,
+    dtype: str,
+    sm_count: int,
+    capability: tuple[int, int],
+) -> dict[str, str]:
+    """As `explanation`, for x [rows, width] times one weight (`linear`) or three (`qkv_projection`) of so many out features.
+
+    `weights`: one format for all of them, or one each. x is contiguous and no weight has an act-order.
+    """
+    check(len(features) in (1, 3), f"{len(features)} weights; a launch computes one (linear) or three (qkv_projection)")
+    check(len(weights) in (1, len(features)), f"weights={','.join(weights)!r}; give one format, or one for each of {len(features)}")
+    for name, size in {"rows": rows, "in features": width, "out features": min(features)}.items():
+        check(size > 0, f"{name}={size}; it must be above 0")
+    _check_half(dtype)
+    formats = [weight_format(name) for name in weights] * (len(features) // len(weights))
+    for fmt, n in zip(formats, features, strict=True):
+        fmt.check_shape((n, width), f"weights={fmt.name!r}: a weight")
+    facts = _gpu(sm_count, capability)
+    shapes = ", ".join(f"{fmt} [{n}, {width}]" for fmt, n in zip(formats, features, strict=True))
+    facts["work"] = f"x [{rows}, {width}] times {shapes}"
+    stored = sum(fmt.nbytes((n, width)) for fmt, n in zip(formats, features, strict=True))
+    bits = 8 * stored / (sum(features) * width)
+    moved = 2 * rows * (width + sum(features))
+    facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
+    if expanded(formats, rows, width):
+        return facts | _by_slabs(features, rows, width)
+    asked = list(zip(formats, features, strict=True))
+    tuned = gluon_linear(asked, rows=rows, width=width, half=dtype, processors=sm_count, capability=capability, pair=True)
+    if isinstance(tuned, GluonLinear):
+        return facts | _tuned_linear(tuned, rows)
+    return facts | {"not gluon": tuned} | _portable_linear(asked, rows, width, sm_count, capability)
+
+
+def _gpu(sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
+    check(sm_count > 0, f"sms={sm_count}; a GPU has at least one multiprocessor")
+    return {"gpu": f"{sm_count} multiprocessors, compute capability {capability[0]}.{capability[1]}"}
+
+
+def _check_half(dtype: str) -> None:
+    check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
+
+
+def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
+    spec = plan.spec
+    alone = plan.programs == plan.tiles
+    return {
+        "kernel": "gluon, the tuned one; one launch",
+        "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, of which {rows} are there; {spec.warps} warps",
+        "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+        "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",
+        "cut": plan.why,
+        "partial sums": "none" if alone else f"{4 * plan.floats / 1e6:.2f} MB at most; the program that arrives last adds them up",
+    }
+
+
+def _portable_linear(
+    weights: Sequence[tuple[Format, int]], rows: int, width: int, sm_count: int, capability: tuple[int, int]
+) -> dict[str, str]:
+    tiles = linear_tiles(weights, rows=rows, width=width, processors=sm_count, capability=capability)
+    count = sum(-(-n // tiles.block_n) for _, n in weights) * -(-rows // tiles.block_m)
+    split = f"{tiles.splits} a tile, {tiles.share} steps each; the program that arrives last adds them up"
+    return {
+        "kernel": "triton, the portable one; one launch",
+        "tile": f"{tiles.block_n} rows of the weight by {tiles.block_m} of x; {tiles.num_warps} warps",
+        "ring": f"{tiles.num_stages} steps of {tiles.block_k} k",
+        "programs": f"{count * tiles.splits} for {count} tiles",
+        "cut": tiles.why,
+        "partial sums": "none" if tiles.splits == 1 else split,
+    }
+
+
+def _by_slabs(features: Sequence[int], rows: int, width: int) -> dict[str, str]:
+    step = slab_rows(width)
+    slabs = sum(-(-n // step) for n in features)
+    buffer = 2 * min(step, max(features)) * width
+    return {
+        "kernel": "cuBLAS, over parts of the weights that another kernel dequantises",
+        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer, which L2 holds",
+        "cut": f"{rows} rows: the tensor cores are busy longer than dequantising takes",
+        "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

@@ -22,6 +22,9 @@ _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
 #: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
+#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS: in general, and where every 16
+#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part.
+_EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 512, 128, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,17 @@ def linear_tiles(
     why = "a function of N and K alone" if row_invariant else f"{rows} rows: the weight is read once"
     found = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
     return _split(found, splits)
+
+
+def expanded(formats: Sequence[Format], rows: int, width: int) -> bool:
+    """Whether a product of so many rows is faster by dequantised parts of weights [N, width] of these formats."""
+    fine = any(fmt.group_size(width) < 32 for fmt in formats)
+    return rows >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
+
+
+def slab_rows(width: int) -> int:
+    """Rows of a weight that are dequantised at a time: such that L2 holds them, and aligned, for cuBLAS."""
+    return max(256, _SLAB_BYTES // (2 * width) // 256 * 256)
 
 
 def folds_exactly(fmt: Format) -> bool:
