@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
 import halfbyte.hf as hf
+from halfbyte.hf.cache import _records_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def _decode(model, ids, mask, step, new: int = 5) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [None, "nf4"])
+@pytest.mark.parametrize("weights", [None, "nf4", "int4_g32"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
 @torch.no_grad()
 def test_one_graph(build, prompt, family, weights):
@@ -67,9 +68,47 @@ def test_inductor(build, prompt):
 
 
 @pytest.mark.slow
-def test_generate_compiles_by_itself(build, prompt, greedy):
+@pytest.mark.parametrize("fuse_qkv", [False, True])
+@torch.no_grad()
+def test_weights_of_a_compiled_step_stay_where_they_are(build, prompt, fuse_qkv):
+    """CUDA graphs copy every input whose address they do not know to be fixed: a whole model for each token."""
     model, ids = build("llama"), prompt(2, 18)
-    hf.quantize(model, keys="int8", values="int4_g32")
+    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=fuse_qkv)
+    read: list[torch.fx.Node] = []
+
+    def backend(graph, inputs):
+        products = [n for n in graph.graph.nodes if "halfbyte.linear" in str(n.target) or "halfbyte.qkv" in str(n.target)]
+        read.extend(n for product in products for n in product.all_input_nodes if n.op == "placeholder")
+        return graph.forward
+
+    _decode(model, ids, torch.ones_like(ids), torch.compile(model, backend=backend, fullgraph=True), new=2)
+    moving = [n.name for n in read if "_dynamo_static_input_type" not in n.meta["tensor_dict"]]
+    assert len(read) - len(moving) == 2 * 7 * 2  # two layers of seven weights, codes and scales
+    assert not moving
+
+
+def test_what_generate_may_record(build, monkeypatch):
+    """Models whose attention and linear layers are all kernels: 16 bits throughout, on one GPU, and nobody asks for torch code."""
+    model = hf.quantize(build("llama").to(torch.bfloat16), "nf4", keys="int8", fuse_qkv=True)
+    assert _records_graphs(model)
+    monkeypatch.setenv("HALFBYTE_IMPL", "cpu")
+    assert not _records_graphs(model)
+    monkeypatch.undo()
+    model.model.norm.float()
+    assert not _records_graphs(model)
+    model.model.norm.to(torch.bfloat16)
+    model.model.layers[0].mlp.up_proj.parallel_style = "colwise"
+    assert not _records_graphs(model)
+    assert not _records_graphs(model.config)
+    assert not _records_graphs(build("llama"))
+    assert _records_graphs(build("llama").to(torch.float16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "nf4"])
+def test_generate_compiles_by_itself(build, prompt, greedy, weights):
+    model, ids = build("llama"), prompt(2, 18)
+    hf.quantize(model, weights, keys="int8", values="int4_g32", fuse_qkv=weights is not None)
     expected, _ = greedy(model, ids)
     config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     config._compile_all_devices = True

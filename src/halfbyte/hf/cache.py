@@ -13,7 +13,9 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.families import check_family, text_config
-from halfbyte.nn import FusedQKV, QuantLinear
+from halfbyte.nn import QuantLinear
+from halfbyte.plans import GPU_LEVELS
+from halfbyte.settings import default_impl
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
@@ -129,14 +131,22 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _records_graphs(model_or_config: Any) -> bool:
-    """Whether generate() may record a step of this model in a CUDA graph: nothing of it may be blocked torch code.
+    """Whether generate() may record a step of this model in a CUDA graph: whether attention and linear layers are kernels in it.
 
-    Queries of 16 bits have kernels. So have quantised linear layers, but no model with them was seen to record right yet.
+    Kernels take 16 bits. Torch code stands in for anything else: in attention it reads lengths on the host, and for a linear layer
+    it keeps tables between calls, which must not lie in the memory of a graph.
     """
-    if not isinstance(model_or_config, torch.nn.Module):
+    if not isinstance(model_or_config, torch.nn.Module) or default_impl() not in ("auto", *GPU_LEVELS):
         return False  # a configuration does not say what its linear layers are
-    half = getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16)
-    return half and not any(isinstance(module, QuantLinear | FusedQKV) for module in model_or_config.modules())
+    halves = (torch.float16, torch.bfloat16)
+    layers = [module for module in model_or_config.modules() if isinstance(module, QuantLinear)]
+    if not layers:
+        return getattr(model_or_config, "dtype", None) in halves
+    if any(layer.parallel_style is not None for layer in layers):
+        return False  # shared out over GPUs it was never tried
+    known = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = [p for p in model_or_config.parameters() if id(p) not in known and p.is_floating_point()]
+    return all(p.dtype in halves for p in others)  # one of 32 bits may reach a quantised layer as an x of 32 bits
 
 
 class PackedCache(Cache):  # type: ignore[misc]
