@@ -57,6 +57,13 @@ def wrapped(lengths: torch.Tensor, table: torch.Tensor | None = None) -> KVCache
     return KVCache.from_buffers(c.keys, c.values, lengths, page_table=table)
 
 
+def with_queries(q: Any, **options: Any) -> Call:
+    """An append of two tokens, with queries."""
+    k, angle = r(2, 2, 2, 64), torch.zeros(2, 32)
+    given = {"rope": (angle, angle), **options}
+    return lambda: cache().append(k, k, q=q, **given)
+
+
 def kv(k: Any, v: Any = None, counts: Any = None, *, into: type[KVCache] = KVCache, **options: Any) -> Call:
     """An append of k and v to a new cache."""
     make = cache if into is KVCache else paged
@@ -164,6 +171,12 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "append: k beyond fp32": (kv(one.double() * 1e300, keys="fp16"), "k rounded to fp32"),
     "append: k beyond fp32, per head": (kv(one.double() * 1e300), "k rounded to fp32"),
     "append: k beyond fp32, per tensor": (kv(one.double() * 1e300, keys="int8_tensor", k_scale=1.0), "k"),
+    "append: q without rope": (with_queries(r(2, 4, 2, 64), rope=None), "q was given without rope"),
+    "append: q of other tokens": (with_queries(r(2, 4, 3, 64)), r"q has shape \[2, 4, 3, 64\]; expected \[2, Hq, 2, 64\]"),
+    "append: q of another head_dim": (with_queries(r(2, 4, 2, 32)), "q has shape"),
+    "append: q of integers": (with_queries(r(2, 4, 2, 64).int()), "q is torch.int32"),
+    "append: q on another device": (with_queries(r(2, 4, 2, 64).to(META)), "q is on meta"),
+    "append: q that asks for a gradient": (with_queries(r(2, 4, 2, 64).requires_grad_()), "q asks for one"),
     "append: negative lengths of an engine": (negative_lengths_append, "lengths"),
     "append: lengths beyond the capacity": (lambda: wrapped(ints(65, 0)).append(one, one), "capacity"),
     "paged append: k of rank 2": (kv(r(2, 64), into=PagedKVCache), "k has shape"),

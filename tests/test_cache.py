@@ -17,6 +17,7 @@ from halfbyte.paging import PagedKVCache
 from halfbyte.planes import Plane
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import dequantize, quantize
+from halfbyte.reference.rope import rope_tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 KEYS = list(KV_FORMATS)
@@ -107,6 +108,25 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------------ append
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_queries_are_rotated_like_keys(paged: bool, dtype: torch.dtype) -> None:
+    """A query is rotated as the key of its token is; queries without one stay what they are, and a refused append gives none."""
+    cache = PagedKVCache(2, 2, 64, 64, page_size=32, keys="bf16") if paged else KVCache(2, 2, 64, 64, keys="bf16")
+    k, v = (torch.randn(2, 2, 40, 64).to(dtype) for _ in range(2))
+    q, rope = k.repeat_interleave(3, 1), rope_tables(torch.arange(40) + 3, 64)
+    before = q.clone()
+    rotated = cache.append(k, v, rope=rope, q=q)
+    assert rotated.dtype is dtype
+    assert torch.equal(q, before)
+    stored = cache.dequantized()[0][:, :, :40]
+    assert torch.equal(rotated.bfloat16().float(), stored.repeat_interleave(3, 1))
+    assert cache.append(k[:, :, :1], v[:, :, :1]) is None
+    with pytest.raises(CapacityError):
+        cache.append(k, v, rope=rope, q=q)
+    assert cache.lengths.tolist() == [41, 41]
 
 
 @settings(max_examples=60)

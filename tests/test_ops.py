@@ -16,6 +16,7 @@ from halfbyte.ops.decode_attention import decode_attention, prefill_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
+from halfbyte.reference.rope import rope_tables
 from halfbyte.tensors import QuantTensor
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -66,6 +67,9 @@ def test_opcheck_append(layout: dict[str, Any]) -> None:
             *(cache.lengths, cache.page_table, *parts["formats"], cache.rotate_keys),
         )
         torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+        q, rope = torch.randn(2, 3, 4, 64).transpose(1, 2), rope_tables(torch.arange(3), 64)
+        rotating = {"cos": rope[0], "sin": rope[1], "q": q, "q_out": torch.empty(q.shape)}
+        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, rotating)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
@@ -120,7 +124,7 @@ def test_a_compiled_step_is_the_eager_step(layout: dict[str, Any], backend: str)
     torch._dynamo.reset()
 
     def step(cache: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cache.append(k, v)
+        q = cache.append(k, v, rope=rope_tables(cache.lengths.unsqueeze(-1), 64), q=q)
         out, lse = decode_attention(q, cache, window=20, softcap=30.0, return_lse=True)
         return out * 2, lse
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, overload
 
 import torch
 
 from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, Shape, key_format, value_format
+from halfbyte.formats import Format, key_format, value_format
 from halfbyte.ops._buffers import check_buffers
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import Rope, check_new, store
-from halfbyte.planes import Plane
+from halfbyte.planes import Plane, new_plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale
@@ -167,21 +167,46 @@ class KVCache:
 
     # --------------------------------------------------------------------------------------------------- what it does
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None) -> None:
+    @overload
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None, *, q: None = None
+    ) -> None: ...
+
+    @overload
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None, *, q: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        rope: Rope | None = None,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
         counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
-        or [L, D/2]: rotate the keys by position first, as Llama does. Raises `CapacityError` when a sequence would outgrow the
+        or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotate them
+        too, on a GPU in the same launch, and return them as a new tensor. Raises `CapacityError` when a sequence would outgrow the
         capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
 
         On a GPU nothing waits for the device, except that the true lengths are read when the tokens counted on the host no longer
         fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
         beyond the capacity are not written.
         """
-        check_new(k, v, self.keys, self.values, self.lengths, counts, rope)
+        check_new(k, v, self.keys, self.values, self.lengths, counts, rope, q)
+        return self._append(k, v, counts, rope, q)
+
+    def _append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None, q: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`append` of what was checked."""
         self._check_capacity(k.shape[2], counts)
-        store(
-            *(k, v, self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys, rope),
+        return store(
+            *(k, v, self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys, rope, q),
             measure=self._measures,
         )
 
@@ -283,42 +308,6 @@ class KVCache:
         """Every tensor whose first axis is the batch."""
         parts = [t for plane in (self.keys, self.values) for t in plane.tensors() if t is not None and t.ndim > 1]
         return [*parts, self.lengths]
-
-
-def new_plane(
-    fmt: Format,
-    shape: Shape,
-    tail: Shape,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    scale: float | None = None,
-) -> Plane:
-    """An empty plane for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
-    fmt.check_shape(shape, "the cache")
-    per_tensor = fmt.granularity == "tensor"
-
-    def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
-        return torch.zeros(s, dtype=dt, device=device)
-
-    def of_tokens(dt: torch.dtype) -> torch.Tensor:
-        """Scales or offsets. Every head has room for whole sixteens of tokens, so that kernels can copy neighbours together."""
-        s, axis = fmt.scale_shape(shape), 1 if fmt.granularity == "token" else 2
-        if len(s) == 1:
-            return zeros(s, dt)
-        room = (*s[:axis], -(-s[axis] // 16) * 16, *s[axis + 1 :])
-        return zeros(room, dt).narrow(axis, 0, s[axis])
-
-    scales = None if fmt.scale is None else of_tokens(fmt.scale.storage)
-    if scales is not None and scale is not None:
-        scales.fill_(scale)
-    return Plane(
-        fmt,
-        zeros(fmt.codes_shape(shape), fmt.storage),
-        scales,
-        None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
-        zeros(tail, dtype) if fmt.token_block else None,
-        zeros((1,), torch.int64) if per_tensor else None,
-    )
 
 
 def _given_scales(*planes: Plane) -> list[torch.Tensor | None]:

@@ -15,7 +15,7 @@ import torch
 from halfbyte.cache import KEYS, CacheOptions, KVCache, check_sizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.ops.append import Rope, check_new
+from halfbyte.ops.append import Rope
 
 
 class PagedKVCache(KVCache):
@@ -66,9 +66,10 @@ class PagedKVCache(KVCache):
         """Pages of the pool that no sequence holds."""
         return len(self._free)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None) -> None:
-        """As `KVCache.append`, after taking the pages it needs. `CapacityError` when the pool has too few; then nothing changes."""
-        check_new(k, v, self.keys, self.values, self.lengths, counts, rope)
+    def _append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None, q: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`append` takes the pages that it needs first. `CapacityError` when the pool has too few; then nothing changes."""
         if self._capturing():
             raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
         new = [k.shape[2]] * self.batch if counts is None else [int(n) for n in counts.tolist()]
@@ -76,21 +77,28 @@ class PagedKVCache(KVCache):
             raise InvalidArgument(f"counts runs from {min(new)} to {max(new)}; expected 0 to {k.shape[2]}, the tokens given")
         after = [old + count for old, count in zip(self._tokens, new, strict=True)]
         if k.shape[2] > self._spare:
-            self._append_with_pages(new, k, v, counts, rope)
+            rotated = self._append_with_pages(new, k, v, counts, rope, q)
         else:
-            super().append(k, v, counts, rope)
+            rotated = super()._append(k, v, counts, rope, q)
         self._tokens, self._spare = after, self._spare - k.shape[2]
+        return rotated
 
     def _append_with_pages(
-        self, new: list[int], k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None
-    ) -> None:
+        self,
+        new: list[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: torch.Tensor | None,
+        rope: Rope | None,
+        q: torch.Tensor | None,
+    ) -> torch.Tensor | None:
         """Take the pages for `new` more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
         before = {b: list(self._held[b]) for b, count in enumerate(new) if self._lacks_room(b, count)}
         try:
             for sequence in before:
                 self._make_room(sequence, new[sequence])
             self._write_table(before)
-            super().append(k, v, counts, rope)
+            rotated = super()._append(k, v, counts, rope, q)
         except BaseException:
             for sequence, held in before.items():
                 self._held[sequence] = held
@@ -99,6 +107,7 @@ class PagedKVCache(KVCache):
         shared = any(held and self._holders[held[-1]] > 1 for held in self._held)
         room = (len(held) * self.page_size - n for held, n in zip(self._held, self._tokens, strict=True))
         self._spare = 0 if shared else min(room, default=0)
+        return rotated
 
     def reset(self) -> None:
         """Forget every token and give every page back."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from halfbyte.formats import Format
+from halfbyte.formats import Format, Shape
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,39 @@ class Cache(Protocol):
     def page_table(self) -> torch.Tensor | None: ...
     @property
     def rotate_keys(self) -> bool: ...
+
+
+def new_plane(
+    fmt: Format,
+    shape: Shape,
+    tail: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    scale: float | None = None,
+) -> Plane:
+    """An empty plane for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
+    fmt.check_shape(shape, "the cache")
+    per_tensor = fmt.granularity == "tensor"
+
+    def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
+        return torch.zeros(s, dtype=dt, device=device)
+
+    def of_tokens(dt: torch.dtype) -> torch.Tensor:
+        """Scales or offsets. Every head has room for whole sixteens of tokens, so that kernels can copy neighbours together."""
+        s, axis = fmt.scale_shape(shape), 1 if fmt.granularity == "token" else 2
+        if len(s) == 1:
+            return zeros(s, dt)
+        room = (*s[:axis], -(-s[axis] // 16) * 16, *s[axis + 1 :])
+        return zeros(room, dt).narrow(axis, 0, s[axis])
+
+    scales = None if fmt.scale is None else of_tokens(fmt.scale.storage)
+    if scales is not None and scale is not None:
+        scales.fill_(scale)
+    return Plane(
+        fmt,
+        zeros(fmt.codes_shape(shape), fmt.storage),
+        scales,
+        None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
+        zeros(tail, dtype) if fmt.token_block else None,
+        zeros((1,), torch.int64) if per_tensor else None,
+    )

@@ -8,9 +8,12 @@ import pytest
 import torch
 from gpu_cases import KEYS, VALUES, poisoned, same_bits
 from gpu_place import PLACE
+from test_gpu_graphs import Captured
 
 import halfbyte as hb
+from halfbyte.bench.run_qkv import kernels_of
 from halfbyte.planes import Plane
+from halfbyte.reference.rope import apply_rope
 
 pytestmark = pytest.mark.compile_first
 
@@ -101,15 +104,70 @@ def test_memory_with_tokens_before_heads(keys: str, values: str) -> None:
 @pytest.mark.parametrize("keys", ["int8", "int4", "int4_channel", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> None:
-    """Rotary embedding inside of the append, by tables of one sequence or of each."""
+    """Rotary embedding inside of the append, by tables of one sequence or of each; of queries, too."""
     for shape in ((50, 32), (3, 50, 32)):
         angle = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 100
         k, v = numbers(50, 64, 0, dtype), numbers(50, 64, 1, dtype)
+        q = torch.cat([k, k * 3, v], 1).transpose(1, 2).contiguous().transpose(1, 2)  # as a projection leaves it
+        wanted = apply_rope(q, angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3))
         caches = [hb.KVCache(3, 2, 64, 64, keys=keys, values="int8", device=device) for device in (PLACE.device, "cpu")]
         for cache in caches:
             rope = angle.cos().to(cache.device), angle.sin().to(cache.device)
-            cache.append(k.to(cache.device), v.to(cache.device), rope=rope)
+            with poisoned():
+                rotated = cache.append(k.to(cache.device), v.to(cache.device), rope=rope, q=q.to(cache.device))
+            assert same_bits(rotated.cpu(), wanted)
         same_stores(*caches)
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4_channel"])
+@pytest.mark.parametrize("how", ["graph", "compiled"])
+def test_queries_are_rotated_in_graphs_and_in_compiled_code(keys: str, how: str) -> None:
+    """As an eager call rotates them; the tables are made of the lengths on the device."""
+    caches = [hb.KVCache(3, 2, 64, 64, keys=keys, values="int4_g32", device=PLACE.device) for _ in range(2)]
+    hidden = torch.zeros(3, 8, 1, 64, dtype=torch.bfloat16, device=PLACE.device)
+    frequencies = 10000.0 ** -torch.linspace(0, 1, 32, device=PLACE.device)
+
+    def step(cache: hb.KVCache) -> Any:
+        angle = cache.lengths.view(-1, 1, 1) * frequencies
+        q, k, v = hidden.split((4, 2, 2), 1)
+        return cache.append(k, v, rope=(angle.cos(), angle.sin()), q=q)
+
+    torch._dynamo.reset()
+    step(caches[1])
+    caches[1].reset()
+    fast = torch.compile(lambda: step(caches[1]), fullgraph=True, backend="aot_eager" if PLACE.dry else "inductor")
+    call = Captured(lambda: step(caches[1])).replay if how == "graph" else fast
+    caches[1].reset()
+    for i in range(40):
+        hidden.copy_(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(i)))
+        expected, got = step(caches[0]), call()
+        if how == "compiled" and not PLACE.dry:  # Inductor's cos and sin are not those of torch
+            assert (got.float() - expected.float()).abs().max() <= 0.02 * expected.abs().max()
+        else:
+            assert same_bits(got, expected)
+    assert torch.equal(caches[0].lengths, caches[1].lengths)
+
+
+@pytest.mark.parametrize("keys", ["int8", "fp8"])
+def test_a_layer_up_to_its_attention_is_two_kernels(keys: str) -> None:
+    """One product for q, k and v, one kernel that rotates q and k and appends."""
+    weights = [hb.quantize(torch.randn(n, 512, device=PLACE.device), "int4_g64") for n in (512, 128, 128)]
+    cache = hb.KVCache(2, 2, 64, 32, keys=keys, values="int4_g32", device=PLACE.device)
+    x = torch.randn(2, 1, 512, device=PLACE.device).bfloat16()
+    angle = torch.rand(2, 1, 32, device=PLACE.device)
+    rope = angle.cos(), angle.sin()
+
+    def layer() -> Any:
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in hb.qkv_projection(x, weights))  # type: ignore[arg-type]
+        return cache.append(k, v, rope=rope, q=q)
+
+    assert layer().shape == (2, 8, 1, 64)
+    if not PLACE.dry:
+        kernels_of(layer)  # the profiler may miss what comes while it starts
+        names = kernels_of(layer)
+        assert len(names) == 2, names
+    layer()
+    assert cache.lengths.tolist() == [2 if PLACE.dry else 4] * 2
 
 
 def test_more_than_fits_is_refused_and_changes_nothing() -> None:

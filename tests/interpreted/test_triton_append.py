@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.ops.append import append_
+from halfbyte.ops.linear import qkv_projection
 from halfbyte.planes import Plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.quantize import quantize
 from halfbyte.reference.rope import apply_rope, rope_tables
 
 VALUES = [name for name, f in KV_FORMATS.items() if not f.token_block]
@@ -49,10 +53,10 @@ def make(how: str, heads: int, dim: int, **options: Any) -> KVCache:
     return KVCache.from_buffers(*planes, torch.zeros(3, dtype=torch.int32), page_table=table, rotate_keys=rotated)
 
 
-def put(cache: KVCache, k: torch.Tensor, v: torch.Tensor, counts: list[int] | None, impl: str, **more: Any) -> None:
+def put(cache: KVCache, k: torch.Tensor, v: torch.Tensor, counts: list[int] | None, impl: str, **more: Any) -> torch.Tensor | None:
     given = None if counts is None else torch.tensor(counts, dtype=torch.int32)
     places = {"page_table": cache.page_table, "rotate_keys": cache.rotate_keys}
-    append_(k, v, cache.keys, cache.values, cache.lengths, counts=given, impl=impl, **places, **more)
+    return append_(k, v, cache.keys, cache.values, cache.lengths, counts=given, impl=impl, **places, **more)
 
 
 def assert_same(a: KVCache, b: KVCache) -> None:
@@ -139,6 +143,98 @@ def test_rope(dtype: torch.dtype, keys: str, dim: int) -> None:
         put(caches[2], k, v, [5, 2, 0], "triton", rope=rope)
         assert_same(caches[0], caches[1])
         assert_same(caches[0], caches[2])
+
+
+def counted(call: Any, calls: list[int]) -> Any:
+    """A method that notes each of its calls."""
+
+    def noting(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return call(self, *args, **options)
+
+    return noting
+
+
+class Computing(TorchDispatchMode):
+    """Names of torch's operators that do more than name memory; what the interpreter itself calls is left out."""
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._executor, self._call = executor, executor.__call__
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and func.overloadpacket.__name__ not in (
+            "empty",
+            "new_empty",
+            "view",
+            "_unsafe_view",
+            "transpose",
+        ):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        def unseen(executor: Any, *args: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                return self._call(executor, *args, **options)
+
+        self._executor.__call__ = unseen
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._executor.__call__ = self._call
+        super().__exit__(*error)
+
+
+@pytest.mark.parametrize(("dtype", "how", "keys", "heads", "count", "dim"), [
+    (torch.float16, "piece", "int8", 8, 1, 64),
+    (torch.bfloat16, "paged", "int4_channel", 6, 7, 64),
+    (torch.float32, "transposed", "int8_token", 2, 5, 40),
+    (torch.float64, "paged", "int8_tensor", 14, 9, 128),
+])  # fmt: skip
+def test_queries_are_rotated_in_the_same_launch(
+    dtype: torch.dtype, how: str, keys: str, heads: int, count: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reference rotates them, in memory as a projection leaves it; the cache is as without them, and so are the launches."""
+    launches: list[int] = []
+    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    k, v = tokens((3, 2, count, dim), dtype=dtype)
+    q = tokens((3, count, heads + 1, dim + 2), 1, dtype)[0][:, :, 1:, 2:].transpose(1, 2)
+    each = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim)
+    for rope in (each, (each[0][1], each[1][1])):
+        caches = [make(how, 2, dim, keys=keys, values="int8") for _ in range(3)]
+        assert put(caches[0], k, v, [count, 1, 0], "triton", rope=rope) is None
+        alone = len(launches)
+        for cache, impl in ((caches[1], "triton"), (caches[2], "reference")):
+            got = put(cache, k, v, [count, 1, 0], impl, rope=rope, q=q)
+            assert got is not None
+            assert got.is_contiguous()
+            assert torch.equal(got, apply_rope(q, *(t.unsqueeze(-3) for t in rope)))
+        assert_same(caches[0], caches[1])
+        assert_same(caches[0], caches[2])
+        assert len(launches) == 2 * alone == (4 if keys in ("int4_channel", "int8_tensor") else 2)
+        launches.clear()
+
+
+def test_a_layer_up_to_its_attention_is_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for q, k and v, one that rotates, quantises and appends; no operation of torch that computes lies between."""
+    monkeypatch.setenv("HALFBYTE_IMPL", "triton")
+    launches: list[int] = []
+    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    weights = tuple(quantize(torch.randn(n, 128), name) for n, name in ((256, "nf4"), (128, "int4_g32"), (128, "int4_g32")))
+    cache, x, rope = KVCache(2, 2, 64, 8), torch.randn(2, 1, 128).half(), rope_tables(torch.zeros(2, 1), 64)
+
+    def step() -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in qkv_projection(x, weights))  # type: ignore[arg-type]
+        return cache.append(k, v, rope=rope, q=q)
+
+    assert step().shape == (2, 4, 1, 64)
+    assert len(launches) == 2
+    with Computing(GridExecutor) as seen:
+        step()
+    assert not seen.names
+    assert cache.lengths.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("keys", ["int8_channel", "int4_channel", "int4_g32"])
@@ -305,18 +401,19 @@ def test_opcheck_and_compiling() -> None:
     """What the op changes is declared, and a compiled append stores what an eager one does."""
     a, b = make("paged", 1, 64, keys="int8_tensor"), make("paged", 1, 64, keys="int8_tensor")
     k, v = tokens((3, 1, 3, 64))
+    q = tokens((3, 4, 3, 64), 1)[0]
     counts, kp, vp = torch.tensor([3, 1, 0], dtype=torch.int32), a.keys, a.values
     flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors()[:3], vp.saturated, a.lengths, a.page_table)
     torch.library.opcheck(
         torch.ops.halfbyte.append_.default,
-        (*flat, kp.format.name, vp.format.name, False, *rope_tables(torch.arange(3), 64), True, "triton"),
+        (*flat, kp.format.name, vp.format.name, False, *(rope := rope_tables(torch.arange(3), 64)), True, "triton", q, q.clone()),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
     )
     a = make("paged", 1, 64, keys="int8_tensor")  # opcheck runs the op on it
     step = torch.compile(put, backend="aot_eager", fullgraph=True)
     for counts_of in ([3, 1, 0], [2, 3, 3]):
-        step(a, k, v, counts_of, "triton")
-        put(b, k, v, counts_of, "triton")
+        rotated = step(a, k, v, counts_of, "triton", rope=rope, q=q)
+        assert torch.equal(rotated, put(b, k, v, counts_of, "triton", rope=rope, q=q))  # type: ignore[arg-type]
     assert_same(a, b)
 
 

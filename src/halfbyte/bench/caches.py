@@ -16,8 +16,8 @@ import torch
 from halfbyte.bench.bars import PAGE, Problem
 from halfbyte.bench.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
 from halfbyte.bench.decode import parse_formats
-from halfbyte.cache import KVCache, new_plane
-from halfbyte.planes import Plane
+from halfbyte.cache import KVCache
+from halfbyte.planes import Plane, new_plane
 from halfbyte.reference.attention import read
 
 #: Elements appended in one piece while a cache is filled; bounds the memory that quantising takes.

@@ -3,8 +3,9 @@
 Token i of sequence b goes to position lengths[b] + i. `encode.py` has the arithmetic.
 
 A program takes TOKENS new tokens of one sequence with all their heads, keys and values, as a tile [TOKENS * HEADS, D]; sequences of
-few new tokens have one program each, which then also advances the length. Per-channel keys have a kernel of their own: a program
-takes one block of tokens of one head, from the tail and from what is new, and quantises it once it is whole.
+few new tokens have one program each, which then also advances the length. Behind those, in the same launch, come programs for
+queries that are to be rotated by position like the keys. Per-channel keys have a kernel of their own: a program takes one block of
+tokens of one head, from the tail and from what is new, and quantises it once it is whole.
 
 Tokens beyond the capacity or whose page is not in the pool are not written, but counted in the length. Under a scale of a whole
 tensor, what saturates is counted, NaN and infinity with it.
@@ -23,7 +24,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.append_rows import fresh, load_rows, slot, store_codes, store_rows, tensor_scale, top_of_tokens
+from halfbyte.kernels.append_rows import (
+    fresh,
+    load_rows,
+    rotate_queries,
+    slot,
+    store_codes,
+    store_rows,
+    tensor_scale,
+    top_of_tokens,
+)
 from halfbyte.kernels.compiling import Configuration, divisible_by_16, empty, plane
 from halfbyte.kernels.encode import as_dtype, codec, encode, measure
 from halfbyte.planes import Plane
@@ -42,11 +52,11 @@ def _tile(pid, tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     return (pid // tiles).to(tl.int64), first + r // HEADS, (r % HEADS).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["L", "H", "tiles", "capacity", "pages", "s_lengths", "s_tb", "s_tp"])
+@triton.jit(do_not_specialize=["L", "H", "tiles", "capacity", "pages", "s_lengths", "s_tb", "s_tp", "batch", "q_heads"])
 def append_tokens(
-    k, v, counts, lengths, page_table, cos, sin, amax,
+    k, v, counts, lengths, page_table, cos, sin, amax, q, q_out,
     k_codes, k_scales, k_offsets, k_saturated, v_codes, v_scales, v_offsets, v_saturated,
-    L, H, tiles, capacity, pages, s_lengths, s_tb, s_tp, s_rope,
+    L, H, tiles, capacity, pages, s_lengths, s_tb, s_tp, s_rope, batch, q_heads, q0, q1, q2, q3,
     k0, k1, k2, k3, kc0, kc1, kc2, kc3, ks0, ks1, ks2, ks3, ko0, ko1, ko2, ko3,
     v0, v1, v2, v3, vc0, vc1, vc2, vc3, vs0, vs1, vs2, vs3, vo0, vo1, vo2, vo3,
     K: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr,
@@ -58,6 +68,11 @@ def append_tokens(
         gdc_launch_dependents()
         gdc_wait()
     pid = tl.program_id(0)
+    if q is not None:  # noqa: SIM102 - known when this is compiled, unlike the next
+        if pid >= batch * tiles:
+            rotate_queries(q, (q0, q1, q2, q3), q_out, pid - batch * tiles, batch, L, q_heads, cos, sin, s_rope,
+                           TOKENS * HEADS, DK, PAD_K, ALIGN)  # fmt: skip
+            return
     b, t, head = _tile(pid, tiles, TOKENS, HEADS)
     length, new, fit = fresh(lengths, s_lengths, counts, b, L, capacity)
     where, row, paged = slot(b, length.to(tl.int64) + t, t < fit, page_table, s_tb, s_tp, pages, PAGE)
@@ -187,10 +202,12 @@ def append_blocks(
 class _Plan:
     """What follows from formats and sizes alone.
 
-    tiles, blocks: programs a sequence (of one head, for blocks); the others: constexpr arguments of the three kernels
+    tiles, blocks: programs a sequence (of one head, for blocks); rows: of a tile; the others: constexpr arguments of the three
+    kernels
     """
 
     tiles: int
+    rows: int
     blocks: int
     warps: int
     warps_of_block: int
@@ -226,6 +243,7 @@ def _plan(
     planes = (None if key.block else key, value, dk, dv, pad_k, pad_v, count, some, passes)
     return _Plan(
         tiles=tiles,
+        rows=count * some,
         blocks=-(-(key.block - 1 + tokens) // key.block) if key.block else 0,
         warps=warps,
         warps_of_block=_warps(key.block * pad_k),
@@ -264,6 +282,8 @@ def _launches(
     amax: torch.Tensor | None,
     advance: bool,
     pdl: bool,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
 ) -> list[tuple[Any, int, tuple[Any, ...], int, dict[str, Any]]]:
     """(kernel, programs, arguments, warps, options), in order."""
     batch, heads, tokens, dk = k.shape
@@ -276,6 +296,8 @@ def _launches(
     where = (rows * columns, keys.codes.shape[0], s_length, *s_table, s_rope)
     k_parts, v_parts = keys.tensors(), values.tensors()[:3]
     s_k, s_v = k.stride(), v.stride()
+    s_q = (0, 0, 0, 0) if q is None else q.stride()
+    q_heads = 0 if q is None else q.shape[1]
     made: list[tuple[Any, int, tuple[Any, ...], int, dict[str, Any]]] = []
     if amax is not None:
         arguments = (
@@ -290,12 +312,13 @@ def _launches(
         )
         made.append((append_blocks, batch * heads * plan.blocks, arguments, plan.warps_of_block, plan.options))
     arguments = (
-        *(k, v, counts, lengths, page_table, cos, sin, amax),
-        *(*k_parts[:3], keys.saturated, *v_parts, values.saturated, tokens, heads, plan.tiles, *where),
+        *(k, v, counts, lengths, page_table, cos, sin, amax, q, q_out),
+        *(*k_parts[:3], keys.saturated, *v_parts, values.saturated, tokens, heads, plan.tiles, *where, batch, q_heads, *s_q),
         *(*s_k, *(s for t in k_parts[:3] for s in _strides(t)), *s_v, *(s for t in v_parts for s in _strides(t))),
         *plan.to_tokens,
     )
-    made.append((append_tokens, batch * plan.tiles, arguments, plan.warps, {**plan.options, "maxnreg": 128}))
+    of_queries = -(-batch * tokens * q_heads // plan.rows)
+    made.append((append_tokens, batch * plan.tiles + of_queries, arguments, plan.warps, {**plan.options, "maxnreg": 128}))
     return made
 
 
@@ -304,7 +327,7 @@ def launch(*arguments: Any) -> None:
 
     counts, cos and sin ([L, D/2] or [B, L, D/2]) are contiguous. `amax`, int32 [2] of zeros: measure the scales of whole tensors
     that are 0 (None: they are known). `advance`: lengths advance too, if `one_program` says so. `pdl`: programmatic dependent
-    launch, for sm_90 and later.
+    launch, for sm_90 and later. q [B, Hq, L, D] is rotated by cos and sin into q_out, contiguous.
     """
     for kernel, programs, given, warps, options in _launches(*arguments):
         kernel[(programs,)](*given, num_warps=warps, **options)
@@ -344,7 +367,8 @@ def configurations() -> list[Configuration]:
 
 
 def _shipped(keys: str, i: int) -> Iterator[Configuration]:
-    """Decoding with the keys of this format over contiguous memory, and a prompt with rotary embedding and rotation over pages."""
+    """Decoding over contiguous memory with the keys of this format; a prompt over pages with rotation, and rotary embedding of keys
+    and queries."""
     whole = [name for name, f in KV_FORMATS.items() if not f.token_block]
     formats = KV_FORMATS[keys], KV_FORMATS[whole[i % len(whole)]]
     dtype = (torch.float16, torch.bfloat16)[i % 2]
@@ -355,5 +379,8 @@ def _shipped(keys: str, i: int) -> Iterator[Configuration]:
         rope = (empty(tokens, 64, dtype=torch.float32),) * 2 if prompt else (None, None)
         amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
         counts = empty(16) if prompt else None
+        queries = (
+            (empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2), empty(16, 32, tokens, 128, dtype=dtype)) if prompt else ()
+        )
         name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}"
-        yield from _configurations(name, (k, k, counts, *planes, empty(16), table, prompt, *rope, amax, True, False))
+        yield from _configurations(name, (k, k, counts, *planes, empty(16), table, prompt, *rope, amax, True, False, *queries))

@@ -89,6 +89,20 @@ def top_of_tokens(
     return tl.reshape(tl.broadcast_to(top[:, None], [R // HEADS, HEADS]), [R, 1])
 
 
+@triton.jit
+def rotate_queries(
+    q, s, out, tile, batch, L, H, cos, sin, s_rope, R: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr
+):
+    """R rows of q [B, H, L, D], the heads of a token one after the other, rotated by position into `out`, contiguous."""
+    r = tile * R + tl.arange(0, R)
+    b, t, h = (r // H // L).to(tl.int64), r // H % L, r % H
+    ok = r < batch * L * H
+    x = load_rows(q, s, b, t, h, ok, cos, sin, s_rope, 0, 1.0, D, PAD, ALIGN)
+    d = tl.arange(0, PAD)
+    rows = out + ((b * H + h) * L + t) * D
+    tl.store(rows[:, None] + d[None, :], as_dtype(x, out.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+
+
 # ------------------------------------------------------------------------------------------------------- writing a plane
 
 

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.device import describe
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.planes import Plane
@@ -24,7 +24,7 @@ _SCHEMA = (
     "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
     "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(i!)? v_saturated, "
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
-    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference") -> ()'
+    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None) -> ()'
 )
 
 
@@ -50,15 +50,20 @@ def _run(
     sin: torch.Tensor | None = None,
     measure: bool = True,
     level: str = "reference",
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
 ) -> None:
     key_plane = Plane(key_format(keys), k_codes, k_scales, k_offsets, k_tail, k_saturated)
     value_plane = Plane(value_format(values), v_codes, v_scales, v_offsets, None, v_saturated)
     if level == "triton":
-        _launch(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys, cos, sin, measure, False)
+        _launch(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys, cos, sin, measure, False, q, q_out)
         return
     refuse_capture("append", k.device)
     if cos is not None and sin is not None:
-        k = apply_rope(k, cos.unsqueeze(-3), sin.unsqueeze(-3))
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+        k = apply_rope(k, cos, sin)
+        if q is not None and q_out is not None:
+            q_out.copy_(apply_rope(q, cos, sin))
     reference.append_(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys)
 
 
@@ -76,17 +81,19 @@ def append_(
     page_table: torch.Tensor | None = None,
     rotate_keys: bool = False,
     rope: Rope | None = None,
+    q: torch.Tensor | None = None,
     impl: str = "auto",
-) -> None:
+) -> torch.Tensor | None:
     """Quantise k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
 
     `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
     `rope`, (cos, sin) float32 [B, L, D/2] or [L, D/2]: the keys are rotated by position first, pairs (x[i], x[i + D/2]).
+    `q` [B, Hq, L, D] is rotated alike, in the same launch on a GPU, into a new tensor, which is returned.
     Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed. A GPU kernel does
     not look at numbers: there a block with NaN or infinity becomes NaN, and tokens that do not fit are not written.
     """
-    check_new(k, v, keys, values, lengths, counts, rope)
-    store(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, impl)
+    check_new(k, v, keys, values, lengths, counts, rope, q)
+    return store(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, impl)
 
 
 def store(
@@ -99,24 +106,27 @@ def store(
     page_table: torch.Tensor | None,
     rotate_keys: bool,
     rope: Rope | None,
+    q: torch.Tensor | None = None,
     impl: str = "auto",
     measure: bool = True,
-) -> None:
+) -> torch.Tensor | None:
     """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured."""
     chosen = level("append", impl, lengths.device)
     counts = None if counts is None else as_int32(counts)
     cos, sin = (None, None) if rope is None else rope
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if chosen == "triton" and not torch.compiler.is_compiling():
-        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True):
-            return
+        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True, q, q_out):
+            return q_out
     else:
         k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
         names = (keys.format.name, values.format.name)
-        _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, *names, rotate_keys, cos, sin, measure, chosen)
+        _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, *names, rotate_keys, cos, sin, measure, chosen, q, q_out)
     if chosen == "triton" and counts is not None:
         counts = counts.clamp(0, k.shape[2])  # which only the reference has looked at
     # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
     lengths.add_(k.shape[2] if counts is None else counts)
+    return q_out
 
 
 def _launch(
@@ -132,6 +142,8 @@ def _launch(
     sin: torch.Tensor | None,
     measure: bool,
     advance: bool,
+    q: torch.Tensor | None,
+    q_out: torch.Tensor | None,
 ) -> bool:
     """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
     from halfbyte.kernels.append import launch, one_program
@@ -157,6 +169,8 @@ def _launch(
             amax,
             in_kernel,
             pair_launches() and _paired(k.device),
+            q,
+            q_out,
         )
     return in_kernel
 
@@ -175,6 +189,7 @@ def check_new(
     lengths: torch.Tensor,
     counts: torch.Tensor | None,
     rope: Rope | None = None,
+    q: torch.Tensor | None = None,
 ) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
     batch = lengths.shape[0]
@@ -185,6 +200,15 @@ def check_new(
         check_tensor("counts", counts, (batch,), "integer", lengths.device)
     if rope is not None:
         _check_rope(rope, k)
+    if q is not None:
+        check(
+            rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out"
+        )
+        check_tensor("q", q, (batch, "Hq", k.shape[2], keys.dim), device=keys.codes.device)
+        if q.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(
+                "append has no gradient, and q asks for one: halfbyte is for inference; wrap the call in torch.no_grad()"
+            )
 
 
 def _check_rope(rope: Rope, k: torch.Tensor) -> None:
