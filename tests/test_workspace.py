@@ -27,3 +27,13 @@ def test_a_reserve_that_is_used_up_stays_alive(monkeypatch: pytest.MonkeyPatch) 
     assert memory() is not None
     assert _workspace._reserves[device][1] == 0
     assert _workspace._from_reserve(device, 300).eq(0).all()  # more than a reserve holds: zeros of its own
+
+
+def test_no_counters_take_no_memory_and_need_no_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph neither a node nor a part of the reserve; the address is 0, which kernels take for aligned."""
+    device = torch.device("cpu")
+    reserve = torch.zeros(256, dtype=torch.int32)
+    monkeypatch.setattr(_workspace, "_reserves", {device: (reserve, 64)})
+    assert _workspace._from_reserve(device, 0).data_ptr() == 0
+    assert _workspace._reserves[device] == (reserve, 64)
+    assert _workspace.counters(device, 0, own=True).data_ptr() == 0

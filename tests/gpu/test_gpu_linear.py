@@ -15,7 +15,10 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from halfbyte.bench.checks import linear_accuracy
+from halfbyte.bench.run_qkv import kernels_of
 from halfbyte.errors import Unsupported
+from halfbyte.ops._linear_on_gpu import _tuned_plan
+from halfbyte.plans.linear import GluonLinear
 from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
@@ -330,3 +333,25 @@ def test_a_bias_that_wants_a_gradient_is_refused(impl: str) -> None:
         y = hb.linear(normal(rows, 256).bfloat16(), w, bias, impl=impl)
         with pytest.raises(Unsupported, match="no gradient"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("tiles", [1.0, 0.25])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> None:
+    """And one that clears counters where tiles are shared; not where each program has a tile for itself."""
+    processors = 4 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
+    n, level = int(tiles * processors) * 64, "cpu" if PLACE.dry else "gluon"
+    weight, x = hb.quantize(normal(n, PLACE.size(4096, 256)), "int4_sym_g128"), normal(rows, PLACE.size(4096, 256)).bfloat16()
+    parts = list(weight.parts().values())
+
+    def product() -> Any:
+        return torch.ops.halfbyte.linear.default(x, parts, None, weight.format.name, level)
+
+    assert same_bits(product(), hb.linear(x, weight, impl=level))
+    if not PLACE.dry:
+        plan = _tuned_plan(x, [weight], level, False)
+        assert isinstance(plan, GluonLinear)
+        kernels_of(product)  # the profiler may miss what comes while it starts
+        names = kernels_of(product)
+        assert sum("linear" in name for name in names) == 1
+        assert len(names) <= (1 if plan.programs == plan.tiles else 2), (names, plan.why)

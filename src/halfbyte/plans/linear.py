@@ -170,8 +170,8 @@ class GluonLinear:
 
     @property
     def counters(self) -> int:
-        """Of tiles that several programs share."""
-        return 1 if self.programs == self.tiles else self.tiles
+        """One a tile that several programs share: none where each has a tile for itself, and then none to clear."""
+        return 0 if self.programs == self.tiles else self.tiles
 
 
 def gluon_linear(
