@@ -10,7 +10,8 @@ import torch
 from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
-from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, gluon_linear, level_of
+from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, Spec, gluon_linear, level_of
+from halfbyte.plans.linear_wgmma import WgmmaSpec, tuned_linear
 
 H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
@@ -141,3 +142,76 @@ def test_tables_hold_the_nearest_16_bit_numbers() -> None:
     assert e2m1[:8] == (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
     assert e2m1[8:] == tuple(bits | 0x8000 for bits in e2m1[:8])
     assert tuned("nvfp4", 64, 4096, half="fp16").spec.weights[0].table[1:3] == (0x3800, 0x3C00)
+
+
+# ----------------------------------------------------------------------------------------------------- warp-group products
+
+
+def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, half: str = "bf16", **device: Any) -> GluonLinear | str:
+    features = n if isinstance(n, tuple) else (n,)
+    return tuned_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(
+    "name", ["int4_sym_g128", "int4_g128", "int4_g64", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"]
+)
+def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, half: str) -> None:
+    for n, k in ((1024, 4096), (4096, 11008), (8192, 8192), ((4096, 1024, 1024), 4096), (28672, 4096)):
+        found = on_hopper(name, n, k, rows, half)
+        if isinstance(found, str):
+            pytest.fail(found)
+        spec = found.spec
+        taken = spec.shared_bytes + DRIVER
+        assert found.blocks * taken <= EVERYTHING[9, 0] < (found.blocks + 1) * taken
+        if isinstance(spec, WgmmaSpec):
+            assert rows <= spec.rows < 2 * rows
+            assert spec.stages >= 3  # one is read by products that still run, one is worked on
+            assert found.blocks * spec.warps <= 8  # a thread may have 255 registers
+        else:
+            assert rows <= 16
+
+
+def test_rows_choose_the_kernel() -> None:
+    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (8, 9, 64, 65)}
+    assert isinstance(kernels[8], Spec)
+    assert isinstance(kernels[9], WgmmaSpec)
+    assert isinstance(kernels[64], WgmmaSpec)
+    assert kernels[65] is None
+    assert isinstance(getattr(on_hopper("int4_sym_g128", 8192, 8192, 16, capability=(8, 0)), "spec", None), Spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "rows", "programs", "ordered"),
+    [
+        ("int4_sym_g128", 8192, 8192, 16, 256, False),
+        ("int4_sym_g128", 4096, 4096, 16, 256, False),
+        ("int4_sym_g128", 8192, 8192, 64, 128, True),
+        ("int4_sym_g128", 16384, 16384, 32, 128, True),
+        ("int4_sym_g128", 6144, 4096, 64, 128, True),  # 48 tiles: two parts of each would leave a quarter of the GPU idle
+        ("nvfp4", 128, 256, 33, 1, True),
+    ],
+)
+def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, programs: int, ordered: bool) -> None:
+    found = on_hopper(name, n, k, rows)
+    assert isinstance(found, GluonLinear)
+    assert isinstance(found.spec, WgmmaSpec)
+    assert found.programs == programs
+    assert found.spec.ordered == ordered
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "rows", "device", "why"),
+    [
+        ("int4_sym_g128", 4096, 4096, 65, {}, "65 rows; the tuned kernel takes 16; 65 rows; warp-group products take 9 to 64"),
+        ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; warp-group products need 9.0"),
+        ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
+        ("int4_sym_g128", 4096, 4224, 32, {}, "fits its format"),  # 33 scales of a row: no pieces of 4 bytes
+        ("int8_col", 4096, 4104, 32, {}, "not whole 16-byte pieces"),
+    ],
+)
+def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: dict[str, Any], why: str) -> None:
+    found = on_hopper(name, n, k, rows, **device)
+    assert isinstance(found, str)
+    assert why in found

@@ -17,7 +17,7 @@ import halfbyte as hb
 from halfbyte.bench.checks import linear_accuracy
 from halfbyte.bench.run_qkv import kernels_of
 from halfbyte.errors import Unsupported
-from halfbyte.ops._linear_on_gpu import _tuned_plan
+from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.tensors import QuantTensor
 
@@ -157,6 +157,9 @@ MARKED = [
     Case(("int8_col",), (PLACE.size(3001, 41),), PLACE.size(130, 17), PLACE.size(2050, 202), "float16"),
     Case(("int4_g64", "nf4", "mxfp4"), (PLACE.size(4096, 64), 131, 1024), PLACE.size(8, 3), PLACE.size(4096, 192), bias=True),
     Case(("int4_g128",) * 3, (PLACE.size(4096, 64), 1024, 1024), PLACE.size(500, 9), PLACE.size(4096, 256), act_order=True),
+    Case(("int4_g128",) * 3, (PLACE.size(4000, 64), 1024, 1024), PLACE.size(24, 3), PLACE.size(4096, 256), bias=True),
+    Case(("nvfp4",), (PLACE.size(3001, 40),), PLACE.size(64, 3), PLACE.size(2320, 208), "float16"),
+    Case(("int4_g64",), (PLACE.size(2000, 40),), PLACE.size(13, 3), PLACE.size(4352, 256)),
 ]
 
 
@@ -214,14 +217,19 @@ def test_a_graph_gives_the_bits_of_an_eager_call(number: int, impl: str) -> None
 
 
 @pytest.mark.compile_first
-@pytest.mark.parametrize("number", [0, 3, 5])
+@pytest.mark.parametrize("number", [0, 3, 5, 7])
 def test_compiled_equals_eager(number: int, impl: str) -> None:
+    """The same bits; cuBLAS, which multiplies dequantised parts, may choose another kernel."""
     call, outs = attempt(MARKED[number], impl)
     torch._dynamo.reset()
     run: Callable[[torch.Tensor], Any] = torch.compile(
         lambda x: replace_x(call, x).run(impl), fullgraph=True, backend="aot_eager" if PLACE.dry else "inductor"
     )
-    for a, b in zip(run(call.x), outs, strict=True):
+    compiled = run(call.x)
+    if impl == "auto" and expands(call.x.shape[0], call.weights):
+        call.check(compiled)
+        return
+    for a, b in zip(compiled, outs, strict=True):
         assert same_bits(a, b)
 
 
@@ -336,9 +344,9 @@ def test_a_bias_that_wants_a_gradient_is_refused(impl: str) -> None:
 
 
 @pytest.mark.parametrize("tiles", [1.0, 0.25])
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
 def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> None:
-    """And one that clears counters where tiles are shared; not where each program has a tile for itself."""
+    """And one that clears counters where tiles are shared, not where each program has a tile for itself; and one that orders x."""
     processors = 4 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
     n, level = int(tiles * processors) * 64, "cpu" if PLACE.dry else "gluon"
     weight, x = hb.quantize(normal(n, PLACE.size(4096, 256)), "int4_sym_g128"), normal(rows, PLACE.size(4096, 256)).bfloat16()
@@ -354,4 +362,5 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
         kernels_of(product)  # the profiler may miss what comes while it starts
         names = kernels_of(product)
         assert sum("linear" in name for name in names) == 1
-        assert len(names) <= (1 if plan.programs == plan.tiles else 2), (names, plan.why)
+        others = (plan.programs != plan.tiles) + getattr(plan.spec, "ordered", False)
+        assert len(names) <= 1 + others, (names, plan.why)

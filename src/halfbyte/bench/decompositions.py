@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
-from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear import Spec, gluon_linear
 from halfbyte.settings import interpreted, pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -124,16 +124,18 @@ class Halfbyte:
         )
         if isinstance(plan, str):
             raise Unsupported(plan)
+        spec = plan.spec
+        assert isinstance(spec, Spec)
         slots = (device.sm_count or 1) * plan.blocks
         count = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": slots}[cut.kind]
         if count > plan.tiles * plan.steps:
             raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")
-        part = torch.empty(2 * count * plan.spec.part_floats, device=x.device)
+        part = torch.empty(2 * count * spec.part_floats, device=x.device)
         counters = torch.zeros(plan.tiles, dtype=torch.int32, device=x.device)
 
         def call(weight: QuantTensor) -> torch.Tensor:
             out = x.new_empty(x.shape[0], n)
-            launch(x, [weight], [None], [out], plan.spec, count, part, counters)
+            launch(x, [weight], [None], [out], spec, count, part, counters)
             return out
 
         return Form([partial(call, weight) for weight in stored], count, plan.blocks)

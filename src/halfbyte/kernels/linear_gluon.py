@@ -20,7 +20,6 @@ else its partial results go to the workspace and the program that arrives last a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,9 +29,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.compat import barrier, reinterpret
-from halfbyte.kernels.compiling import Configuration, empty, recorded
+from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
 from halfbyte.kernels.linear_operands import (
     code_operands,
@@ -46,9 +44,9 @@ from halfbyte.kernels.linear_operands import (
     x_operands,
 )
 from halfbyte.kernels.linear_ring import fetch_weight, fetch_x, make_rings, place, weight_at
-from halfbyte.kernels.linear_sample import SAMPLE
-from halfbyte.plans.linear import GluonLinear, Spec, gluon_linear
-from halfbyte.tensors import QuantTensor, expected_parts
+from halfbyte.kernels.linear_sample import FEW_ROWS, sample_configurations
+from halfbyte.plans.linear import Spec, gluon_linear
+from halfbyte.tensors import QuantTensor
 
 
 @gluon.constexpr_function
@@ -71,7 +69,7 @@ def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _to_float(s, S: gl.constexpr):
+def to_float(s, S: gl.constexpr):
     """A stored scale as a number; E8M0's 255 and E4M3's 127 and 255 are NaN."""
     if S.scale == "e8m0":
         # 0 is 2^-127, a subnormal of fp32; 255 is infinity's exponent, and with one more bit NaN.
@@ -103,7 +101,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.streams
     twos: gl.constexpr = [2] * _bits(G // 4)
-    s = _to_float(ring.load(sixteenth_layout(C, G)), S).to(half)
+    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(half)
     s = gl.permute(gl.reshape(s, [C.tile, C.streams, G // 4, 4]), [1, 0, 3, 2])
     parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
     made = ()
@@ -175,7 +173,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
         if direct:
             acc = dot
         else:
-            acc += dot * _to_float(scales[part * groups + g], S)
+            acc += dot * to_float(scales[part * groups + g], S)
     return acc
 
 
@@ -187,13 +185,13 @@ def _output_layout(C):
 
 
 @gluon.jit
-def _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
+def write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile to y, with what is left of the scales, and the bias."""
     _, scales, _, bias, factor, out, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     if S.groups == 0:
-        v = v * _to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
+        v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
     v = v * (1.0 / S.unit(C.half))
     if S.factor:
         v = v * gl.load(factor)
@@ -202,10 +200,16 @@ def _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl
     gl.store(out + (m.to(gl.int64) * N + n), v.to(out.dtype.element_ty), mask=(m < rows) & (n < N))
 
 
+@gluon.constexpr_function
+def _loads_in_flight(C):
+    """Of partial results, as far as registers go."""
+    return max(1, min(4, 64 * 32 * C.warps // C.part_floats))
+
+
 @gluon.jit
-def _sum_parts(Part, at, first, last, C: gl.constexpr):
+def sum_parts(Part, at, first, last, C: gl.constexpr):
     """The partial results of programs first..last added in that order, several loads in flight."""
-    together: gl.constexpr = 4
+    together: gl.constexpr = _loads_in_flight(C)
     total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, cache_modifier=".cg")
     for begin in range(first + 1, last + 1, together):
         parts = ()
@@ -304,7 +308,7 @@ def linear(
             barrier()
             v = gl.sum(sums.load(_output_layout(C)), axis=0)
             if (begin == 0) & (step == steps):
-                _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
                 n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
                 offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, v.type.layout))[None, :]
@@ -316,8 +320,8 @@ def linear(
                 arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
                 if arrived == last - first:
                     gl.store(Count + tile, 0)
-                    v = _sum_parts(Part, offsets, first, last, C)
-                    _write(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                    v = sum_parts(Part, offsets, first, last, C)
+                    write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
             begin = 0
             step = 0
@@ -361,30 +365,8 @@ def launch(
     return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
 
 
-def configurations() -> list[Configuration]:
+def configurations() -> Iterator[Configuration]:
     """The sample's products, as an A100, an H100 and a B200 would be given them."""
-    return [c for product in SAMPLE for c in _configurations(*product)]
-
-
-def _configurations(name: str, rows: int, features: tuple[int, ...], width: int, options: str) -> Iterator[Configuration]:
-    fmt, half = WEIGHT_FORMATS[name], "fp16" if "fp16" in options else "bf16"
-    dtype = torch.float16 if half == "fp16" else torch.bfloat16
-    weights = [_empty_weight(fmt, (n, width)) for n in features]
-    outs = [empty(rows, n, dtype=dtype) for n in features]
-    biases = [empty(n, dtype=dtype) if "bias" in options else None for n in features]
-    for capability in ((8, 0), (9, 0), (10, 0)):
-        plan = gluon_linear(
-            [(fmt, n) for n in features], rows=rows, width=width, half=half, processors=132, capability=capability, pair=True
-        )
-        if isinstance(plan, GluonLinear):
-            rest = (plan.spec, plan.programs, empty(1, dtype=torch.float32), empty(1))
-            why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
-            full = f"{name}-M{rows}-{'x'.join(map(str, features))}-{options}-{capability[0]}x"
-            call = functools.partial(launch, empty(rows, width, dtype=dtype), weights, biases, outs, *rest)
-            yield from recorded(full, call, targets=(10 * capability[0],), may_spill=why)
-
-
-def _empty_weight(fmt: Format, shape: tuple[int, int]) -> QuantTensor:
-    return QuantTensor(
-        fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in expected_parts(fmt, shape).items()}
-    )
+    for product in FEW_ROWS:
+        for capability in ((8, 0), (9, 0), (10, 0)):
+            yield from sample_configurations(*product, plan=gluon_linear, launch=launch, capability=capability)

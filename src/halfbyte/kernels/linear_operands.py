@@ -164,7 +164,7 @@ def _to_rows(x, lb: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _nibbles(x, C: gl.constexpr):
+def nibble_planes(x, C: gl.constexpr):
     """Words of four 4-bit codes -> one tensor a code. bf16: 128 + n; fp16: n * 2^-24, a subnormal."""
     if C.half == "bf16":
         a, b, c, d = gl.inline_asm_elementwise(
@@ -206,7 +206,7 @@ def _nibbles(x, C: gl.constexpr):
 
 
 @gluon.jit
-def _bytes(x, C: gl.constexpr):
+def byte_planes(x, C: gl.constexpr):
     """Words of two int8 codes -> one tensor a code. bf16: the number itself; fp16: (n + 128) * 2^-24, a subnormal."""
     if C.half == "bf16":
         # 128 + (low seven bits), minus 128 or, where the sign is set, 256: both exact.
@@ -278,7 +278,7 @@ def _look_up_asm(S, C):
 
 
 @gluon.jit
-def _look_up(words, S: gl.constexpr, C: gl.constexpr):
+def look_up(words, S: gl.constexpr, C: gl.constexpr):
     """Words [streams, tile, 16] of 4-bit codes -> four operands of their values: a byte's two lie side by side."""
     bank = gl.inline_asm_elementwise(
         "{ .reg .b32 l; mov.u32 l, %laneid; shl.b32 $0, l, 2; } // $1",
@@ -315,11 +315,11 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = ring.slice(block * 16, 16, dim=2).load(la)
     if S.kind == "nibbles":
-        planes = _nibbles(words, C)
+        planes = nibble_planes(words, C)
     elif S.kind == "bytes":
-        planes = _bytes(words, C)
+        planes = byte_planes(words, C)
     else:
-        planes = _look_up(words, S, C)
+        planes = look_up(words, S, C)
     if S.halved:
         a0, a1 = _by_half(planes[0], planes[1], C)
         b0, b1 = _by_half(planes[2], planes[3], C)

@@ -54,7 +54,7 @@ def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr
 
 
 @gluon.jit
-def _scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Addresses of the scales (or zero points) of a step of a tile, [tile, W * groups]."""
     columns: gl.constexpr = C.columns(S)
     layout: gl.constexpr = scale_copy_layout(C, columns, piece)
@@ -65,7 +65,7 @@ def _scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: 
 
 
 @gluon.jit
-def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
     layout: gl.constexpr = scale_copy_layout(C, C.columns(S), piece)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
@@ -84,9 +84,9 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
     width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
     codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
     if S.groups > 0:
-        scales = _scale_pointers(scales, n0, step, K, C.piece, S, C)
+        scales = scale_pointers(scales, n0, step, K, C.piece, S, C)
         if S.zero:
-            zeros = _scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
+            zeros = scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
     return codes, scales, zeros, N - n0
 
 
@@ -106,11 +106,11 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
     codes += C.streams * S.words(C)
     if S.groups > 0:
         columns = left // (S.group * C.piece) * C.piece
-        _copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
+        copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
         scales += C.columns(S)
         if S.zero:
             columns = left // (S.group * C.zero_piece) * C.zero_piece
-            _copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
+            copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
             zeros += C.columns(S)
     return codes, scales, zeros, rows
 

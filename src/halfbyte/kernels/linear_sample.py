@@ -1,9 +1,19 @@
-"""Products with quantised weights: the sample that `make compile-check` compiles for the tuned kernel."""
+"""Products with quantised weights: the samples that `make compile-check` compiles for the tuned kernels."""
 
 from __future__ import annotations
 
-#: (formats, rows, N of each, K, options): every kind of code and scale, every shape of tile, one weight and three.
-SAMPLE = (
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from halfbyte.formats import WEIGHT_FORMATS, Format
+from halfbyte.kernels.compiling import Configuration, empty, recorded
+from halfbyte.plans.linear import GluonLinear
+from halfbyte.tensors import QuantTensor, expected_parts
+
+#: (format, rows, N of each, K, options) for up to 16 rows: every kind of code and scale, every shape of tile, one weight and three.
+FEW_ROWS = (
     ("int4_sym_g128", 1, (4096,), 4096, ""),
     ("int4_sym_g128", 8, (16384,), 8192, "bias"),
     ("int4_sym_g128", 16, (16384,), 8192, ""),
@@ -28,3 +38,56 @@ SAMPLE = (
     ("nvfp4", 8, (28672,), 4096, "fp16"),
     ("nvfp4", 16, (4096,), 4096, ""),
 )
+#: The same for warp-group products.
+WARP_GROUPS = (
+    ("int4_sym_g128", 9, (4096,), 4096, "bias"),
+    ("int4_g64", 16, (4096, 1024, 1024), 4096, "fp16"),
+    ("int4_sym_col", 16, (28672,), 4096, ""),
+    ("int4_sym_g128", 32, (8192,), 8192, ""),
+    ("int4_g128", 17, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g32", 32, (4096,), 4096, "fp16"),
+    ("int4_sym_g32", 64, (4096,), 4096, ""),
+    ("int4_sym_g128", 64, (8192,), 8192, ""),
+    ("int4_g128", 64, (8192,), 8192, "fp16"),
+    ("int8_col", 64, (4096,), 4096, ""),
+    ("int8_g128", 32, (4096,), 4096, "fp16"),
+    ("nf4", 64, (8192,), 8192, ""),
+    ("fp4_bnb", 32, (4096,), 4096, "fp16"),
+    ("mxfp4", 64, (8192,), 8192, ""),
+    ("mxfp4", 32, (4096,), 4096, "fp16"),
+    ("nvfp4", 64, (4096, 1024, 1024), 4096, "bias"),
+    ("nvfp4", 32, (4096,), 4096, "fp16"),
+)
+
+
+def sample_configurations(
+    name: str,
+    rows: int,
+    features: tuple[int, ...],
+    width: int,
+    options: str,
+    *,
+    plan: Callable[..., GluonLinear | str],
+    launch: Callable[..., object],
+    capability: tuple[int, int],
+) -> Iterator[Configuration]:
+    """What a launch of x [rows, width] times weights of one format would compile on a GPU of 132 multiprocessors."""
+    fmt, half = WEIGHT_FORMATS[name], "fp16" if "fp16" in options else "bf16"
+    dtype = torch.float16 if half == "fp16" else torch.bfloat16
+    weights = [_empty_weight(fmt, (n, width)) for n in features]
+    outs = [empty(rows, n, dtype=dtype) for n in features]
+    biases = [empty(n, dtype=dtype) if "bias" in options else None for n in features]
+    shapes = [(fmt, n) for n in features]
+    made = plan(shapes, rows=rows, width=width, half=half, processors=132, capability=capability, pair=True)
+    if isinstance(made, GluonLinear):
+        rest = (made.spec, made.programs, empty(1, dtype=torch.float32), empty(1))
+        why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
+        full = f"{name}-M{rows}-{'x'.join(map(str, features))}-{options}-{capability[0]}x"
+        call = functools.partial(launch, empty(rows, width, dtype=dtype), weights, biases, outs, *rest)
+        yield from recorded(full, call, targets=(10 * capability[0],), may_spill=why)
+
+
+def _empty_weight(fmt: Format, shape: tuple[int, int]) -> QuantTensor:
+    return QuantTensor(
+        fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in expected_parts(fmt, shape).items()}
+    )

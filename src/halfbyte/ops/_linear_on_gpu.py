@@ -12,7 +12,8 @@ from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.plans.linear import GluonLinear, gluon_linear
+from halfbyte.plans.linear import GluonLinear, Spec
+from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
@@ -108,10 +109,10 @@ def _whole_pieces(t: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> GluonLinear | str:
-    """The plan of the tuned kernel on GPU number `device`."""
+    """The plan of a tuned kernel on GPU number `device`."""
     facts = describe(f"cuda:{device}")
     processors, capability = facts.sm_count or 1, facts.capability or (0, 0)
-    return gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    return tuned_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
 
 
 def _launch_gluon(
@@ -122,7 +123,7 @@ def _launch_gluon(
     plan: GluonLinear,
     own: bool,
 ) -> None:
-    from halfbyte.kernels.linear_gluon import launch
+    from halfbyte.kernels import linear_gluon, linear_wgmma
 
     perm = weights[0].perm
     if perm is not None:
@@ -135,7 +136,12 @@ def _launch_gluon(
     small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
     seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
     key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
-    compiled = launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, None if own else _compiled.get(key))
+    rest = (plan.programs, part, count, None if own else _compiled.get(key))
+    compiled: object
+    if isinstance(plan.spec, Spec):
+        compiled = linear_gluon.launch(x, weights, biases, outs, plan.spec, *rest)
+    else:
+        compiled = linear_wgmma.launch(x, weights, biases, outs, plan.spec, *rest)
     if not own:
         _compiled[key] = compiled
 

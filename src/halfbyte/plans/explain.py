@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
-from halfbyte.plans.linear import GluonLinear, gluon_linear
+from halfbyte.plans.linear import GluonLinear, Spec
+from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.triton_decode import triton_tiles
 from halfbyte.plans.triton_linear import expanded, linear_tiles, slab_rows
 
@@ -112,7 +113,7 @@ def linear_explanation(
     if expanded(formats, rows, width):
         return facts | _by_slabs(features, rows, width)
     asked = list(zip(formats, features, strict=True))
-    tuned = gluon_linear(asked, rows=rows, width=width, half=dtype, processors=sm_count, capability=capability, pair=True)
+    tuned = tuned_linear(asked, rows=rows, width=width, half=dtype, processors=sm_count, capability=capability, pair=True)
     if isinstance(tuned, GluonLinear):
         return facts | _tuned_linear(tuned, rows)
     return facts | {"not gluon": tuned} | _portable_linear(asked, rows, width, sm_count, capability)
@@ -131,7 +132,9 @@ def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
     spec = plan.spec
     alone = plan.programs == plan.tiles
     return {
-        "kernel": "gluon, the tuned one; one launch",
+        "kernel": "gluon, the tuned one; one launch"
+        if isinstance(spec, Spec)
+        else f"gluon, warp-group products; {'two launches' if spec.ordered else 'one launch'}",
         "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, of which {rows} are there; {spec.warps} warps",
         "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",

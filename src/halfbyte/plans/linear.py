@@ -8,14 +8,33 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import TYPE_CHECKING, Protocol
 
 from halfbyte.formats import Code, Format
+
+if TYPE_CHECKING:
+    from halfbyte.plans.linear_wgmma import WgmmaSpec
 
 #: Shared memory of a table: two values of every byte, for each of 32 banks.
 TABLE_BYTES = 256 * 32 * 4
 #: Numbers of a sum for which levels are chosen.
 _LONG = 8192
 _SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
+
+
+class Ring(Protocol):
+    """What a ring of stored words in shared memory is laid out by."""
+
+    @property
+    def streams(self) -> int: ...
+    @property
+    def tile(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def spare(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class Stored:
         """Codes in one 16-bit word."""
         return 2 if self.kind == "bytes" else 4
 
-    def words(self, spec: Spec) -> int:
+    def words(self, spec: Ring) -> int:
         """16-bit words of a chunk of a row."""
         return spec.chunk // self.planes
 
@@ -64,15 +83,15 @@ class Stored:
     def scale_bytes(self) -> int:
         return _SCALES[self.scale]
 
-    def slot_bytes(self, spec: Spec) -> int:
+    def slot_bytes(self, spec: Ring) -> int:
         """Shared memory of the codes of one stage."""
         return spec.streams * spec.tile * self.words(spec) * 2
 
-    def table_at(self, spec: Spec) -> int:
+    def table_at(self, spec: Ring) -> int:
         """Where the table lies, in multiples of its size: behind the stages."""
         return -(-spec.stages * self.slot_bytes(spec) // TABLE_BYTES)
 
-    def slots(self, spec: Spec) -> int:
+    def slots(self, spec: Ring) -> int:
         """Stages, and what the table takes behind them."""
         behind = -(-(self.table_at(spec) + 1) * TABLE_BYTES // self.slot_bytes(spec)) if self.table else spec.stages
         return behind + spec.spare
@@ -156,7 +175,7 @@ class GluonLinear:
     blocks: programs that run on one multiprocessor at once.
     """
 
-    spec: Spec
+    spec: Spec | WgmmaSpec
     programs: int
     tiles: int
     steps: int
@@ -208,7 +227,7 @@ def gluon_linear(
     tiles = sum(-(-n // spec.tile) for n in features)
     steps = -(-width // spec.step)
     count = _programs(tiles, steps, processors, per_processor)
-    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {_cut(count, tiles)}"
+    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
     return GluonLinear(spec, count, tiles, steps, per_processor, why)
 
 
@@ -227,10 +246,17 @@ def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) ->
 
 
 def _piece(shape: Spec, width: int, size: int) -> int:
-    """How many scales (or zero points) of `size` bytes are copied together: 16 bytes if it can be; 0: not even 4."""
     weight = shape.weights[0]
-    fits = [n for n in (16, 8, 4, 2, 1) if 4 <= n * size <= 16 and shape.columns(weight) % n == 0]
-    return next((n for n in fits if width % (weight.group * n) == 0), 0)
+    return scale_piece(shape.columns(weight), width // weight.group, size)
+
+
+def scale_piece(columns: int, row: int, size: int) -> int:
+    """How many scales (or zero points) of `size` bytes are copied together, of `columns` in a step and `row` in a whole row.
+
+    16 bytes of them if it can be; 0: not even 4.
+    """
+    fits = [n for n in (16, 8, 4, 2, 1) if 4 <= n * size <= 16 and columns % n == 0]
+    return next((n for n in fits if row % n == 0), 0)
 
 
 def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: int, half: str) -> Spec:
@@ -296,7 +322,7 @@ def _programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
     return -(-tiles * steps // each)
 
 
-def _cut(programs: int, tiles: int) -> str:
+def cut(programs: int, tiles: int) -> str:
     """The name of a decomposition."""
     if programs == tiles:
         return "data-parallel"

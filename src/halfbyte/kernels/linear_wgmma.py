@@ -1,0 +1,388 @@
+"""Tuned products with quantised weights in Gluon, for 9 to 64 rows of x on Hopper: warp-group products.
+
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, k]),  g the group that k lies in
+
+Each warp group computes 64 rows of the weight times all rows of x. Codes come as they are stored into a ring in shared memory
+(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
+group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
+MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
+cores work on those before, and a step's first while they work on the last of the step before.
+
+Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
+which a mask takes every fourth (see linear_operands.py); tensor cores read x from shared memory where its order is given, so x must
+lie there in the codes' order: a small kernel ahead writes it so (`order`), or, for few rows, each program puts the x of its step in
+order, in place.
+
+Work is cut and partial results are added as in linear_gluon.py.
+"""
+
+# Triton compiles a part of Python: tuples are joined with `+`.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.compat import barrier, copy_to_shared, reinterpret
+from halfbyte.kernels.compiling import Configuration
+from halfbyte.kernels.gluon_operands import code_ring_layout
+from halfbyte.kernels.gluon_tiles import program_at, quotient, share
+from halfbyte.kernels.linear_gluon import sum_parts, to_float, write_tile
+from halfbyte.kernels.linear_operands import code_copy_layout, halves, make_table, plain, scale_layout
+from halfbyte.kernels.linear_ring import copy_scales, place, scale_pointers
+from halfbyte.kernels.linear_sample import WARP_GROUPS, sample_configurations
+from halfbyte.kernels.linear_wgmma_operands import (
+    code_operands,
+    half_type,
+    in_order,
+    joined,
+    sixteenths,
+    sums_layout,
+    x_copy_layout,
+)
+from halfbyte.plans.linear_wgmma import WgmmaSpec, wgmma_linear
+from halfbyte.tensors import QuantTensor
+
+#: Columns of x that a program of `order` takes.
+ORDER_BLOCK = 1024
+
+
+@gluon.jit
+def _make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales and x of each stage. The codes come first: the table is found by its address behind them."""
+    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), 1, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    scales = codes
+    if S.groups > 0:
+        scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
+        scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x = gl.allocate_shared_memory(half_type(C), [C.stages * C.blocks, C.rows, 64], layout)
+    return codes, scales, x
+
+
+@gluon.constexpr_function
+def _code_view_layout(words):
+    """The layout of the ring of codes, for one slot of [tile, words]."""
+    pieces = words // 8
+    per_phase = max(1, 8 // pieces)
+    return gl.SwizzledSharedLayout(8, per_phase, min(8, pieces), [1, 0])
+
+
+@gluon.jit
+def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
+    """Codes of a step, [tile, words]."""
+    return reinterpret(ring, gl.int16, [S.slots(C), C.tile, S.words(C)], _code_view_layout(S.words(C))).index(slot)
+
+
+@gluon.jit
+def _x_of(ring, slot, C: gl.constexpr):
+    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    return reinterpret(ring, half_type(C), [C.stages, C.blocks, C.rows, 64], layout).index(slot)
+
+
+@gluon.jit
+def _weight_at(tile, step, Codes, Scales, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
+    codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Codes, Biases, Factors, Outs, Ns, C)
+    layout: gl.constexpr = code_copy_layout(C, S.words(C))
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
+    codes = codes + (n0.to(gl.int64) * width + step * S.words(C)) + (row * width + c)
+    if S.groups > 0:
+        scales = scale_pointers(scales, n0, step, K, C.piece, S, C)
+    return codes, scales, N - n0
+
+
+@gluon.jit
+def _fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes and scales of the step that `at` points to; returns where the next one is."""
+    codes, scales, rows = at
+    left = K - step * C.chunk
+    if (rows >= C.tile) & (left >= C.chunk):
+        copy_to_shared(rings[0].index(slot), codes)
+    else:
+        layout: gl.constexpr = code_copy_layout(C, S.words(C))
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (c < left // (8 * S.planes) * 8))
+    codes += S.words(C)
+    if S.groups > 0:
+        copy_scales(rings[1].index(slot), scales, rows, left // (S.group * C.piece) * C.piece, C.piece, S, C)
+        scales += C.columns(S)
+    return codes, scales, rows
+
+
+@gluon.jit
+def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Zero points of a step, one for each scale: too few bytes of a row for cp.async. 0 where there are none."""
+    zeros = 0
+    if S.zero:
+        G: gl.constexpr = C.columns(S)
+        layout: gl.constexpr = scale_layout(C, G)
+        _, _, base, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+        c = step * G + gl.arange(0, G, layout=gl.SliceLayout(0, layout))[None, :]
+        width = K // S.group
+        zeros = gl.load(base + n0.to(gl.int64) * width + (row * width + c), mask=(row < N - n0) & (c < width), other=0)
+    return zeros
+
+
+@gluon.jit
+def _fetch_x(ring, slot, step, X, rows, K, x_row, C: gl.constexpr):
+    """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
+    layout: gl.constexpr = x_copy_layout(C)
+    b = gl.arange(0, C.blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] + b * 64
+    m = gl.minimum(m, rows - 1)
+    pointers = X + step * C.chunk + (m * x_row + k)
+    left = K - step * C.chunk
+    if C.ordered or left >= C.chunk:
+        copy_to_shared(_x_of(ring, slot, C), pointers)
+    else:
+        copy_to_shared(_x_of(ring, slot, C), pointers, mask=(m >= 0) & (k < left))
+
+
+@gluon.jit
+def _columns(s, C: gl.constexpr):
+    """Scales (or zero points) of a step [tile, groups] as one tensor [tile] a group."""
+    n: gl.constexpr = s.shape[1].bit_length() - 1
+    return halves(gl.reshape(s, [C.tile] + [2] * n), n)
+
+
+@gluon.jit
+def _scale_of(s, S: gl.constexpr, C: gl.constexpr):
+    return to_float(gl.convert_layout(s, gl.SliceLayout(1, sums_layout(C)), assert_trivial=True), S)
+
+
+@gluon.jit
+def _multiply(acc, p, due, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
+    """One step. p: the products in flight; due: the scales of their group, or, where sums need none, p is all there is."""
+    codes = _codes_of(rings[0], slot, S, C)
+    scales = ()
+    zeros = ()
+    if S.group == 16:
+        scales = sixteenths(rings[1].index(slot), S, C)
+    elif S.groups > 0:
+        scales = _columns(rings[1].index(slot).load(scale_layout(C, C.columns(S))), C)
+    if S.zero:
+        zeros = _columns(zero, C)
+    none = gl.full([C.tile, C.rows], 0.0, gl.float32, sums_layout(C))
+    for block in gl.static_range(gl.constexpr(C.blocks)):
+        a = code_operands(codes, block, scales, zeros, S, C)
+        x = rings[2].index(slot * C.blocks + block)
+        if S.groups == 0 or C.fold:
+            p = warpgroup_mma(joined(a, C), x.permute([1, 0]), warpgroup_mma_wait(0, deps=[p]), is_async=True)
+        elif C.halved:
+            for h in gl.static_range(2):
+                half = joined((a[2 * h], a[2 * h + 1]), C)
+                done = warpgroup_mma_wait(0, deps=[p])
+                p = warpgroup_mma(half, x.slice(32 * h, 32, dim=1).permute([1, 0]), none, use_acc=False, is_async=True)
+                acc += done * gl.expand_dims(due, 1)
+                due = _scale_of(scales[2 * block + h], S, C)
+        else:
+            whole = joined(a, C)
+            done = warpgroup_mma_wait(0, deps=[p])
+            if (block * 64) % S.group == 0:
+                p = warpgroup_mma(whole, x.permute([1, 0]), none, use_acc=False, is_async=True)
+                acc += done * gl.expand_dims(due, 1)
+                due = _scale_of(scales[block * 64 // S.group], S, C)
+            else:
+                p = warpgroup_mma(whole, x.permute([1, 0]), done, is_async=True)
+    return acc, p, due
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear(
+    X,  # [rows, K], strides x_row and 1; C.ordered: as `order` wrote it, rows of whole steps
+    Codes,  # of each weight: 16-bit words [N, K / planes]
+    Scales,  # [N, K / group], or [N, 1]
+    Zeros,  # uint8, as Scales
+    Biases,  # [N]
+    Factors,  # fp32 [1]
+    Outs,  # [rows, N]
+    Part,  # fp32 workspace: two partial results a program
+    Count,  # int32, one a tile, zero before and after
+    rows,
+    K,
+    x_row,
+    Ns,
+    C: gl.constexpr,
+):
+    """One program's share of the steps of all tiles."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = sums_layout(C)
+    rings = _make_rings(S, C)
+    steps = (K + C.chunk - 1) // C.chunk
+    tiles = 0
+    for i in gl.static_range(gl.constexpr(len(C.weights))):
+        tiles += (Ns[i] + C.tile - 1) // C.tile
+    total = tiles * steps
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    now = share(program, programs, total)
+    end = share(program + 1, programs, total)
+    tile = quotient(now, steps)
+    step = now - tile * steps
+    begin = step
+    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight. A slot is free two steps after
+    # its own: until then other warps' products may read its x.
+    at = _weight_at(tile, step, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+    ahead_tile = tile
+    ahead_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 2)):
+        if now + i < end:
+            at = _fetch_weight(rings, i, at, ahead_step, K, S, C)
+        async_copy.commit_group()
+        ahead_step += 1
+        if ahead_step == steps:
+            ahead_step = 0
+            ahead_tile += 1
+            at = _weight_at(ahead_tile, 0, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+    if S.kind == "pairs":
+        make_table(rings[0], S, C)
+    zero_next = _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 2)):
+        if now + i < end:
+            _fetch_x(rings[2], i, x_step, X, rows, K, x_row, C)
+        async_copy.commit_group()
+        x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
+    acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+    p = warpgroup_mma_init(gl.full([C.tile, C.rows], 0.0, gl.float32, mma))
+    due = gl.full([C.tile], 0.0, gl.float32, gl.SliceLayout(1, mma))
+    slot = 0
+    for at_step in range(now, end):
+        zero = zero_next
+        if S.zero:
+            over = step + 1 == steps
+            next_tile = gl.where(over, tile + 1, tile)
+            next_step = gl.where(over, 0, step + 1)
+            zero_next = _load_zeros(next_tile, next_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+        async_copy.wait_group(C.stages - 3)
+        if not C.ordered:
+            view = _x_of(rings[2], slot, C)
+            view.store(in_order(view.load(x_copy_layout(C)), S, C))
+        fence_async_shared()
+        barrier()
+        if at_step + (C.stages - 2) < end:
+            free = gl.where(slot < 2, slot + (C.stages - 2), slot - 2)
+            _fetch_x(rings[2], free, ahead_step, X, rows, K, x_row, C)
+            at = _fetch_weight(rings, free, at, ahead_step, K, S, C)
+        async_copy.commit_group()
+        ahead_step += 1
+        if ahead_step == steps:
+            ahead_step = 0
+            ahead_tile += 1
+            at = _weight_at(ahead_tile, 0, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+        acc, p, due = _multiply(acc, p, due, rings, slot, zero, S, C)
+        step += 1
+        if (step == steps) | (at_step + 1 == end):
+            done = warpgroup_mma_wait(0, deps=[p])
+            if S.groups == 0 or C.fold:
+                acc = done
+            else:
+                acc += done * gl.expand_dims(due, 1)
+                due = gl.full([C.tile], 0.0, gl.float32, gl.SliceLayout(1, mma))
+            p = warpgroup_mma_init(gl.full([C.tile, C.rows], 0.0, gl.float32, mma))
+            if (begin == 0) & (step == steps):
+                write_tile(acc, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            else:
+                n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
+                offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, mma))[None, :]
+                own = 2 * program + (begin == 0).to(gl.int32)
+                gl.store(Part + own.to(gl.int64) * C.part_floats + offsets, acc, cache_modifier=".cg")
+                first = program_at(tile * steps, programs, total)
+                last = program_at(tile * steps + (steps - 1), programs, total)
+                barrier()
+                arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
+                if arrived == last - first:
+                    gl.store(Count + tile, 0)
+                    v = sum_parts(Part, offsets, first, last, C)
+                    write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+            begin = 0
+            step = 0
+            tile += 1
+        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def order(X, Y, K, x_row, y_row, C: gl.constexpr, BLOCK: gl.constexpr):
+    """x [rows, K] -> y [rows, y_row]: k in the order of the operands, zeros behind K."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = gl.program_id(1).to(gl.int64)
+    k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    x = gl.load(X + m * x_row + k, mask=k < K, other=0.0)
+    x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), C.weights[0], C)
+    gl.store(Y + m * y_row + k, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < y_row)
+
+
+def launch(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
+    spec: WgmmaSpec,
+    programs: int,
+    part: torch.Tensor,
+    count: torch.Tensor,
+    compiled: Any = None,
+) -> Any:
+    """As `linear_gluon.launch`: one launch, or, with spec.ordered, two: x is brought into order first."""
+    rows, width = x.shape
+    ordering, product = compiled or (None, None)
+    stride = width if rows == 1 else x.stride(0)
+    if spec.ordered:
+        padded = -(-width // spec.chunk) * spec.chunk
+        y = x.new_empty(rows, padded)
+        grid = (-(-padded // ORDER_BLOCK), rows)
+        arguments: tuple[Any, ...] = (x, y, width, stride, padded)
+        if ordering is None:
+            ordering = order[grid](*arguments, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
+        else:
+            ordering[(*grid, 1)](*arguments, spec, ORDER_BLOCK)
+        x, stride = y, padded
+    arguments = (
+        x,
+        tuple(w.codes.view(torch.int16) for w in weights),
+        tuple(w.scales for w in weights),
+        tuple(w.offsets for w in weights),
+        tuple(biases),
+        tuple(w.tensor_scale for w in weights),
+        tuple(outs),
+        *(part, count, rows, width, stride),
+        tuple(w.shape[0] for w in weights),
+    )
+    if product is None:
+        product = linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+    else:
+        product[programs, 1, 1](*arguments, spec)
+    return ordering, product
+
+
+def configurations() -> Iterator[Configuration]:
+    """The sample's products, as an H100 would be given them."""
+    for product in WARP_GROUPS:
+        yield from sample_configurations(*product, plan=wgmma_linear, launch=launch, capability=(9, 0))

@@ -1,0 +1,176 @@
+"""Products with 9 to 64 rows of x on Hopper, by warp-group products: what they are compiled for and how their work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from halfbyte.formats import Format
+from halfbyte.plans.linear import GluonLinear, Stored, cut, gluon_linear, scale_piece, stored
+
+#: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, tiles of more rows.
+FEWEST_ROWS, MOST_ROWS = 9, 64
+#: Rows of x up to which every program brings them into order for itself.
+_ORDERED_ROWS = 16
+#: Shared memory of a multiprocessor, and what the driver and the compiler take of it for each block.
+_SHARED, _BLOCK_BYTES = 228 << 10, 1280
+
+
+@dataclass(frozen=True)
+class WgmmaSpec:
+    """Everything the kernel is compiled for."""
+
+    weights: tuple[Stored, ...]
+    half: str  # of x and y: "bf16" or "fp16"
+    rows: int  # of x, rounded up to 16, 32 or 64
+    tile: int  # rows of the weight: 64 for each warp group
+    across: int  # warps, which divide them
+    chunk: int  # K of a step
+    stages: int
+    piece: int  # scales that are copied at a time
+    pair: bool
+    ordered: bool  # a small kernel ahead brings x into the order of the operands; else every program does, for each step
+    spare: int = 0  # slots of the ring that nobody uses
+
+    @property
+    def streams(self) -> int:
+        """Groups of warps that take a chunk of K each: here all share one."""
+        return 1
+
+    @property
+    def warps(self) -> int:
+        return self.across
+
+    @property
+    def step(self) -> int:
+        return self.chunk
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 k, in a step: 128 bytes of x."""
+        return self.chunk // 64
+
+    @property
+    def halved(self) -> bool:
+        """Groups of 32: two products for each 64 k, as their sums are scaled apart."""
+        return self.weights[0].group == 32
+
+    @property
+    def fold(self) -> bool:
+        """Scales multiply the codes, in 16 bits: where that is exact, as sums of so few codes would take long to scale."""
+        weight = self.weights[0]
+        return weight.group == 16 or (weight.group == 32 and weight.scale == "e8m0" and self.half == "bf16")
+
+    @property
+    def part_floats(self) -> int:
+        """fp32 numbers of one partial result."""
+        return self.tile * self.rows
+
+    def columns(self, weight: Stored) -> int:
+        """Scales of a row in one step."""
+        return self.chunk // 128 * weight.groups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the rings of codes (the table behind them), scales and x."""
+        weight = self.weights[0]
+        scales = self.tile * self.columns(weight) * weight.scale_bytes
+        return weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.chunk * self.rows + scales)
+
+
+def tuned_linear(
+    weights: Sequence[tuple[Format, int]],
+    *,
+    rows: int,
+    width: int,
+    half: str,
+    processors: int,
+    capability: tuple[int, int],
+    pair: bool,
+) -> GluonLinear | str:
+    """How a tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why none can."""
+    if rows < FEWEST_ROWS:
+        return gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    found = wgmma_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    if isinstance(found, GluonLinear):
+        return found
+    few = gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    return f"{few}; {found}" if isinstance(few, str) and few != found else few
+
+
+def wgmma_linear(
+    weights: Sequence[tuple[Format, int]],
+    *,
+    rows: int,
+    width: int,
+    half: str,
+    processors: int,
+    capability: tuple[int, int],
+    pair: bool,
+) -> GluonLinear | str:
+    """How warp-group products compute x [rows, width] times these weights; in words, why they cannot."""
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; warp-group products need 9.0"
+    if not FEWEST_ROWS <= rows <= MOST_ROWS:
+        return f"{rows} rows; warp-group products take {FEWEST_ROWS} to {MOST_ROWS}"
+    if len({fmt for fmt, _ in weights}) > 1:
+        return "weights of several formats in one launch are the portable kernel's"
+    weight = stored(weights[0][0], half)
+    if isinstance(weight, str):
+        return weight
+    if width % (8 * weight.planes):
+        return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
+    for shape, blocks in _shapes((weight,) * len(weights), rows, half, pair):
+        spec = _staged(shape, width, blocks)
+        if spec is not None:
+            tiles = sum(-(-n // spec.tile) for _, n in weights)
+            steps = -(-width // spec.step)
+            count = _programs(tiles, steps, blocks * processors)
+            why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
+            return GluonLinear(spec, count, tiles, steps, blocks, why)
+    return "no shape of warp-group products that is fast fits its format"
+
+
+def _shapes(weights: tuple[Stored, ...], rows: int, half: str, pair: bool) -> Iterator[tuple[WgmmaSpec, int]]:
+    """Shapes in the order in which they were fast (docs/linear.md), and how many of their blocks a multiprocessor runs at once.
+
+    256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps beside x.
+    """
+    weight = weights[0]
+    shape = WgmmaSpec(weights, half, 16, 64, 4, 512, 1, 1, pair, ordered=False)
+    if rows <= _ORDERED_ROWS:
+        if weight.kind == "nibbles" and weight.group != 32:
+            yield shape, 2
+        return
+    shape = replace(shape, rows=32 if rows <= 32 else 64, tile=128, across=8, ordered=True)
+    if rows <= 32:
+        yield shape, 1
+    yield replace(shape, chunk=256), 1
+
+
+def _staged(shape: WgmmaSpec, width: int, blocks: int) -> WgmmaSpec | None:
+    """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than 3."""
+    weight = shape.weights[0]
+    if weight.group:
+        shape = replace(shape, piece=scale_piece(shape.columns(weight), width // weight.group, weight.scale_bytes))
+        if not shape.piece:
+            return None
+    fits = [s for n in range(3, 9) if blocks * ((s := replace(shape, stages=n)).shared_bytes + _BLOCK_BYTES) <= _SHARED]
+    if not fits:
+        return None
+    spec = fits[-1]
+    while (blocks + 1) * (spec.shared_bytes + _BLOCK_BYTES) <= _SHARED:
+        spec = replace(spec, spare=spec.spare + 1)
+    return spec
+
+
+def _programs(tiles: int, steps: int, slots: int) -> int:
+    """How many programs share tiles of so many steps where `slots` run at once: equal parts of tiles, if that leaves few idle.
+
+    Otherwise as few as have the same number of steps as if all slots took part.
+    """
+    parts = min(slots // tiles, steps)
+    if tiles * parts >= 0.85 * slots or (parts and tiles >= 0.7 * slots):
+        return tiles * parts
+    each = -(-tiles * steps // slots)
+    return -(-tiles * steps // each)
