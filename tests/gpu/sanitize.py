@@ -33,7 +33,7 @@ MARKED = [
 PRODUCTS = [
     (("int4_g128",), 1, 1280, torch.bfloat16),
     (("int4_sym_g32",), 17, 1056, torch.float16),
-    (("int4_g128",), 12, 1280, torch.bfloat16),
+    (("int4_g128",), 20, 1280, torch.bfloat16),
     (("int4_sym_g128",), 40, 1280, torch.float16),
     (("int8_col",), 70, 202, torch.bfloat16),
     (("nvfp4",), 130, 208, torch.float16),

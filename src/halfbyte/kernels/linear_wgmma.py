@@ -1,4 +1,4 @@
-"""Tuned products with quantised weights in Gluon, for 9 to 64 rows of x on Hopper: warp-group products.
+"""Tuned products with quantised weights in Gluon, for 17 to 64 rows of x on Hopper: warp-group products.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, k]),  g the group that k lies in
 
@@ -9,9 +9,8 @@ MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the
 cores work on those before, and a step's first while they work on the last of the step before.
 
 Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
-which a mask takes every fourth (see linear_operands.py); tensor cores read x from shared memory where its order is given, so x must
-lie there in the codes' order: a small kernel ahead writes it so (`order`), or, for few rows, each program puts the x of its step in
-order, in place.
+which a mask takes every fourth (see linear_operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
+ahead writes x in the codes' order (`order`).
 
 Work is cut and partial results are added as in linear_gluon.py.
 """
@@ -142,19 +141,14 @@ def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, 
 
 
 @gluon.jit
-def _fetch_x(ring, slot, step, X, rows, K, x_row, C: gl.constexpr):
+def _fetch_x(ring, slot, step, X, rows, x_row, C: gl.constexpr):
     """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
     layout: gl.constexpr = x_copy_layout(C)
     b = gl.arange(0, C.blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] + b * 64
     m = gl.minimum(m, rows - 1)
-    pointers = X + step * C.chunk + (m * x_row + k)
-    left = K - step * C.chunk
-    if C.ordered or left >= C.chunk:
-        copy_to_shared(_x_of(ring, slot, C), pointers)
-    else:
-        copy_to_shared(_x_of(ring, slot, C), pointers, mask=(m >= 0) & (k < left))
+    copy_to_shared(_x_of(ring, slot, C), X + step * C.chunk + (m * x_row + k))
 
 
 @gluon.jit
@@ -208,7 +202,7 @@ def _multiply(acc, p, due, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear(
-    X,  # [rows, K], strides x_row and 1; C.ordered: as `order` wrote it, rows of whole steps
+    X,  # [rows, x_row] as `order` wrote it
     Codes,  # of each weight: 16-bit words [N, K / planes]
     Scales,  # [N, K / group], or [N, 1]
     Zeros,  # uint8, as Scales
@@ -262,7 +256,7 @@ def linear(
     x_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 2)):
         if now + i < end:
-            _fetch_x(rings[2], i, x_step, X, rows, K, x_row, C)
+            _fetch_x(rings[2], i, x_step, X, rows, x_row, C)
         async_copy.commit_group()
         x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
     acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
@@ -277,14 +271,11 @@ def linear(
             next_step = gl.where(over, 0, step + 1)
             zero_next = _load_zeros(next_tile, next_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
         async_copy.wait_group(C.stages - 3)
-        if not C.ordered:
-            view = _x_of(rings[2], slot, C)
-            view.store(in_order(view.load(x_copy_layout(C)), S, C))
         fence_async_shared()
         barrier()
         if at_step + (C.stages - 2) < end:
             free = gl.where(slot < 2, slot + (C.stages - 2), slot - 2)
-            _fetch_x(rings[2], free, ahead_step, X, rows, K, x_row, C)
+            _fetch_x(rings[2], free, ahead_step, X, rows, x_row, C)
             at = _fetch_weight(rings, free, at, ahead_step, K, S, C)
         async_copy.commit_group()
         ahead_step += 1
@@ -350,35 +341,29 @@ def launch(
     count: torch.Tensor,
     compiled: Any = None,
 ) -> Any:
-    """As `linear_gluon.launch`: one launch, or, with spec.ordered, two: x is brought into order first."""
+    """As `linear_gluon.launch`, with one launch more ahead, which brings x into the operands' order."""
     rows, width = x.shape
-    ordering, product = compiled or (None, None)
-    stride = width if rows == 1 else x.stride(0)
-    if spec.ordered:
-        padded = -(-width // spec.chunk) * spec.chunk
-        y = x.new_empty(rows, padded)
-        grid = (-(-padded // ORDER_BLOCK), rows)
-        arguments: tuple[Any, ...] = (x, y, width, stride, padded)
-        if ordering is None:
-            ordering = order[grid](*arguments, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
-        else:
-            ordering[(*grid, 1)](*arguments, spec, ORDER_BLOCK)
-        x, stride = y, padded
-    arguments = (
-        x,
+    padded = -(-width // spec.chunk) * spec.chunk
+    y = x.new_empty(rows, padded)
+    grid = (-(-padded // ORDER_BLOCK), rows)
+    to_order = (x, y, width, x.stride(0), padded)
+    to_multiply = (
+        y,
         tuple(w.codes.view(torch.int16) for w in weights),
         tuple(w.scales for w in weights),
         tuple(w.offsets for w in weights),
         tuple(biases),
         tuple(w.tensor_scale for w in weights),
         tuple(outs),
-        *(part, count, rows, width, stride),
+        *(part, count, rows, width, padded),
         tuple(w.shape[0] for w in weights),
     )
-    if product is None:
-        product = linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
-    else:
-        product[programs, 1, 1](*arguments, spec)
+    if compiled is not None:
+        compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
+        compiled[1][programs, 1, 1](*to_multiply, spec)
+        return compiled
+    ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
+    product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
     return ordering, product
 
 

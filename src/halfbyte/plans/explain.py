@@ -131,10 +131,9 @@ def _check_half(dtype: str) -> None:
 def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
     spec = plan.spec
     alone = plan.programs == plan.tiles
+    launches = "one launch" if isinstance(spec, Spec) else "warp-group products; two launches, the first brings x into order"
     return {
-        "kernel": "gluon, the tuned one; one launch"
-        if isinstance(spec, Spec)
-        else f"gluon, warp-group products; {'two launches' if spec.ordered else 'one launch'}",
+        "kernel": f"gluon, the tuned one; {launches}",
         "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, of which {rows} are there; {spec.warps} warps",
         "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",

@@ -1,17 +1,15 @@
-"""Products with 9 to 64 rows of x on Hopper, by warp-group products: what they are compiled for and how their work is cut."""
+"""Products with 17 to 64 rows of x on Hopper, by warp-group products: what they are compiled for and how their work is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
 from halfbyte.plans.linear import GluonLinear, Stored, cut, gluon_linear, scale_piece, stored
 
 #: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, tiles of more rows.
-FEWEST_ROWS, MOST_ROWS = 9, 64
-#: Rows of x up to which every program brings them into order for itself.
-_ORDERED_ROWS = 16
+FEWEST_ROWS, MOST_ROWS = 17, 64
 #: Shared memory of a multiprocessor, and what the driver and the compiler take of it for each block.
 _SHARED, _BLOCK_BYTES = 228 << 10, 1280
 
@@ -22,20 +20,23 @@ class WgmmaSpec:
 
     weights: tuple[Stored, ...]
     half: str  # of x and y: "bf16" or "fp16"
-    rows: int  # of x, rounded up to 16, 32 or 64
-    tile: int  # rows of the weight: 64 for each warp group
-    across: int  # warps, which divide them
+    rows: int  # of x, rounded up to 32 or 64
     chunk: int  # K of a step
     stages: int
     piece: int  # scales that are copied at a time
     pair: bool
-    ordered: bool  # a small kernel ahead brings x into the order of the operands; else every program does, for each step
-    spare: int = 0  # slots of the ring that nobody uses
+    tile: int = 128  # rows of the weight: 64 for each of two warp groups
+    across: int = 8  # warps, which divide them
 
     @property
     def streams(self) -> int:
         """Groups of warps that take a chunk of K each: here all share one."""
         return 1
+
+    @property
+    def spare(self) -> int:
+        """Slots of the ring that nobody uses: none is needed, as two blocks have no room at once."""
+        return 0
 
     @property
     def warps(self) -> int:
@@ -120,48 +121,29 @@ def wgmma_linear(
         return weight
     if width % (8 * weight.planes):
         return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
-    for shape, blocks in _shapes((weight,) * len(weights), rows, half, pair):
-        spec = _staged(shape, width, blocks)
-        if spec is not None:
-            tiles = sum(-(-n // spec.tile) for _, n in weights)
-            steps = -(-width // spec.step)
-            count = _programs(tiles, steps, blocks * processors)
-            why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
-            return GluonLinear(spec, count, tiles, steps, blocks, why)
-    return "no shape of warp-group products that is fast fits its format"
+    # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps beside x.
+    shape = WgmmaSpec((weight,) * len(weights), half, 32 if rows <= 32 else 64, 256, 1, 1, pair)
+    spec = (_staged(replace(shape, chunk=512), width) if rows <= 32 else None) or _staged(shape, width)
+    if spec is None:
+        return (
+            f"the scales of a row of {width} cannot be copied in pieces of 4 bytes or more, or three steps do not fit shared memory"
+        )
+    tiles = sum(-(-n // spec.tile) for _, n in weights)
+    steps = -(-width // spec.step)
+    count = _programs(tiles, steps, processors)
+    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
+    return GluonLinear(spec, count, tiles, steps, 1, why)
 
 
-def _shapes(weights: tuple[Stored, ...], rows: int, half: str, pair: bool) -> Iterator[tuple[WgmmaSpec, int]]:
-    """Shapes in the order in which they were fast (docs/linear.md), and how many of their blocks a multiprocessor runs at once.
-
-    256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps beside x.
-    """
-    weight = weights[0]
-    shape = WgmmaSpec(weights, half, 16, 64, 4, 512, 1, 1, pair, ordered=False)
-    if rows <= _ORDERED_ROWS:
-        if weight.kind == "nibbles" and weight.group != 32:
-            yield shape, 2
-        return
-    shape = replace(shape, rows=32 if rows <= 32 else 64, tile=128, across=8, ordered=True)
-    if rows <= 32:
-        yield shape, 1
-    yield replace(shape, chunk=256), 1
-
-
-def _staged(shape: WgmmaSpec, width: int, blocks: int) -> WgmmaSpec | None:
-    """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than 3."""
+def _staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
+    """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit."""
     weight = shape.weights[0]
     if weight.group:
         shape = replace(shape, piece=scale_piece(shape.columns(weight), width // weight.group, weight.scale_bytes))
         if not shape.piece:
             return None
-    fits = [s for n in range(3, 9) if blocks * ((s := replace(shape, stages=n)).shared_bytes + _BLOCK_BYTES) <= _SHARED]
-    if not fits:
-        return None
-    spec = fits[-1]
-    while (blocks + 1) * (spec.shared_bytes + _BLOCK_BYTES) <= _SHARED:
-        spec = replace(spec, spare=spec.spare + 1)
-    return spec
+    fits = [s for n in range(3, 9) if (s := replace(shape, stages=n)).shared_bytes + _BLOCK_BYTES <= _SHARED]
+    return fits[-1] if fits else None
 
 
 def _programs(tiles: int, steps: int, slots: int) -> int:
