@@ -10,7 +10,8 @@ import torch
 from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
-from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, Spec, gluon_linear, level_of
+from halfbyte.plans.levels import level_of
+from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, Spec, gluon_linear, shares
 from halfbyte.plans.linear_wgmma import WgmmaSpec, tuned_linear
 
 H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}
@@ -62,6 +63,7 @@ def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability:
         (4096, 14336, 256, "split-K, 2 parts a tile"),
         (10240, 8192, 256, "stream-K"),
         (28672, 4096, 256, "stream-K"),
+        (65536, 4096, 256, "data-parallel"),
     ],
 )
 def test_decompositions_by_hand(n: int, k: int, programs: int, cut: str) -> None:
@@ -80,9 +82,45 @@ def test_every_program_has_a_step(n: int, k: int, rows: int) -> None:
         assert 1 <= found.programs <= found.tiles * found.steps
         assert found.tiles * found.spec.tile >= n > (found.tiles - 1) * found.spec.tile
         assert found.steps * found.spec.step >= k > (found.steps - 1) * found.spec.step
-        whole = found.programs == found.tiles  # nothing is added up
-        assert found.floats == (1 if whole else 2 * found.programs * found.spec.tile * found.spec.rows)
-        assert found.counters == (0 if whole else found.tiles)
+        shared = found.tiles % found.programs  # else nothing is added up
+        assert found.floats == (2 * found.programs * found.spec.tile * found.spec.rows if shared else 1)
+        assert found.counters == shared
+
+
+@pytest.mark.parametrize(("tiles", "steps", "programs"), [(5, 3, 5), (1, 8, 3), (320, 8, 256), (7, 4, 3), (3, 5, 13), (10, 1, 4)])
+def test_every_step_is_computed_once(tiles: int, steps: int, programs: int) -> None:
+    whole, shared, each, more = shares(tiles, steps, programs)
+    done = []
+    for program in range(programs):
+        first = program * each + min(program, more)
+        done += range(first, first + each + (program < more))
+        own = (shared + program * whole) * steps
+        done += range(own, own + whole * steps)
+    assert sorted(done) == list(range(tiles * steps))
+    assert each + (more > 0) <= steps  # a part lies in two tiles at most
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "abreast", "halved", "columns"),
+    [
+        ("mxfp4", 1, 8, False, 1),
+        ("mxfp4", 3, 2, False, 4),
+        ("mxfp4", 8, 1, True, 8),
+        ("nvfp4", 1, 8, False, 1),
+        ("nvfp4", 2, 4, False, 2),
+        ("nvfp4", 4, 2, True, 4),
+        ("nvfp4", 8, 1, False, 8),
+        ("int4_g32", 16, 1, True, 16),
+        ("int4_sym_g128", 1, 1, False, 8),
+        ("int4_sym_col", 1, 1, False, 8),
+    ],
+)
+def test_few_rows_leave_columns_for_more_groups(name: str, rows: int, abreast: int, halved: bool, columns: int) -> None:
+    spec = tuned(name, 4096, 4096, rows).spec
+    assert isinstance(spec, Spec)
+    weight = spec.weights[0]
+    assert (weight.abreast(spec), weight.halved(spec), spec.sums) == (abreast, halved, columns)
+    assert weight.operands_scaled(spec) == (name == "nvfp4" and rows > 4)
 
 
 def test_three_weights_share_a_launch() -> None:
@@ -138,10 +176,24 @@ def test_levels_that_no_factor_makes_exact_have_no_mean_error(half: str, dtype: 
 
 
 def test_tables_hold_the_nearest_16_bit_numbers() -> None:
-    e2m1 = tuned("nvfp4", 64, 4096).spec.weights[0].table
-    assert e2m1[:8] == (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
-    assert e2m1[8:] == tuple(bits | 0x8000 for bits in e2m1[:8])
-    assert tuned("nvfp4", 64, 4096, half="fp16").spec.weights[0].table[1:3] == (0x3800, 0x3C00)
+    thirds = tuned("fp4_bnb", 64, 4096).spec.weights[0].table
+    assert thirds[:8] == (0x0000, 0x3C80, 0x4000, 0x4040, 0x3F80, 0x3FC0, 0x3F00, 0x3F40)
+    assert thirds[8:] == tuple(bits | 0x8000 for bits in thirds[:8])
+    assert tuned("fp4_bnb", 64, 4096, half="fp16").spec.weights[0].table[1:3] == (0x2400, 0x4000)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("half", "dtype", "shift"), [("bf16", torch.bfloat16, 6), ("fp16", torch.float16, 9)])
+def test_the_bits_of_e2m1_are_the_number(half: str, dtype: torch.dtype, shift: int, name: str, rows: int) -> None:
+    """Operand times what x and scales were multiplied by is the value in units."""
+    spec = tuned(name, 64, 4096, rows, half).spec
+    assert isinstance(spec, Spec)
+    weight, code = spec.weights[0], torch.arange(16, dtype=torch.int32)
+    operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(dtype).double()
+    factor = weight.x_factor(spec) * (weight.scale_factor(spec) if weight.operands_scaled(spec) else 1.0)
+    assert not weight.table
+    assert torch.equal(operands * factor / weight.unit(half), WEIGHT_FORMATS[name].code.levels().double())
 
 
 # ----------------------------------------------------------------------------------------------------- warp-group products

@@ -1,4 +1,4 @@
-"""The tuned linear kernel: layouts, and how stored words and rows of x become operands of the tensor cores.
+"""The tuned linear kernel: layouts, and how rows of x become operands of the tensor cores.
 
 Inside a product the order of K is free, as long as both operands agree. A lane of an mma holds a 32-bit register of neighbouring
 k; with codes as they are stored, four lanes t = 0..3 hold 32 bits of a row each, that is 8 neighbouring 4-bit codes (4 bytes):
@@ -17,10 +17,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from halfbyte.kernels.compat import barrier, reinterpret
-from halfbyte.kernels.gluon_operands import unpack_bytes
-from halfbyte.plans.linear import TABLE_BYTES
 
 
 @gluon.constexpr_function
@@ -65,6 +61,17 @@ def sixteenth_layout(C, groups):
     return gl.DistributedLinearLayout(registers, [[0, 0], [0, 1], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
+@gluon.constexpr_function
+def column_scale_layout(C, groups, abreast):
+    """Groups side by side: a lane needs those of the columns of its sums; a row of x is the lowest part of a column's number."""
+    bits = abreast.bit_length() - 1
+    columns = [[0, 0]] * (3 - bits) + [[0, 1 << i] for i in range(bits)]
+    registers = columns[:1] if bits == 3 else []
+    registers = registers + [[0, abreast << i] for i in range((groups // abreast).bit_length() - 1)] + _higher_rows(C)
+    shape = [C.tile, C.streams * groups]
+    return gl.DistributedLinearLayout(registers, [*columns[1:], *_LOW_ROWS], _warps_of(C, groups), [], shape)
+
+
 _LOW_ROWS = ([1, 0], [2, 0], [4, 0])
 
 
@@ -84,6 +91,8 @@ def _warps_of(C, groups):
 @gluon.constexpr_function
 def x_copy_layout(C):
     """[streams, x_high, chunk / 32, x_low, 32]: one lane copies 16 bytes."""
+    if C.x_cached:
+        return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 2 // C.x_low, 2, C.x_low, 8], [C.streams, C.across, 1, 1, 1], [4, 2, 3, 1, 0])
     return gl.BlockedLayout([1, 1, 1, 1, 8], [1, 2 // C.x_low, 4, C.x_low, 4], [C.streams, C.across, 1, 1, 1], [4, 2, 3, 1, 0])
 
 
@@ -133,18 +142,39 @@ def x_operands(x, S: gl.constexpr, C: gl.constexpr):
         x = gl.permute(x, [0, 4, 5, 1, 2, 3, 6])
     else:
         x = gl.reshape(x, [C.streams, R, 2, 2, 4, 2, 2, 2])  # block, w3, t, r2, r1, r0
-        if S.kind == "nibbles" and S.halved:
+        if S.kind != "pairs" and S.halved(C):
             x = gl.permute(x, [0, 7, 4, 5, 1, 2, 3, 6])
-        elif S.kind == "nibbles":
+        elif S.kind != "pairs":
             x = gl.permute(x, [0, 3, 4, 5, 1, 2, 6, 7])
-        elif S.halved:
+        elif S.halved(C):
             x = gl.permute(x, [0, 5, 4, 7, 1, 2, 3, 6])
         else:
             x = gl.permute(x, [0, 3, 4, 7, 1, 2, 6, 5])
     parts = halves(gl.reshape(x, [C.streams, 16, R, 2, 2, 2]), 3)
     made = ()
     for i in gl.static_range(8):
-        made = made + (_to_rows(parts[i], lb, C),)
+        one = _to_rows(parts[i], lb, C)
+        if S.abreast(C) == 1 and S.x_factor(C) != 1.0:
+            one = one * gl.full([C.streams, 16, C.rows], S.x_factor(C), one.dtype, lb)
+        made = made + (one,)
+    return made
+
+
+@gluon.jit
+def selectors(S: gl.constexpr, C: gl.constexpr):
+    """For each block of 16 words whose groups lie side by side: what x is multiplied by, 0 in the columns of other groups."""
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
+    half: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    inside: gl.constexpr = gl.constexpr(64 // S.group)  # groups of a block
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+    k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
+    n = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
+    made = ()
+    for block in gl.static_range(gl.constexpr((S.operands(C) + 3) // 4)):
+        group = k * inside // 16 + block * inside
+        if S.halved(C):
+            group = group % S.abreast(C)  # the highest bit of k numbers the codes of a byte
+        made = made + (gl.where(n // C.few + w * 0 == group, S.x_factor(C), 0.0).to(half),)
     return made
 
 
@@ -158,181 +188,3 @@ def _to_rows(x, lb: gl.constexpr, C: gl.constexpr):
         x, like = gl.broadcast(gl.expand_dims(x, 2), like)
         x = gl.reshape(x, [C.streams, 16, 8])
     return gl.convert_layout(x, lb, assert_trivial=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ weights
-
-
-@gluon.jit
-def nibble_planes(x, C: gl.constexpr):
-    """Words of four 4-bit codes -> one tensor a code. bf16: 128 + n; fp16: n * 2^-24, a subnormal."""
-    if C.half == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            shr.u32 a, $4, 4;
-            shr.u32 b, $4, 8;
-            shr.u32 c, $4, 12;
-            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            shr.u32 a, $4, 4;
-            shr.u32 b, $4, 8;
-            shr.u32 c, $4, 12;
-            and.b32 $0, $4, 0x000F000F;
-            and.b32 $1, a, 0x000F000F;
-            and.b32 $2, b, 0x000F000F;
-            and.b32 $3, c, 0x000F000F;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return (a, b, c, d)
-
-
-@gluon.jit
-def byte_planes(x, C: gl.constexpr):
-    """Words of two int8 codes -> one tensor a code. bf16: the number itself; fp16: (n + 128) * 2^-24, a subnormal."""
-    if C.half == "bf16":
-        # 128 + (low seven bits), minus 128 or, where the sign is set, 256: both exact.
-        a, b = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 h, p, q, s, t, minus;
-            mov.b32 minus, 0xBF80BF80;
-            shr.u32 h, $2, 8;
-            lop3.b32 p, $2, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 q, $2, 0x00800080, 0x43004300, 0xEA;
-            lop3.b32 s, h, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 t, h, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, q, minus, p;
-            fma.rn.bf16x2 $1, t, minus, s;
-            }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        a, b = unpack_bytes(x)
-    return (a, b)
-
-
-@gluon.jit
-def make_table(ring, S: gl.constexpr, C: gl.constexpr):
-    """For every byte the two codes in it as 16-bit numbers, once for each bank of shared memory, behind the stages of the ring."""
-    flat: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [C.warps, 1], [1, 0])
-    byte = gl.arange(0, 256, layout=gl.SliceLayout(1, flat))
-    low = byte * 0
-    high = byte * 0
-    for code in gl.static_range(16):
-        low = gl.where((byte & 15) == code, S.table[code], low)
-        high = gl.where((byte >> 4) == code, S.table[code], high)
-    pair = gl.expand_dims(low | (high << 16), 1) + gl.full([256, 32], 0, gl.int32, flat)
-    at: gl.constexpr = S.table_at(C)
-    reinterpret(ring, gl.int32, [at + 1, 256, 32], plain(2)).index(at).store(pair)
-    barrier()
-    # What follows reads the table by its address, which holds as long as the ring is the first thing in shared memory.
-    bank = gl.arange(0, 32, layout=gl.SliceLayout(0, flat))[None, :]
-    found = _entry(byte[:, None] * 128 + bank * 4, S, C)
-    if gl.max(gl.max((found != pair).to(gl.int32), axis=1), axis=0) != 0:
-        gl.inline_asm_elementwise("trap; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _entry_asm(S, C):
-    base = S.table_at(C) * TABLE_BYTES
-    return "{ .reg .b32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.b32 $0, [a+" + str(base) + "]; }"
-
-
-@gluon.jit
-def _entry(at, S: gl.constexpr, C: gl.constexpr):
-    """The 32 bits of the table at byte offsets `at`."""
-    return gl.inline_asm_elementwise(_entry_asm(S, C), "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _look_up_asm(S, C):
-    """Each byte of $4 is a line of the table; $5 is the bank of this lane. Bytes 0, 2, 1, 3, as `x_operands` orders x."""
-    lines = ["{ .reg .b32 a, s; mov.u32 s, global_smem;"]
-    for i, byte in enumerate((0, 2, 1, 3)):
-        lines.append("shl.b32 a, $4, 7;" if byte == 0 else f"shr.u32 a, $4, {8 * byte - 7};")
-        lines.append("lop3.b32 a, a, 0x7F80, $5, 0xEA;")
-        lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.table_at(C) * TABLE_BYTES}];")
-    return " ".join(lines) + " }"
-
-
-@gluon.jit
-def look_up(words, S: gl.constexpr, C: gl.constexpr):
-    """Words [streams, tile, 16] of 4-bit codes -> four operands of their values: a byte's two lie side by side."""
-    bank = gl.inline_asm_elementwise(
-        "{ .reg .b32 l; mov.u32 l, %laneid; shl.b32 $0, l, 2; } // $1",
-        "=r,r",
-        [words.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    if C.half == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            _look_up_asm(S, C),
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [words, bank],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            _look_up_asm(S, C),
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [words, bank],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return (a, b, c, d)
-
-
-@gluon.jit
-def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Block of 16 words of each row [W, tile, 16] as mma operands, one for each plane, in the order of `x_operands`."""
-    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    words = ring.slice(block * 16, 16, dim=2).load(la)
-    if S.kind == "nibbles":
-        planes = nibble_planes(words, C)
-    elif S.kind == "bytes":
-        planes = byte_planes(words, C)
-    else:
-        planes = look_up(words, S, C)
-    if S.halved:
-        a0, a1 = _by_half(planes[0], planes[1], C)
-        b0, b1 = _by_half(planes[2], planes[3], C)
-        planes = (a0, b0, a1, b1)
-    return planes
-
-
-@gluon.jit
-def _by_half(a, b, C: gl.constexpr):
-    """Two operands of 16 words as two of 8: the first halves of both, and the second halves."""
-    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    a0, a1 = gl.split(gl.permute(gl.reshape(a, [C.streams, C.tile, 2, 8]), [0, 1, 3, 2]))
-    b0, b1 = gl.split(gl.permute(gl.reshape(b, [C.streams, C.tile, 2, 8]), [0, 1, 3, 2]))
-    first = gl.reshape(gl.permute(gl.join(a0, b0), [0, 1, 3, 2]), [C.streams, C.tile, 16])
-    second = gl.reshape(gl.permute(gl.join(a1, b1), [0, 1, 3, 2]), [C.streams, C.tile, 16])
-    return gl.convert_layout(first, la, assert_trivial=True), gl.convert_layout(second, la, assert_trivial=True)

@@ -133,6 +133,6 @@ def fetch_x(rings, slot, step, X, rows, K, x_row, C: gl.constexpr):
     pointers = X + step * C.step + (m * x_row + k)
     left = K - step * C.step
     if left >= C.step:
-        copy_to_shared(rings[3].index(slot), pointers)
+        copy_to_shared(rings[3].index(slot), pointers, cache_modifier=".ca" if C.x_cached else "")
     else:
-        copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left))
+        copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left), cache_modifier=".ca" if C.x_cached else "")

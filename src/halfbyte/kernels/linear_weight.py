@@ -18,7 +18,7 @@ import triton.language as tl
 from halfbyte.formats import Code
 from halfbyte.kernels.codes import e4m3_bits, nearest, power_of_two
 from halfbyte.kernels.stored import INTERPRETED
-from halfbyte.plans.linear import level_of
+from halfbyte.plans.levels import level_of
 from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:

@@ -38,8 +38,10 @@ from halfbyte.kernels.compat import barrier, copy_to_shared, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
-from halfbyte.kernels.linear_gluon import sum_parts, to_float, write_tile
-from halfbyte.kernels.linear_operands import code_copy_layout, halves, make_table, plain, scale_layout
+from halfbyte.kernels.linear_codes import make_table
+from halfbyte.kernels.linear_gluon import sum_parts, write_tile
+from halfbyte.kernels.linear_operands import code_copy_layout, halves, plain, scale_layout
+from halfbyte.kernels.linear_products import to_float
 from halfbyte.kernels.linear_ring import copy_scales, place, scale_pointers
 from halfbyte.kernels.linear_sample import WARP_GROUPS, sample_configurations
 from halfbyte.kernels.linear_wgmma_operands import (

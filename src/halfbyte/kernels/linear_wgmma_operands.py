@@ -8,8 +8,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.linear_gluon import to_float
-from halfbyte.kernels.linear_operands import byte_planes, halves, look_up, nibble_planes
+from halfbyte.kernels.linear_codes import byte_planes, look_up, nibble_planes
+from halfbyte.kernels.linear_operands import halves
+from halfbyte.kernels.linear_products import to_float
 
 
 @gluon.constexpr_function

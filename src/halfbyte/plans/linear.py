@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Protocol
 
-from halfbyte.formats import Code, Format
+from halfbyte.formats import E2M1, Format
+from halfbyte.plans.levels import level_of, pattern
 
 if TYPE_CHECKING:
     from halfbyte.plans.linear_wgmma import WgmmaSpec
 
 #: Shared memory of a table: two values of every byte, for each of 32 banks.
 TABLE_BYTES = 256 * 32 * 4
-#: Numbers of a sum for which levels are chosen.
-_LONG = 8192
 _SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 
@@ -41,7 +37,8 @@ class Ring(Protocol):
 class Stored:
     """How a weight is stored: one compile-time constant of the tuned kernel.
 
-    kind    what a 16-bit word holds: "nibbles" (four integers), "bytes" (two int8), "pairs" (four codes of a table)
+    kind    what a 16-bit word holds: "nibbles" (four integers), "bytes" (two int8), "floats" (four E2M1 numbers), "pairs" (four
+            codes of a table)
     group   codes that share a scale; 0: a whole row
     scale   type of a stored scale: "f16", "f32", "e8m0", "e4m3"
     zero    zero points are stored
@@ -74,10 +71,22 @@ class Stored:
         """Scales of a row in 128 k."""
         return 128 // self.group if self.group else 0
 
-    @property
-    def halved(self) -> bool:
-        """A group is 8 words, half of an mma's depth: two planes share an operand."""
-        return self.group == 32
+    def abreast(self, spec: Spec) -> int:
+        """Groups whose sums lie side by side in one product: fewer than 8 rows of x leave columns of it free."""
+        free = spec.rows // spec.few
+        return free if 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
+
+    def operands(self, spec: Spec) -> int:
+        """Operands of the tensor cores, 16 k each, whose products are scaled together."""
+        return self.abreast(spec) * self.group // 16
+
+    def halved(self, spec: Spec) -> bool:
+        """What is scaled together is 8 words, half of an mma's depth: two planes share an operand."""
+        return self.operands(spec) == 2
+
+    def operands_scaled(self, spec: Spec) -> bool:
+        """Codes of 16 share a scale, which multiplies them in 16 bits."""
+        return self.group == 16 and self.abreast(spec) == 1
 
     @property
     def scale_bytes(self) -> int:
@@ -97,8 +106,18 @@ class Stored:
         return behind + spec.spare
 
     def unit(self, half: str) -> float:
-        """What one step of a code is, in operands of the tensor cores."""
+        """What one step of a code is, in products of the tensor cores: in the operands, and for E2M1 in bf16 in those of x, too."""
+        if self.kind == "floats":
+            return 2.0**-62 if half == "bf16" else 2.0**-14
         return 1.0 / self.level if self.table else 1.0 if half == "bf16" else 2.0**-24
+
+    def x_factor(self, spec: Spec) -> float:
+        """What x is multiplied by: E2M1's bits in a bf16 are the number times 2^-126, too small for what fp32 can add up."""
+        return 1.0 if self.kind != "floats" or spec.half == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
+
+    def scale_factor(self, spec: Spec) -> float:
+        """What scales that multiply operands are multiplied by: a bf16 holds code times scale exactly from 2^-133 on."""
+        return 2.0**7 if self.kind == "floats" and spec.half == "bf16" else 1.0
 
     def shift(self, half: str) -> float:
         """What operands have too much, apart from zero points."""
@@ -123,6 +142,7 @@ class Spec:
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
     sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
+    x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property
@@ -135,9 +155,14 @@ class Spec:
         return self.few // self.x_low
 
     @property
+    def sums(self) -> int:
+        """Columns of what is left of a tile's sums when groups side by side are added."""
+        return self.rows if self.weights[0].abreast(self) == 1 else self.few
+
+    @property
     def part_floats(self) -> int:
         """fp32 numbers of one partial result."""
-        return self.tile * self.rows
+        return self.tile * self.sums
 
     @property
     def step(self) -> int:
@@ -170,27 +195,28 @@ _DRIVER_BYTES, _BLOCK_BYTES = 1024, 1280
 
 @dataclass(frozen=True)
 class GluonLinear:
-    """A launch of the tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
+    """A launch of a tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
 
-    blocks: programs that run on one multiprocessor at once.
+    shared: tiles that several programs compute, which are the first ones. blocks: programs that a multiprocessor runs at once.
     """
 
     spec: Spec | WgmmaSpec
     programs: int
     tiles: int
     steps: int
+    shared: int
     blocks: int
     why: str
 
     @property
     def floats(self) -> int:
-        """fp32 numbers of workspace: two partial results a program, unless each has a tile for itself."""
-        return 1 if self.programs == self.tiles else 2 * self.programs * self.spec.part_floats
+        """fp32 numbers of workspace: two partial results a program, unless it computes whole tiles only."""
+        return 2 * self.programs * self.spec.part_floats if self.shared else 1
 
     @property
     def counters(self) -> int:
-        """One a tile that several programs share: none where each has a tile for itself, and then none to clear."""
-        return 0 if self.programs == self.tiles else self.tiles
+        """One a tile that several programs share: none where each computes whole tiles only, and then none to clear."""
+        return self.shared
 
 
 def gluon_linear(
@@ -228,7 +254,7 @@ def gluon_linear(
     steps = -(-width // spec.step)
     count = _programs(tiles, steps, processors, per_processor)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
-    return GluonLinear(spec, count, tiles, steps, per_processor, why)
+    return GluonLinear(spec, count, tiles, steps, tiles % count, per_processor, why)
 
 
 def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) -> str:
@@ -264,6 +290,7 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
 
     Pieces of 128 bytes of a row are what memory likes best. Warps do best on 64 rows of the weight, as what they do to x is then
     shared by many, where that leaves a tile for every program; else on 32. More than 8 rows of x are shared by two warps.
+    2 to 4 rows come through the L1 cache; with 1 there is too little to gain, with 8 it holds too few steps.
     """
     wide = weight.kind == "bytes"
     tiles = sum(-(-n // 32) for n in features)
@@ -273,7 +300,8 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         tile, streams, across = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if rows <= 4 else 0.7 * slots)
-        tile, streams, across = (32 if narrow or 0 < weight.group < 64 or wide else 64), 4, 1
+        cramped = wide or (0 < weight.group < 64 and (few == 8 or weight.kind == "nibbles"))
+        tile, streams, across = (32 if narrow or cramped else 64), 4, 1
     return Spec(
         weights=(weight,) * count,
         half=half,
@@ -288,6 +316,7 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         pair=False,
         few=few,
         sums_apart=True,
+        x_cached=few in (2, 4),
         spare=0,
     )
 
@@ -322,78 +351,36 @@ def _programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
     return -(-tiles * steps // each)
 
 
+def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int, int]:
+    """How programs divide tiles of so many steps.
+
+    Whole tiles for each; tiles that all of them share, which come first; steps of those for each; how many programs take one step
+    more, the first ones.
+    """
+    whole, shared = divmod(tiles, programs)
+    return whole, shared, *divmod(shared * steps, programs)
+
+
 def cut(programs: int, tiles: int) -> str:
     """The name of a decomposition."""
-    if programs == tiles:
+    if tiles % programs == 0:
         return "data-parallel"
     return f"split-K, {programs // tiles} parts a tile" if programs % tiles == 0 else "stream-K"
 
 
-def stored(fmt: Format, half: str) -> Stored | str:
-    """How the tuned kernel reads a weight of `fmt`; in words, why it cannot."""
+def stored(fmt: Format, half: str, tables: bool = False) -> Stored | str:
+    """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `tables`: E2M1 through a table, too."""
     code, scale = fmt.code, fmt.scale
     assert scale is not None
+    floats = code.values == E2M1.values and not tables
     group = scale.group or 0
     if group not in (0, 16, 32, 64, 128) or scale.nested is not None:
         return f"{fmt.name} is read by the portable kernel only"
     if fmt.offset == "int" and not group:
         return "zero points of whole rows are read by the portable kernel only"
     table, level = tuple[int, ...](), 1.0
-    if code.values is not None:
+    if code.values is not None and not floats:
         level = level_of(code, half)
-        table = tuple(_bits(value / level, half) for value in code.values)
-    kind = "pairs" if table else "bytes" if code.bits == 8 else "nibbles"
+        table = tuple(pattern(value / level, half) for value in code.values)
+    kind = "floats" if floats else "pairs" if table else "bytes" if code.bits == 8 else "nibbles"
     return Stored(kind, group, scale.dtype, fmt.offset == "int", code.bias, table, level, fmt.tensor_scale)
-
-
-@functools.cache
-def level_of(code: Code, half: str) -> float:
-    """What the levels of a table are divided by before they are rounded to 16 bits.
-
-    1 / d for the smallest d = 1..16 that makes all of them exact. If there is none (NF4), what makes long sums most exact: the
-    error of a level is the same wherever its code stands, so a mean error grows with K where x has one sign, the others with its
-    root.
-    """
-    assert code.values is not None
-    values = code.values
-    for d in range(1, 17):
-        if all(abs(_rounded(value * d, half) - value * d) <= 2**-22 * abs(value * d) for value in values):
-            return 1.0 / d
-    shares = _shares(values)
-
-    def cost(factor: float) -> float:
-        errors = [_rounded(value * factor, half) / factor - value for value in values]
-        mean = sum(share * error for share, error in zip(shares, errors, strict=True))
-        return sum(share * error**2 for share, error in zip(shares, errors, strict=True)) + _LONG * mean**2
-
-    return 1.0 / min((1.0 + i / 1024 for i in range(1024)), key=cost)
-
-
-def _shares(values: tuple[float, ...], block: int = 64) -> list[float]:
-    """How often each level stands in blocks of normal numbers over their largest magnitude: between neighbours' midpoints."""
-    normal, ordered = NormalDist(), sorted(values)
-    edges = [-1.0, *((a + b) / 2 for a, b in itertools.pairwise(ordered)), 1.0]
-    tops = [
-        normal.inv_cdf((1 + ((i + 0.5) / block) ** (1 / block)) / 2) for i in range(block)
-    ]  # the largest of a block, by quantiles
-    found = dict.fromkeys(ordered, 0.0)
-    for level, low, high in zip(ordered, edges, edges[1:], strict=False):
-        inside = sum((normal.cdf(high * top) - normal.cdf(low * top)) / (2 * normal.cdf(top) - 1) for top in tops) / block
-        found[level] += inside * (block - 1) / block + (0.5 / block if abs(level) == 1.0 else 0.0)
-    return [found[value] for value in values]
-
-
-def _rounded(value: float, half: str) -> float:
-    """The 16-bit number nearest to `value`."""
-    bits = _bits(value, half)
-    if half == "fp16":
-        return float(struct.unpack("<e", struct.pack("<H", bits))[0])
-    return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
-
-
-def _bits(value: float, half: str) -> int:
-    """The pattern of the 16-bit number nearest to `value`."""
-    if half == "fp16":
-        return int(struct.unpack("<H", struct.pack("<e", value))[0])
-    bits = int(struct.unpack("<I", struct.pack("<f", value))[0])
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

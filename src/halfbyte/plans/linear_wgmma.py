@@ -63,6 +63,11 @@ class WgmmaSpec:
         return weight.group == 16 or (weight.group == 32 and weight.scale == "e8m0" and self.half == "bf16")
 
     @property
+    def sums(self) -> int:
+        """Columns of a tile's sums."""
+        return self.rows
+
+    @property
     def part_floats(self) -> int:
         """fp32 numbers of one partial result."""
         return self.tile * self.rows
@@ -116,7 +121,7 @@ def wgmma_linear(
         return f"{rows} rows; warp-group products take {FEWEST_ROWS} to {MOST_ROWS}"
     if len({fmt for fmt, _ in weights}) > 1:
         return "weights of several formats in one launch are the portable kernel's"
-    weight = stored(weights[0][0], half)
+    weight = stored(weights[0][0], half, tables=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.planes):
@@ -132,7 +137,7 @@ def wgmma_linear(
     steps = -(-width // spec.step)
     count = _programs(tiles, steps, processors)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
-    return GluonLinear(spec, count, tiles, steps, 1, why)
+    return GluonLinear(spec, count, tiles, steps, tiles if tiles % count else 0, 1, why)
 
 
 def _staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
