@@ -99,10 +99,10 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
-    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows)
-    and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the same bits alone
-    and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row after the other.
-    Raises `InvalidArgument` naming the argument at fault.
+    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows,
+    on Hopper 64) and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the
+    same bits alone and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row
+    after the other. Raises `InvalidArgument` naming the argument at fault.
     """
     _check(x, weight, bias, "weight", "bias")
     chosen = _level("linear", impl, x)
