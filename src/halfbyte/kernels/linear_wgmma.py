@@ -321,6 +321,7 @@ def linear(
 @gluon.jit
 def order(X, Y, K, x_row, y_row, C: gl.constexpr, BLOCK: gl.constexpr):
     """x [rows, K] -> y [rows, y_row]: k in the order of the operands, zeros behind K."""
+    S: gl.constexpr = C.weights[0]
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     if C.pair:
         gdc_wait()
@@ -328,7 +329,7 @@ def order(X, Y, K, x_row, y_row, C: gl.constexpr, BLOCK: gl.constexpr):
     m = gl.program_id(1).to(gl.int64)
     k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
     x = gl.load(X + m * x_row + k, mask=k < K, other=0.0)
-    x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), C.weights[0], C)
+    x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), S, C)
     gl.store(Y + m * y_row + k, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < y_row)
 
 
