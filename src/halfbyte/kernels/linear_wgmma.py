@@ -1,12 +1,12 @@
 """Tuned products with quantised weights in Gluon, for 17 to 64 rows of x on Hopper: warp-group products.
 
-    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, k]),  g the group that k lies in
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
 Each warp group computes 64 rows of the weight times all rows of x. Codes come as they are stored into a ring in shared memory
 (cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
 group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
 MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
-cores work on those before, and a step's first while they work on the last of the step before.
+cores work on those before.
 
 Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
 which a mask takes every fourth (see linear_operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
@@ -15,7 +15,8 @@ ahead writes x in the codes' order (`order`).
 Work is cut and partial results are added as in linear_gluon.py.
 """
 
-# Triton compiles a part of Python: tuples are joined with `+`.
+# ruff: noqa: RET505
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -162,12 +162,31 @@ def _columns(s, C: gl.constexpr):
 
 @gluon.jit
 def _scale_of(s, S: gl.constexpr, C: gl.constexpr):
-    return to_float(gl.convert_layout(s, gl.SliceLayout(1, sums_layout(C)), assert_trivial=True), S)
+    s = gl.convert_layout(s, gl.SliceLayout(1, sums_layout(C)), assert_trivial=True)
+    return gl.expand_dims(to_float(s, S), 1)
 
 
 @gluon.jit
-def _multiply(acc, p, due, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
-    """One step. p: the products in flight; due: the scales of their group, or, where sums need none, p is all there is."""
+def _operand(parts, unit: gl.constexpr, depth: gl.constexpr, C: gl.constexpr):
+    """Codes of 64 k as the left operand of one product, or one half of them."""
+    if depth == 64:
+        return joined(parts, C)
+    else:
+        return joined((parts[unit % 2 * 2], parts[unit % 2 * 2 + 1]), C)
+
+
+@gluon.jit
+def _x_operand(x, unit: gl.constexpr, depth: gl.constexpr):
+    """x [rows, 64] as the right operand, or one half of it."""
+    if depth == 64:
+        return x.permute([1, 0])
+    else:
+        return x.slice(unit % 2 * 32, 32, dim=1).permute([1, 0])
+
+
+@gluon.jit
+def _multiply(acc, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
+    """acc + one step's products. Those of a group are summed by the tensor cores, and scaled when the next are under way."""
     codes = _codes_of(rings[0], slot, S, C)
     scales = ()
     zeros = ()
@@ -177,29 +196,30 @@ def _multiply(acc, p, due, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
         scales = _columns(rings[1].index(slot).load(scale_layout(C, C.columns(S))), C)
     if S.zero:
         zeros = _columns(zero, C)
+    direct: gl.constexpr = S.groups == 0 or C.fold
+    depth: gl.constexpr = 32 if C.halved and not direct else 64
     none = gl.full([C.tile, C.rows], 0.0, gl.float32, sums_layout(C))
-    for block in gl.static_range(gl.constexpr(C.blocks)):
-        a = code_operands(codes, block, scales, zeros, S, C)
-        x = rings[2].index(slot * C.blocks + block)
-        if S.groups == 0 or C.fold:
-            p = warpgroup_mma(joined(a, C), x.permute([1, 0]), warpgroup_mma_wait(0, deps=[p]), is_async=True)
-        elif C.halved:
-            for h in gl.static_range(2):
-                half = joined((a[2 * h], a[2 * h + 1]), C)
-                done = warpgroup_mma_wait(0, deps=[p])
-                p = warpgroup_mma(half, x.slice(32 * h, 32, dim=1).permute([1, 0]), none, use_acc=False, is_async=True)
-                acc += done * gl.expand_dims(due, 1)
-                due = _scale_of(scales[2 * block + h], S, C)
+    parts = ()
+    p = acc
+    for unit in gl.static_range(gl.constexpr(C.chunk // depth)):
+        if (unit * depth) % 64 == 0:
+            parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
+        a = _operand(parts, unit, depth, C)
+        x = _x_operand(rings[2].index(slot * C.blocks + unit * depth // 64), unit, depth)
+        if unit > 0:
+            p = warpgroup_mma_wait(0, deps=[p])
+        if direct or (unit * depth) % S.group != 0:
+            p = warpgroup_mma(a, x, p, is_async=True)
         else:
-            whole = joined(a, C)
-            done = warpgroup_mma_wait(0, deps=[p])
-            if (block * 64) % S.group == 0:
-                p = warpgroup_mma(whole, x.permute([1, 0]), none, use_acc=False, is_async=True)
-                acc += done * gl.expand_dims(due, 1)
-                due = _scale_of(scales[block * 64 // S.group], S, C)
-            else:
-                p = warpgroup_mma(whole, x.permute([1, 0]), done, is_async=True)
-    return acc, p, due
+            done = p
+            p = warpgroup_mma(a, x, none, use_acc=False, is_async=True)
+            if unit > 0:
+                acc += done * _scale_of(scales[unit * depth // S.group - 1], S, C)
+    p = warpgroup_mma_wait(0, deps=[p])
+    if direct:
+        return p
+    else:
+        return acc + p * _scale_of(scales[C.chunk // S.group - 1], S, C)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -235,12 +255,11 @@ def linear(
     tile = quotient(now, steps)
     step = now - tile * steps
     begin = step
-    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight. A slot is free two steps after
-    # its own: until then other warps' products may read its x.
+    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     at = _weight_at(tile, step, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
     ahead_tile = tile
     ahead_step = step
-    for i in gl.static_range(gl.constexpr(C.stages - 2)):
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
         if now + i < end:
             at = _fetch_weight(rings, i, at, ahead_step, K, S, C)
         async_copy.commit_group()
@@ -256,14 +275,12 @@ def linear(
         gdc_wait()
         gdc_launch_dependents()
     x_step = step
-    for i in gl.static_range(gl.constexpr(C.stages - 2)):
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
         if now + i < end:
             _fetch_x(rings[2], i, x_step, X, rows, x_row, C)
         async_copy.commit_group()
         x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
     acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
-    p = warpgroup_mma_init(gl.full([C.tile, C.rows], 0.0, gl.float32, mma))
-    due = gl.full([C.tile], 0.0, gl.float32, gl.SliceLayout(1, mma))
     slot = 0
     for at_step in range(now, end):
         zero = zero_next
@@ -272,11 +289,11 @@ def linear(
             next_tile = gl.where(over, tile + 1, tile)
             next_step = gl.where(over, 0, step + 1)
             zero_next = _load_zeros(next_tile, next_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
-        async_copy.wait_group(C.stages - 3)
+        async_copy.wait_group(C.stages - 2)
         fence_async_shared()
         barrier()
-        if at_step + (C.stages - 2) < end:
-            free = gl.where(slot < 2, slot + (C.stages - 2), slot - 2)
+        if at_step + (C.stages - 1) < end:  # into the slot of the step before: all products with it have ended
+            free = gl.where(slot == 0, C.stages - 1, slot - 1)
             _fetch_x(rings[2], free, ahead_step, X, rows, x_row, C)
             at = _fetch_weight(rings, free, at, ahead_step, K, S, C)
         async_copy.commit_group()
@@ -285,16 +302,9 @@ def linear(
             ahead_step = 0
             ahead_tile += 1
             at = _weight_at(ahead_tile, 0, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
-        acc, p, due = _multiply(acc, p, due, rings, slot, zero, S, C)
+        acc = _multiply(acc, rings, slot, zero, S, C)
         step += 1
         if (step == steps) | (at_step + 1 == end):
-            done = warpgroup_mma_wait(0, deps=[p])
-            if S.groups == 0 or C.fold:
-                acc = done
-            else:
-                acc += done * gl.expand_dims(due, 1)
-                due = gl.full([C.tile], 0.0, gl.float32, gl.SliceLayout(1, mma))
-            p = warpgroup_mma_init(gl.full([C.tile, C.rows], 0.0, gl.float32, mma))
             if (begin == 0) & (step == steps):
                 write_tile(acc, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
