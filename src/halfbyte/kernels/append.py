@@ -367,8 +367,8 @@ def configurations() -> list[Configuration]:
 
 
 def _shipped(keys: str, i: int) -> Iterator[Configuration]:
-    """Decoding over contiguous memory with the keys of this format; a prompt over pages with rotation, and rotary embedding of keys
-    and queries."""
+    """Decoding over contiguous memory with the keys of this format; a prompt over pages with rotation. Rotary embedding of keys and
+    queries with every prompt and every second decoding."""
     whole = [name for name, f in KV_FORMATS.items() if not f.token_block]
     formats = KV_FORMATS[keys], KV_FORMATS[whole[i % len(whole)]]
     dtype = (torch.float16, torch.bfloat16)[i % 2]
@@ -376,11 +376,12 @@ def _shipped(keys: str, i: int) -> Iterator[Configuration]:
     for tokens, prompt in ((1, False), (48, True)):
         planes = [plane(fmt, (64, 8, 64, 128), 16, dtype) for fmt in formats]
         k, table = empty(16, 8, tokens, 128, dtype=dtype), empty(16, 4) if prompt else None
-        rope = (empty(tokens, 64, dtype=torch.float32),) * 2 if prompt else (None, None)
+        rotary = prompt or i % 2
+        rope = (empty(tokens, 64, dtype=torch.float32),) * 2 if rotary else (None, None)
         amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
         counts = empty(16) if prompt else None
         queries = (
-            (empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2), empty(16, 32, tokens, 128, dtype=dtype)) if prompt else ()
+            (empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2), empty(16, 32, tokens, 128, dtype=dtype)) if rotary else ()
         )
         name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}"
         yield from _configurations(name, (k, k, counts, *planes, empty(16), table, prompt, *rope, amax, True, False, *queries))

@@ -130,7 +130,7 @@ def _check_half(dtype: str) -> None:
 
 def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
     spec = plan.spec
-    alone = plan.programs == plan.tiles
+    alone = not plan.shared
     launches = "one launch" if isinstance(spec, Spec) else "warp-group products; two launches, the first brings x into order"
     return {
         "kernel": f"gluon, the tuned one; {launches}",

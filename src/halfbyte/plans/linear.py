@@ -74,7 +74,7 @@ class Stored:
     def abreast(self, spec: Spec) -> int:
         """Groups whose sums lie side by side in one product: fewer than 8 rows of x leave columns of it free."""
         free = spec.rows // spec.few
-        return free if 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
+        return free if self.planes == 4 and 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
 
     def operands(self, spec: Spec) -> int:
         """Operands of the tensor cores, 16 k each, whose products are scaled together."""
