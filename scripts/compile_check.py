@@ -81,6 +81,8 @@ def problems(binary: Binary, configuration: Configuration, target: Target, tuned
     """What is wrong with a variant that compiled, in words. `tuned`: tiles were chosen for this Triton, so nothing may spill."""
     if tuned and binary.spill_bytes and not configuration.may_spill:
         yield f"{binary.spill_bytes} bytes of registers spilled to memory"
+    if tuned and binary.serialised and configuration.kernel.is_gluon():
+        yield f"asynchronous products wait for each other: {'; '.join(binary.serialised)}"
     if binary.float_atomics:
         yield f"floating-point atomics: {', '.join(binary.float_atomics)}"
     if binary.shared_bytes > target.shared_limit:

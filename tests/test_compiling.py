@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,15 @@ import triton.language as tl  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from halfbyte.kernels.compiling import TARGETS, Configuration, build, divisible_by_16, float_atomics, recorded  # noqa: E402
+from halfbyte.kernels.compiling import (  # noqa: E402
+    TARGETS,
+    Configuration,
+    build,
+    divisible_by_16,
+    float_atomics,
+    recorded,
+    serialised,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 compile_check: Any = importlib.import_module("compile_check")
@@ -106,6 +115,39 @@ def test_atomics_are_told_apart_in_ptx() -> None:
     atom.global.add.f64 %fd1, [%rd1], %fd2; mov.f32 %f1, %f2;
     """
     assert [name.split(".")[0] for name in float_atomics(ptx)] == ["atom", "cp", "red"]
+
+
+PRODUCT = """
+.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry product(.param .u64 out) {
+  .reg .b64 %rd<3>; .reg .f32 %f<5>; .reg .pred %p;
+  ld.param.u64 %rd1, [out];
+  mov.b64 %rd2, 0;
+  mov.f32 %f1, 0f00000000; mov.f32 %f2, 0f00000000; mov.f32 %f3, 0f00000000; mov.f32 %f4, 0f00000000;
+  setp.ne.b32 %p, 1, 0;
+  wgmma.fence.sync.aligned;
+  wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd2, %rd2, %p, 1, 1, 0, 0;
+  MEANWHILE
+  wgmma.commit_group.sync.aligned;
+  wgmma.wait_group.sync.aligned 0;
+  st.global.f32 [%rd1], %f1;
+  ret;
+}
+"""
+
+
+def test_products_that_wait_for_each_other_are_seen() -> None:
+    assert not serialised(PRODUCT.replace("MEANWHILE", ""))
+    assert "(C75" in serialised(PRODUCT.replace("MEANWHILE", "add.f32 %f1, %f1, 0f3F800000;"))[0]
+
+
+def test_a_tuned_kernel_whose_products_wait_is_refused() -> None:
+    tuned = two_pointers(copy, {"n": "i32"}, BLOCK=1024, LAYOUT=gl.BlockedLayout([4], [32], [4], [0]))
+    slow = replace(build(tuned, TARGETS[1]), serialised=("(C7514) wgmma.mma_async instructions are serialized",))
+    assert "wait for each other" in next(compile_check.problems(slow, tuned, TARGETS[1]))
+    assert not list(compile_check.problems(slow, configuration(), TARGETS[1]))
 
 
 def test_more_shared_memory_than_a_block_has_is_refused() -> None:

@@ -72,12 +72,14 @@ class Binary:
     """A compiled variant: what its machine code needs. Bytes are per thread for spills, per block for shared memory.
 
     float_atomics  the instructions, in PTX, that add (or compare) floating-point numbers in memory in no fixed order
+    serialised     why the assembler lets asynchronous products wait for each other, in its words; Hopper only
     """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     float_atomics: tuple[str, ...]
+    serialised: tuple[str, ...]
     cubin: bytes = field(repr=False)
     ptx: str = field(repr=False)
 
@@ -97,7 +99,8 @@ def build(configuration: Configuration, target: Target) -> Binary:
     )
     cubin, ptx = made.asm["cubin"], made.asm["ptx"]
     registers, spilled = resource_usage(cubin)
-    return Binary(registers, spilled, made.metadata.shared, float_atomics(ptx), cubin, ptx)
+    waits = serialised(ptx) if "wgmma.mma_async" in ptx else ()
+    return Binary(registers, spilled, made.metadata.shared, float_atomics(ptx), waits, cubin, ptx)
 
 
 def _source(configuration: Configuration) -> Any:
@@ -190,6 +193,22 @@ def float_atomics(ptx: str) -> tuple[str, ...]:
     found = re.findall(r"^[^/\n]*?\b((?:atom|red|multimem\.red|cp\.reduce)\.[\w.:]+)", ptx, re.MULTILINE)
     floating = re.compile(r"\.(?:f16|bf16|f32|f64|f16x2|bf16x2)\b")
     return tuple(sorted({name for name in found if floating.search(name)}))
+
+
+def serialised(ptx: str) -> tuple[str, ...]:
+    """What the assembler says of asynchronous products (`wgmma`) that it makes wait where the source does not; () if nothing.
+
+    Such a kernel is right and slow, and nothing else tells: Triton does not pass these messages on.
+    """
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [tool, "-arch=sm_90a", "-v", file, "-o", Path(folder) / "kernel.cubin"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return tuple(sorted(set(re.findall(r"\(C75\d\d\).*?(?=\n|$)", text))))
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
