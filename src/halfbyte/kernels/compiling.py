@@ -200,13 +200,12 @@ def serialised(ptx: str) -> tuple[str, ...]:
 
     Such a kernel is right and slow, and nothing else tells: Triton does not pass these messages on.
     """
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
-        command = [tool, "-arch=sm_90a", "-v", file, "-o", Path(folder) / "kernel.cubin"]
+        command = [get_ptxas(90).path, "-arch=sm_90a", "-v", file, "-o", Path(folder) / "kernel.cubin"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return tuple(sorted(set(re.findall(r"\(C75\d\d\).*?(?=\n|$)", text))))
 
