@@ -138,8 +138,11 @@ def attempt(case: Case, impl: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
 @pytest.mark.compile_first
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_products_keep_their_promise(number: int, impl: str) -> None:
+    """With very many rows also as it runs without poison, which asks torch for deterministic algorithms: by dequantised parts."""
     call, outs = attempt(CASES[number], impl)
     call.check(outs)
+    if impl == "auto" and expands(call.x.shape[0], call.weights):
+        call.check(call.run(impl))
 
 
 def test_the_cases_cover_what_they_should() -> None:
@@ -220,17 +223,12 @@ def test_a_graph_gives_the_bits_of_an_eager_call(number: int, impl: str) -> None
 @pytest.mark.compile_first
 @pytest.mark.parametrize("number", [0, 3, 5, 7])
 def test_compiled_equals_eager(number: int, impl: str) -> None:
-    """The same bits; cuBLAS, which multiplies dequantised parts, may choose another kernel."""
-    call, outs = attempt(MARKED[number], impl)
+    call, _ = attempt(MARKED[number], impl)
     torch._dynamo.reset()
     run: Callable[[torch.Tensor], Any] = torch.compile(
         lambda x: replace_x(call, x).run(impl), fullgraph=True, backend="aot_eager" if PLACE.dry else "inductor"
     )
-    compiled = run(call.x)
-    if impl == "auto" and expands(call.x.shape[0], call.weights):
-        call.check(compiled)
-        return
-    for a, b in zip(compiled, outs, strict=True):
+    for a, b in zip(run(call.x), call.run(impl), strict=True):
         assert same_bits(a, b)
 
 
@@ -363,5 +361,5 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
         kernels_of(product)  # the profiler may miss what comes while it starts
         names = kernels_of(product)
         assert sum("linear" in name for name in names) == 1
-        others = (plan.programs != plan.tiles) + isinstance(plan.spec, WgmmaSpec)
+        others = bool(plan.shared) + isinstance(plan.spec, WgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)
