@@ -36,11 +36,11 @@ def scale_copy_layout(C, groups, staged):
 
 
 @gluon.constexpr_function
-def code_ring_layout(words):
+def code_ring_layout(words, rank=3):
     """Rows of 16-byte pieces, swizzled so that the eight rows of an ldmatrix fall into different banks."""
     pieces = words // 8
     per_phase = max(1, 8 // pieces)
-    return gl.SwizzledSharedLayout(8, per_phase, min(8, pieces), [2, 1, 0])
+    return gl.SwizzledSharedLayout(8, per_phase, min(8, pieces), list(range(rank))[::-1])
 
 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))

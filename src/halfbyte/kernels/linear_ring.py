@@ -11,8 +11,8 @@ from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy
 
 
 @gluon.jit
-def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales, zero points and x of each stage. The codes come first: they are the largest."""
+def weight_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales and zero points of each stage. Codes come first: a table behind them is read by its address."""
     codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
     scales = codes
     zeros = codes
@@ -20,8 +20,15 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
         scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
         shape: gl.constexpr = [C.stages, C.tile, C.columns(S)]
         scales = gl.allocate_shared_memory(scale_type, shape, plain(2))
-        if S.zero:
+        if S.zero and C.zero_piece > 0:
             zeros = gl.allocate_shared_memory(gl.uint8, shape, plain(2))
+    return codes, scales, zeros
+
+
+@gluon.jit
+def make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales, zero points and x of each stage."""
+    codes, scales, zeros = weight_rings(S, C)
     x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
     x = gl.allocate_shared_memory(x_type, [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32], plain(5))
     return codes, scales, zeros, x
@@ -54,7 +61,7 @@ def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr
 
 
 @gluon.jit
-def scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Addresses of the scales (or zero points) of a step of a tile, [tile, W * groups]."""
     columns: gl.constexpr = C.columns(S)
     layout: gl.constexpr = scale_copy_layout(C, columns, piece)
@@ -65,7 +72,7 @@ def scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: g
 
 
 @gluon.jit
-def copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
     layout: gl.constexpr = scale_copy_layout(C, C.columns(S), piece)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
@@ -84,9 +91,9 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
     width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
     codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
     if S.groups > 0:
-        scales = scale_pointers(scales, n0, step, K, C.piece, S, C)
-        if S.zero:
-            zeros = scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
+        scales = _scale_pointers(scales, n0, step, K, C.piece, S, C)
+        if S.zero and C.zero_piece > 0:
+            zeros = _scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
     return codes, scales, zeros, N - n0
 
 
@@ -106,11 +113,11 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
     codes += C.streams * S.words(C)
     if S.groups > 0:
         columns = left // (S.group * C.piece) * C.piece
-        copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
+        _copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
         scales += C.columns(S)
-        if S.zero:
+        if S.zero and C.zero_piece > 0:
             columns = left // (S.group * C.zero_piece) * C.zero_piece
-            copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
+            _copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
             zeros += C.columns(S)
     return codes, scales, zeros, rows
 

@@ -40,9 +40,9 @@ from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
 from halfbyte.kernels.linear_codes import make_table
 from halfbyte.kernels.linear_gluon import sum_parts, write_tile
-from halfbyte.kernels.linear_operands import code_copy_layout, halves, plain, scale_layout
+from halfbyte.kernels.linear_operands import halves, scale_layout
 from halfbyte.kernels.linear_products import to_float
-from halfbyte.kernels.linear_ring import copy_scales, place, scale_pointers
+from halfbyte.kernels.linear_ring import fetch_weight, place, weight_at, weight_rings
 from halfbyte.kernels.linear_sample import WARP_GROUPS, sample_configurations
 from halfbyte.kernels.linear_wgmma_operands import (
     code_operands,
@@ -62,29 +62,17 @@ ORDER_BLOCK = 1024
 
 @gluon.jit
 def _make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales and x of each stage. The codes come first: the table is found by its address behind them."""
-    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), 1, C.tile, S.words(C)], code_ring_layout(S.words(C)))
-    scales = codes
-    if S.groups > 0:
-        scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
-        scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
+    """Shared memory: codes, scales and x of each stage; zero points have no ring here."""
+    codes, scales, zeros = weight_rings(S, C)
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x = gl.allocate_shared_memory(half_type(C), [C.stages * C.blocks, C.rows, 64], layout)
-    return codes, scales, x
-
-
-@gluon.constexpr_function
-def _code_view_layout(words):
-    """The layout of the ring of codes, for one slot of [tile, words]."""
-    pieces = words // 8
-    per_phase = max(1, 8 // pieces)
-    return gl.SwizzledSharedLayout(8, per_phase, min(8, pieces), [1, 0])
+    return codes, scales, zeros, x
 
 
 @gluon.jit
 def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
     """Codes of a step, [tile, words]."""
-    return reinterpret(ring, gl.int16, [S.slots(C), C.tile, S.words(C)], _code_view_layout(S.words(C))).index(slot)
+    return reinterpret(ring, gl.int16, [S.slots(C), C.tile, S.words(C)], code_ring_layout(S.words(C), 2)).index(slot)
 
 
 @gluon.jit
@@ -95,36 +83,14 @@ def _x_of(ring, slot, C: gl.constexpr):
 
 
 @gluon.jit
-def _weight_at(tile, step, Codes, Scales, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
-    """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
-    codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Codes, Biases, Factors, Outs, Ns, C)
-    layout: gl.constexpr = code_copy_layout(C, S.words(C))
-    row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
-    codes = codes + (n0.to(gl.int64) * width + step * S.words(C)) + (row * width + c)
-    if S.groups > 0:
-        scales = scale_pointers(scales, n0, step, K, C.piece, S, C)
-    return codes, scales, N - n0
-
-
-@gluon.jit
-def _fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes and scales of the step that `at` points to; returns where the next one is."""
-    codes, scales, rows = at
-    left = K - step * C.chunk
-    if (rows >= C.tile) & (left >= C.chunk):
-        copy_to_shared(rings[0].index(slot), codes)
-    else:
-        layout: gl.constexpr = code_copy_layout(C, S.words(C))
-        row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-        c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (c < left // (8 * S.planes) * 8))
-    codes += S.words(C)
-    if S.groups > 0:
-        copy_scales(rings[1].index(slot), scales, rows, left // (S.group * C.piece) * C.piece, C.piece, S, C)
-        scales += C.columns(S)
-    return codes, scales, rows
+def _next(tile, step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """One step further: the tile, the step of it, and where that lies."""
+    step += 1
+    if step == steps:
+        step = 0
+        tile += 1
+        at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    return tile, step, at
 
 
 @gluon.jit
@@ -205,7 +171,7 @@ def _multiply(acc, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
         if (unit * depth) % 64 == 0:
             parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
         a = _operand(parts, unit, depth, C)
-        x = _x_operand(rings[2].index(slot * C.blocks + unit * depth // 64), unit, depth)
+        x = _x_operand(rings[3].index(slot * C.blocks + unit * depth // 64), unit, depth)
         if unit > 0:
             p = warpgroup_mma_wait(0, deps=[p])
         if direct or (unit * depth) % S.group != 0:
@@ -256,18 +222,16 @@ def linear(
     step = now - tile * steps
     begin = step
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
-    at = _weight_at(tile, step, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+    at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
     ahead_tile = tile
     ahead_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
         if now + i < end:
-            at = _fetch_weight(rings, i, at, ahead_step, K, S, C)
+            at = fetch_weight(rings, i, at, ahead_step, K, S, C)
         async_copy.commit_group()
-        ahead_step += 1
-        if ahead_step == steps:
-            ahead_step = 0
-            ahead_tile += 1
-            at = _weight_at(ahead_tile, 0, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+        ahead_tile, ahead_step, at = _next(
+            ahead_tile, ahead_step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        )
     if S.kind == "pairs":
         make_table(rings[0], S, C)
     zero_next = _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
@@ -277,7 +241,7 @@ def linear(
     x_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
         if now + i < end:
-            _fetch_x(rings[2], i, x_step, X, rows, x_row, C)
+            _fetch_x(rings[3], i, x_step, X, rows, x_row, C)
         async_copy.commit_group()
         x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
     acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
@@ -294,14 +258,12 @@ def linear(
         barrier()
         if at_step + (C.stages - 1) < end:  # into the slot of the step before: all products with it have ended
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            _fetch_x(rings[2], free, ahead_step, X, rows, x_row, C)
-            at = _fetch_weight(rings, free, at, ahead_step, K, S, C)
+            _fetch_x(rings[3], free, ahead_step, X, rows, x_row, C)
+            at = fetch_weight(rings, free, at, ahead_step, K, S, C)
         async_copy.commit_group()
-        ahead_step += 1
-        if ahead_step == steps:
-            ahead_step = 0
-            ahead_tile += 1
-            at = _weight_at(ahead_tile, 0, Codes, Scales, Biases, Factors, Outs, Ns, K, S, C)
+        ahead_tile, ahead_step, at = _next(
+            ahead_tile, ahead_step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        )
         acc = _multiply(acc, rings, slot, zero, S, C)
         step += 1
         if (step == steps) | (at_step + 1 == end):

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.linear_codes import byte_planes, look_up, nibble_planes
-from halfbyte.kernels.linear_operands import halves
+from halfbyte.kernels.linear_operands import halves, sixteenth_layout
 from halfbyte.kernels.linear_products import to_float
 
 
@@ -50,15 +50,6 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
     return gl.reshape(x, [B, R, 64])
 
 
-@gluon.constexpr_function
-def _sixteenth_layout(C, groups):
-    """Scales of groups of 16 as the lanes of an operand need them: the four groups of 64 k lie over two lanes and two registers."""
-    registers = [[0, 1 << i] for i in range(1, groups.bit_length() - 1)]
-    registers += [[8, 0]] + [[16 * C.across << i, 0] for i in range((C.tile // (16 * C.across)).bit_length() - 1)]
-    warps = [[16 << i, 0] for i in range(C.across.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[0, 0], [0, 1], [1, 0], [2, 0], [4, 0]], warps, [], [C.tile, groups])
-
-
 @gluon.jit
 def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     """Scales of groups of 16 codes, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
@@ -67,7 +58,7 @@ def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S)
     n: gl.constexpr = (G // 4).bit_length() - 1
-    s = to_float(ring.load(_sixteenth_layout(C, G)), S).to(half_type(C))
+    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(half_type(C))
     s = gl.permute(gl.reshape(s, [C.tile, G // 4, 4]), [0, 2, 1])
     parts = halves(gl.reshape(s, [C.tile, 4] + [2] * n), n)
     made = ()

@@ -190,7 +190,7 @@ class Spec:
 #: Rows of x that the tuned kernel takes. From 17 on the portable one, whose tiles are larger, is faster.
 MOST_ROWS = 16
 #: Shared memory that a block takes beside its rings: the driver's, and with it what the compiler needs.
-_DRIVER_BYTES, _BLOCK_BYTES = 1024, 1280
+_DRIVER_BYTES, BLOCK_BYTES = 1024, 1280
 
 
 @dataclass(frozen=True)
@@ -321,13 +321,18 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
     )
 
 
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of a multiprocessor."""
+    return {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
+
+
 def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
     """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
-    everything = {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
+    everything = shared_memory(capability)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
     for stages, sums_apart in itertools.product((4, 3, 2), apart):
         spec = replace(shape, stages=stages, sums_apart=sums_apart)
-        if blocks * (spec.shared_bytes + _BLOCK_BYTES) <= everything:
+        if blocks * (spec.shared_bytes + BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
                 spec = replace(spec, spare=spec.spare + 1)
             return spec

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import GluonLinear, Stored, cut, gluon_linear, scale_piece, stored
+from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, Stored, cut, gluon_linear, scale_piece, shared_memory, stored
 
 #: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, tiles of more rows.
 FEWEST_ROWS, MOST_ROWS = 17, 64
-#: Shared memory of a multiprocessor, and what the driver and the compiler take of it for each block.
-_SHARED, _BLOCK_BYTES = 228 << 10, 1280
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,11 @@ class WgmmaSpec:
     @property
     def spare(self) -> int:
         """Slots of the ring that nobody uses: none is needed, as two blocks have no room at once."""
+        return 0
+
+    @property
+    def zero_piece(self) -> int:
+        """Zero points that are copied into a ring at a time: none, they are too few bytes of a row."""
         return 0
 
     @property
@@ -95,13 +98,8 @@ def tuned_linear(
     pair: bool,
 ) -> GluonLinear | str:
     """How a tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why none can."""
-    if rows < FEWEST_ROWS:
-        return gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
-    found = wgmma_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
-    if isinstance(found, GluonLinear):
-        return found
-    few = gluon_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
-    return f"{few}; {found}" if isinstance(few, str) and few != found else few
+    plan = gluon_linear if rows < FEWEST_ROWS else wgmma_linear
+    return plan(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
 
 
 def wgmma_linear(
@@ -147,7 +145,7 @@ def _staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
         shape = replace(shape, piece=scale_piece(shape.columns(weight), width // weight.group, weight.scale_bytes))
         if not shape.piece:
             return None
-    fits = [s for n in range(3, 9) if (s := replace(shape, stages=n)).shared_bytes + _BLOCK_BYTES <= _SHARED]
+    fits = [s for n in range(3, 9) if (s := replace(shape, stages=n)).shared_bytes + BLOCK_BYTES <= shared_memory((9, 0))]
     return fits[-1] if fits else None
 
 
