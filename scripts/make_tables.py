@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench import bars, charts, linear_bars, quoted, records, run_qkv, study_split_k
+from halfbyte.bench import bars, charts, linear_bars, quoted, records, run_qkv
 from halfbyte.bench.records import Record
+from halfbyte.bench.studies import w4a16_splitk
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.families import REFUSED, TESTED
 
@@ -236,12 +237,12 @@ def linear_verdicts() -> str:
 
 def split_k() -> str:
     """The split-K study."""
-    measured = [r for r in every_gpu_record() if r.op == study_split_k.OP]
+    measured = [r for r in every_gpu_record() if r.op == w4a16_splitk.OP]
     latest = list({(r.case, r.implementation): r for r in measured}.values())
     if not latest:
         return NOTHING
     told = [f"- {r.note}." for r in latest if r.note]
-    return "\n".join([_where(latest), "", markdown(study_split_k.HEADERS, study_split_k.table_rows(latest)), "", *told])
+    return "\n".join([_where(latest), "", markdown(w4a16_splitk.HEADERS, w4a16_splitk.table_rows(latest)), "", *told])
 
 
 def qkv() -> str:

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.bench import charts, linear_bars, linear_peers, qkv, quoted, records, run_linear, run_qkv, session, study_split_k
+from halfbyte.bench import charts, linear_bars, linear_peers, qkv, quoted, records, run_linear, run_qkv, session
 from halfbyte.bench.checks import BenchmarkRefused
 from halfbyte.bench.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form, resident
 from halfbyte.bench.linear_bars import INT4, Layer
 from halfbyte.bench.page import write_page
 from halfbyte.bench.records import Environment, Record
 from halfbyte.bench.session import Options, Session
+from halfbyte.bench.studies import w4a16_splitk
 from halfbyte.bench.timing import Effort
 from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.device import Device
@@ -225,35 +226,35 @@ class Cuttable:
 
 def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "halfbyte", Cuttable())
-    measured = quick().run([study_split_k.SizeJob(128, (1, 3)), study_split_k.SummaryJob()])
+    measured = quick().run([w4a16_splitk.SizeJob(128, (1, 3)), w4a16_splitk.SummaryJob()])
     names = [r.implementation for r in measured if r.case == "split-k study, 128, 1 row"]
     assert names == [*(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16), "halfbyte auto"]  # the published one needs Triton
     assert measured[0].shape == {"M": 1, "N": 128, "K": 128, "programs": 8, "resident": 2, "SMs": 1}
-    rows = study_split_k.table_rows(measured)
+    rows = w4a16_splitk.table_rows(measured)
     assert [row[:2] for row in rows[:2]] == [("split-k study, 128, 1 row", "halfbyte"), ("split-k study, 128, 3 rows", "halfbyte")]
-    assert all(len(row) == len(study_split_k.HEADERS) for row in rows)
+    assert all(len(row) == len(w4a16_splitk.HEADERS) for row in rows)
     assert rows[0][3] == "4.00"  # 8 programs, 2 at a time on one multiprocessor
     assert [v.quantity for v in measured[-1].bars] == ["gain", "peak_gain"]
-    assert [j.name for j in study_split_k.jobs()][-1] == study_split_k.SUMMARY
+    assert [j.name for j in w4a16_splitk.jobs(quick())][-1] == w4a16_splitk.SUMMARY
 
 
 def test_gains_are_of_the_best_cut_over_data_parallel_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "halfbyte", Cuttable())
 
     def one(case: str, cut: Decomposition, seconds: float) -> Record:
-        return dataclasses.replace(rec(case, {"M": 1, "N": 8, "K": 8}, INT4, f"halfbyte, {cut}", seconds), op=study_split_k.OP)
+        return dataclasses.replace(rec(case, {"M": 1, "N": 8, "K": 8}, INT4, f"halfbyte, {cut}", seconds), op=w4a16_splitk.OP)
 
     measured = [one("a", DATA_PARALLEL, 6.0), one("a", EVERY[1], 3.0), one("a", EVERY[-1], 2.0), one("b", DATA_PARALLEL, 1.0)]
-    assert study_split_k.gains(measured, "halfbyte") == {"a": 3.0}
-    assert study_split_k.gains(measured, "published") == {}
+    assert w4a16_splitk.gains(measured, "halfbyte") == {"a": 3.0}
+    assert w4a16_splitk.gains(measured, "published") == {}
     s = quick()
     s.records = measured
-    (record,) = study_split_k.SummaryJob().measure(s)
+    (record,) = w4a16_splitk.SummaryJob().measure(s)
     assert [v.met for v in record.bars] == [True, False]
-    ours = dataclasses.replace(rec("a", {"M": 1}, INT4, "halfbyte auto", 1.0), op=study_split_k.OP)
-    published = dataclasses.replace(ours, implementation=study_split_k.SHIPPED, seconds=2.9)
-    assert study_split_k._held_against(ours, published).bars[0].met is False
-    assert study_split_k._held_against(ours, dataclasses.replace(published, seconds=3.1)).bars[0].met is True
+    ours = dataclasses.replace(rec("a", {"M": 1}, INT4, "halfbyte auto", 1.0), op=w4a16_splitk.OP)
+    published = dataclasses.replace(ours, implementation=w4a16_splitk.SHIPPED, seconds=2.9)
+    assert w4a16_splitk._held_against(ours, published).bars[0].met is False
+    assert w4a16_splitk._held_against(ours, dataclasses.replace(published, seconds=3.1)).bars[0].met is True
 
 
 def test_blocks_that_a_multiprocessor_holds() -> None:
@@ -416,7 +417,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "docs").mkdir()
     made = some_records()
     old = dataclasses.replace(made[2], seconds=99e-6)
-    study = quick().run([study_split_k.SizeJob(128, (1,))])
+    study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
     variants = quick().run([run_qkv.VariantsJob(qkv.random_weights(SHAPE), "auto", ("nf4",))])
     records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study, *variants])
     text = tables.linear()

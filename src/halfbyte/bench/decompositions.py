@@ -7,7 +7,7 @@ time, and the number of programs that one of them launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -135,7 +135,7 @@ class Halfbyte:
 
         def call(weight: QuantTensor) -> torch.Tensor:
             out = x.new_empty(x.shape[0], n)
-            launch(x, [weight], [None], [out], spec, count, part, counters)
+            launch(x, [weight], [None], [out], replace(spec, pair=pair_launches()), count, part, counters)
             return out
 
         return Form([partial(call, weight) for weight in stored], count, plan.blocks)

@@ -64,6 +64,7 @@ class Record:
     paired, appends    each call follows the append of one token, launches overlapping, less a chain of such appends alone
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
+    study              the study it belongs to, by its name in `halfbyte.bench.studies`
     """
 
     op: str
@@ -93,6 +94,7 @@ class Record:
     peer_seconds: float | None = None
     bars: tuple[Verdict, ...] = ()
     note: str = ""
+    study: str = ""
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -88,13 +88,14 @@ class Options:
 
 @dataclass
 class Session:
-    """Measures cases and holds their records; `graphs` is how much a GPU measures for each contender."""
+    """Measures cases and holds their records; `graphs` is how much a GPU measures for each contender, `study` marks the records."""
 
     options: Options
     device: Device
     graphs: Effort = GRAPHS
     records: list[Record] = field(default_factory=list)
     interrupted: bool = False
+    study: str = ""
 
     @staticmethod
     def start(options: Options, graphs: Effort = GRAPHS) -> Session:
@@ -191,6 +192,8 @@ class Session:
 
     def keep(self, record: Record) -> None:
         """Remember a record, and write it where the options say."""
+        if self.study:
+            record = replace(record, study=self.study)
         self.records.append(record)
         if self.options.output is not None and (notice := records.append(self.options.output, [record])):
             self._errors.print(notice, markup=False)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from halfbyte.bench.page import Table
     from halfbyte.bench.session import Job, Session
+    from halfbyte.bench.studies import Study
 
 app = typer.Typer(
     help="Time what runs on this machine; results that fail their accuracy promise get no time.", no_args_is_help=True
@@ -93,7 +94,6 @@ def bench_linear(
     bars: Annotated[
         bool, typer.Option("--bars", help="The cases that have bars; default on a GPU without sizes or formats.")
     ] = False,
-    study: Annotated[str, typer.Option(help="split-k: how the work is cut among programs, as published; needs a GPU.")] = "",
 ) -> None:
     """Products with low-bit weights, beside torch's own linear layer in 16 bits."""
     from halfbyte.bench import linear
@@ -101,8 +101,6 @@ def bench_linear(
     from halfbyte.bench.timing import MANY_GRAPHS
 
     chosen = bool(rows or size or formats)
-    if study not in ("", "split-k"):
-        raise InvalidArgument(f"--study {study!r}; the study of linear layers is split-k")
     shapes = list(linear.QUICK_SHAPES if quick else linear.DEFAULT_SHAPES)
     if rows or size:
         shapes = [
@@ -110,11 +108,8 @@ def bench_linear(
         ]
     check_writable(html, "html")
     session = Session.start(Options(output, quick, pattern, as_json, device, threads), MANY_GRAPHS)
-    if (bars or study) and (chosen or session.device.kind != "cuda"):
-        raise InvalidArgument("--bars and --study measure fixed cases on a GPU; leave out sizes and formats, and see --filter")
-    if study:
-        _run_split_k(session, html)
-        return
+    if bars and (chosen or session.device.kind != "cuda"):
+        raise InvalidArgument("--bars measures fixed cases on a GPU; leave out sizes and formats, and see --filter and --device")
     if session.device.kind == "cuda" and not chosen:
         _run_linear_bars(session, words(impl) or ["auto"], quick, html)
         return
@@ -149,6 +144,30 @@ def bench_qkv(
     rows = run_qkv.table_rows(session.records)
     _show(session, f"q, k, v on {session.device.name}", run_qkv.HEADERS, rows, 3)
     _finish(session, "q, k, v", html, (run_qkv.HEADERS, rows))
+
+
+@app.command("study")
+def bench_study(
+    name: Annotated[str, typer.Argument(help="Which one; without a name they are listed.")] = "",
+    output: Output = None,
+    quick: Quick = False,
+    pattern: Filter = "",
+    device: Where = None,
+    threads: Threads = None,
+    html: Page = None,
+    as_json: Json = False,
+) -> None:
+    """One published table or one question, measured again: a table, a chart and what they show. Small without a GPU."""
+    from halfbyte.bench.session import Options, Session
+    from halfbyte.bench.studies import QUESTIONS, study
+
+    if not name:
+        for known, asks in QUESTIONS.items():
+            print(f"{known:18} {asks}")
+        return
+    found = study(name)
+    check_writable(html, "html")
+    _run_study(Session.start(Options(output, quick, pattern, as_json, device, threads), found.effort), found, html)
 
 
 @app.command("overhead")
@@ -188,13 +207,17 @@ def _run_linear_bars(session: Session, impls: Sequence[str], quick: bool, html: 
     _finish(session, "linear layers", html, (linear_bars.HEADERS, rows), linear_bars.figures(session.records) if html else ())
 
 
-def _run_split_k(session: Session, html: Path | None) -> None:
-    from halfbyte.bench import study_split_k as study
-
-    session.run(study.jobs())
-    rows = study.table_rows(session.records)
-    _show(session, f"split-K on {session.device.name}", study.HEADERS, rows, 2)
-    _finish(session, "split-K", html, (study.HEADERS, rows))
+def _run_study(session: Session, found: Study, html: Path | None) -> None:
+    """All jobs of a study, its table and its two sentences."""
+    if session.device.kind != "cuda":
+        session.say("no GPU here: this study runs small, on the CPU")
+    session.study = found.name
+    session.run(found.jobs(session))
+    headers, rows = found.table(session.records)
+    _show(session, f"{found.name} on {session.device.name}", headers, rows, found.text_columns)
+    for sentence in found.says(session.records):
+        session.say(sentence)
+    _finish(session, found.name, html, (headers, rows), found.charts(session.records) if html else ())
 
 
 def _show(session: Session, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:

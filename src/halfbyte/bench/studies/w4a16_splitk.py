@@ -1,8 +1,8 @@
-"""`halfbyte bench linear --study split-k`: data-parallel tiles against split-K and stream-K, as arXiv 2402.00025 compares them.
+"""`halfbyte bench study w4a16-splitk`: data-parallel tiles against split-K and stream-K, as arXiv 2402.00025 compares them.
 
 1 to 16 rows, N = K = 512 ... 16384, int4 in groups of 128. Each kernel of `decompositions.KERNELS` is cut in every way that it has;
 beside them runs `halfbyte.linear` as it plans by itself. Times are alone: launches kept apart. The published gain over
-data-parallel tiles is 124 % on average on an H100, 295 % at most.
+data-parallel tiles is 124 % on average on an H100, 295 % at most. On a CPU only `halfbyte.linear` runs, on two sizes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,33 @@ from typing import Any
 import torch
 
 import halfbyte
+from halfbyte.bench import charts
 from halfbyte.bench.bars import Bar, judge, us, verdict_text
 from halfbyte.bench.checks import Accuracy
 from halfbyte.bench.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form
 from halfbyte.bench.linear_bars import INT4
 from halfbyte.bench.linear_peers import Judge, copies_of, judged_loosely
+from halfbyte.bench.page import Table
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
-from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Work, fixed_threads, is_cold, make_sampler, sample_in_turn, summary
+from halfbyte.bench.studies import Study
+from halfbyte.bench.timing import (
+    MANY_GRAPHS,
+    NOT_CAPTURED,
+    Sampler,
+    Work,
+    fixed_threads,
+    is_cold,
+    make_sampler,
+    sample_in_turn,
+    summary,
+)
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
 ROWS, SIZES = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_ROWS, QUICK_SIZES = (1, 16), (512, 2048)
 OP, SUMMARY = "split-k study", "split-k study, all sizes"
 #: The published kernel as its authors ship it.
 SHIPPED = "published, split-k 4"
@@ -38,9 +52,10 @@ SHIPPED = "published, split-k 4"
 MEAN_GAIN, PEAK_GAIN, TIMES_PUBLISHED = 2.24, 3.95, 3.0
 
 
-def jobs() -> list[Job]:
+def jobs(session: Session) -> list[Job]:
     """One job for each size, then the gains over all of them."""
-    return [*(SizeJob(size) for size in SIZES), SummaryJob()]
+    small = session.options.quick or session.device.kind != "cuda"
+    return [*(SizeJob(size, QUICK_ROWS if small else ROWS) for size in (QUICK_SIZES if small else SIZES)), SummaryJob()]
 
 
 def case_of(size: int, rows: int) -> str:
@@ -189,13 +204,41 @@ HEADERS = (
 )
 
 
+def table(measured: Sequence[Record]) -> Table:
+    """One row for each case and kernel, then the gains over all cases."""
+    return HEADERS, table_rows(measured)
+
+
+def drawn(measured: Sequence[Record]) -> list[str]:
+    """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each number of rows."""
+    found = {kernel: gains(measured, kernel) for kernel in KERNELS}
+    shapes = {r.case: (r.shape["N"], r.shape["M"]) for r in measured if r.shape}
+    by_kernel: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for kernel, cases in found.items():
+        for case, gain in cases.items():
+            size, rows = shapes[case]
+            by_kernel.setdefault(kernel, {}).setdefault(f"{rows} row{'s' * (rows > 1)}", []).append((size, gain))
+    if not by_kernel:
+        return []
+    title = "Gain of the best split-K or stream-K over data-parallel tiles"
+    return [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
+
+
+def says(measured: Sequence[Record]) -> list[str]:
+    """The gains of ours and of the published kernel."""
+    told = [f"{r.note[0].upper()}{r.note[1:]}." for r in measured if r.case == SUMMARY]
+    return told or [
+        "No kernel whose work can be cut ran here: they need an NVIDIA GPU, and only halfbyte.linear as it is was timed."
+    ]
+
+
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row for each case and kernel: its data-parallel form, its best other form, waves per multiprocessor of both."""
     rows = []
     for case in dict.fromkeys(r.case for r in measured if r.op == OP and r.shape):
         mine = {r.implementation: r for r in measured if r.case == case and r.op == OP}
-        for kernel in dict.fromkeys(name.partition(",")[0] for name in mine if "," in name):
-            rows.append(_row(case, kernel, mine))
+        cut = dict.fromkeys(name.partition(",")[0] for name in mine if "," in name)
+        rows += [_row(case, kernel, mine) for kernel in cut or ["halfbyte.linear"]]
     return rows + [
         (SUMMARY, r.implementation, *[""] * 8, "; ".join(map(verdict_text, r.bars))) for r in measured if r.case == SUMMARY
     ]
@@ -225,3 +268,6 @@ def _row(case: str, kernel: str, mine: dict[str, Record]) -> tuple[str, ...]:
 def _waves(r: Record | None) -> str:
     shape = {} if r is None else r.shape
     return f"{shape['programs'] / (shape['SMs'] * shape['resident']):.2f}" if "programs" in shape else ""
+
+
+STUDY = Study("w4a16-splitk", jobs, table, drawn, says, text_columns=2, effort=MANY_GRAPHS)

@@ -1,0 +1,54 @@
+"""Studies: one published table or one question each, measured again and told as a table, charts and two sentences.
+
+A study is one file of this folder that ends with a `STUDY`; `halfbyte bench study NAME` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from halfbyte.bench.page import Table
+from halfbyte.bench.records import Record
+from halfbyte.bench.session import Job, Session
+from halfbyte.bench.timing import GRAPHS, Effort
+from halfbyte.errors import InvalidArgument
+
+#: What each study asks, by its name on the command line; its file has underscores where the name has hyphens.
+QUESTIONS = {
+    "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is measured and how it is told.
+
+    jobs    what a session measures: small with `session.options.quick`, and on a CPU
+    table   headers, and rows of text
+    charts  <svg> elements
+    says    two sentences that hold the figures
+    text_columns  columns of the table that hold text, from the left; the others hold numbers
+    """
+
+    name: str
+    jobs: Callable[[Session], Sequence[Job]]
+    table: Callable[[Sequence[Record]], Table]
+    charts: Callable[[Sequence[Record]], Sequence[str]]
+    says: Callable[[Sequence[Record]], Sequence[str]]
+    text_columns: int = 2
+    effort: Effort = GRAPHS
+
+    @property
+    def asks(self) -> str:
+        """The question in one line."""
+        return QUESTIONS[self.name]
+
+
+def study(name: str) -> Study:
+    """The study of that name; its file is read now. Raises `InvalidArgument`."""
+    if name not in QUESTIONS:
+        raise InvalidArgument(f"study {name!r}; choose one of: {', '.join(QUESTIONS)}")
+    found: Study = import_module(f"{__name__}.{name.replace('-', '_')}").STUDY
+    return found
