@@ -54,7 +54,7 @@ def measure_ways(
     free(session)
     cache = fill(inputs, formats)
     nbytes = round(problem.tokens * cache.bytes_per_token)
-    copies = max(2, session.copies(nbytes))
+    copies = max(2, session.copies(nbytes) if session.device.kind == "cuda" else 0)  # on a CPU studies run small, and say so
     caches = Rotation(cache, inputs, copies).caches
     promise = Promise(inputs.q, held_by(cache))
     partly = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
