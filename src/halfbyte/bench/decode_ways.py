@@ -1,0 +1,99 @@
+"""Several ways to attend over the same cache, judged, then timed in turn: what studies of decode attention are made of.
+
+Times are alone, launches kept apart, unless a way says that its launches overlap. Nothing is appended between calls. Results are
+judged before and after: those of every call of the graphs that are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, held_by
+from halfbyte.bench.records import Record
+from halfbyte.bench.run_bars import ChainTimes, free, with_times
+from halfbyte.bench.session import Session, reason
+from halfbyte.bench.timing import (
+    NOT_CAPTURED,
+    Sampler,
+    Timing,
+    Work,
+    fixed_threads,
+    is_cold,
+    make_sampler,
+    paired_launches,
+    sample_in_turn,
+    summary,
+)
+from halfbyte.cache import KVCache
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to attend.
+
+    call    gives [B, Hq, 1, D] for a full cache
+    paired  whether launches may overlap while this runs
+    sizes   what the record's shape says besides the problem's: programs, say
+    """
+
+    call: Callable[[KVCache], torch.Tensor]
+    paired: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def measure_ways(
+    session: Session, op: str, inputs: Inputs, formats: str, ways: Callable[[KVCache], Mapping[str, Way]]
+) -> list[Record]:
+    """A record for each of the `ways` of a cache in `formats` that holds the inputs; one that fails or is wrong says why."""
+    problem = inputs.problem
+    free(session)
+    cache = fill(inputs, formats)
+    nbytes = round(problem.tokens * cache.bytes_per_token)
+    copies = max(4, session.copies(nbytes)) if session.device.kind == "cuda" else 2
+    caches = Rotation(cache, inputs, copies).caches
+    promise = Promise(inputs.q, held_by(cache))
+    partly = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
+    found = ways(cache)
+    records: dict[str, Record] = {}
+    samplers: dict[str, Sampler] = {}
+    with torch.no_grad(), fixed_threads(session.threads):
+        for name, way in found.items():
+            shape = {**problem.shape.sizes, **way.sizes}
+            records[name] = Record(op, shape, formats, name, nbytes, session.environment, case=problem.name)
+            try:
+                with paired_launches(way.paired):
+                    promise.judge([way.call(c) for c in caches]).require(name)
+                work = Work([partial(way.call, c) for c in caches], paired=way.paired)
+                samplers[name] = make_sampler(name, work, session.device, session.effort)
+            except Exception as error:
+                records[name] = _refused(records[name], error)
+        samples = sample_in_turn(samplers, session.effort) if samplers else {}
+        for name, sampler in samplers.items():
+            timing = summary(samples[name], sampler.method + partly)
+            try:
+                records[name] = _told(session, records[name], found[name], promise, sampler, timing)
+            except Exception as error:
+                records[name] = _refused(records[name], error)
+    return list(records.values())
+
+
+def _told(session: Session, record: Record, way: Way, promise: Promise, sampler: Sampler, timing: Timing) -> Record:
+    """The record with its time, if what was timed gives the right results."""
+    accuracy = promise.judge(cast(Sequence[torch.Tensor], sampler.run()))
+    accuracy.require(f"{record.implementation}, as timed")
+    told = with_times(session, record, accuracy, ChainTimes(alone=timing))
+    return replace(told, alone=None, chained=timing.median) if way.paired else told
+
+
+def _refused(record: Record, error: Exception) -> Record:
+    return replace(record, refused=f"{record.case} {record.formats} {record.implementation}: {reason(error)}")
+
+
+def fastest(measured: Sequence[Record]) -> Record | None:
+    """The record with the shortest time; on a GPU only times of graphs count."""
+    return min((r for r in measured if r.seconds and NOT_CAPTURED not in r.method), key=lambda r: r.seconds or 0.0, default=None)
