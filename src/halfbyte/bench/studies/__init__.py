@@ -17,6 +17,7 @@ from halfbyte.errors import InvalidArgument
 
 #: What each study asks, by its name on the command line; its file has underscores where the name has hyphens.
 QUESTIONS = {
+    "int8-granularity": "INT8 with a scale per tensor, token, head or group against FP16: time, bytes, error",
     "int8-splitk": "one sequence of 1,024 tokens in INT8: splits, order in memory, one launch or two, lengths",
     "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
 }
