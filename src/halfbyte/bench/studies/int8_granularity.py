@@ -135,7 +135,6 @@ class CaseJob:
     def _format(
         self, session: Session, inputs: Inputs, slopes: torch.Tensor | None, exact: torch.Tensor, formats: str
     ) -> Iterator[Record]:
-        free(session)
         few = fill(inputs, formats)
         promise = Promise(inputs.q, held_by(few), slopes)
         index = torch.arange(self.shape.batch, device=few.device) % DISTINCT
