@@ -217,6 +217,12 @@ def test_granularity_has_no_time_and_no_error_for_a_wrong_result(monkeypatch: py
     assert "exceeds the allowed" in measured[0].refused
     assert gran.drawn(measured) == []
 
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(gran, "fill", full)
+    assert [r.refused.partition(": ")[2] for r in quick().run([one()])] == ["OutOfMemoryError: no memory"] * len(gran.SCALES)
+
 
 def test_granularity_has_all_cases_on_a_gpu() -> None:
     names = [job.name for job in gran.jobs(Session(Options(), GPU))]
@@ -254,10 +260,10 @@ def test_granularity_tells_times_and_errors() -> None:
     assert "in 0.50 to 0.53 of the bytes" in first
     assert second.endswith("outlier keys: 0.004 (FP16), 0.044 (tensor), 0.084 (token), 0.12 (token and head), 0.16 (group of 32).")
     by_context, faster, errors = gran.drawn(measured)
-    for text in ("MHA 32/32", "GQA 32/8", "MQA 32/1", "INT8, a scale per token and head"):
+    for text in ("MHA 32/32", "GQA 32/8", "MQA 32/1", "INT8 per token and head"):
         assert f">{text}<" in by_context
         assert f">{text}<" in faster
-    assert "INT8, a scale per tensor, outlier keys" in errors
+    assert "INT8 per tensor, outlier keys" in errors
 
 
 def test_the_studies_are_found_by_their_names() -> None:

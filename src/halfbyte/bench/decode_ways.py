@@ -31,6 +31,7 @@ from halfbyte.bench.timing import (
     summary,
 )
 from halfbyte.cache import KVCache
+from halfbyte.ops._workspace import prepare
 
 #: Judges several results [B, Hq, 1, D] of one case.
 Judge = Callable[[Sequence[torch.Tensor]], Accuracy]
@@ -73,6 +74,8 @@ def time_ways(
     cold = is_cold(len(caches), blank.nbytes, session.device.cache_bytes) or blank.nbytes >= _LARGE * session.device.cache_bytes
     records: dict[str, Record] = {}
     samplers: dict[str, Sampler] = {}
+    if session.device.kind == "cuda":
+        prepare(session.device.torch)  # counters for all graphs: one that must clear its own takes longer
     with torch.no_grad(), fixed_threads(session.threads):
         for name, way in ways.items():
             records[name] = replace(blank, shape={**blank.shape, **way.sizes}, implementation=name)

@@ -27,7 +27,7 @@ from halfbyte.bench.decode_ways import Way, time_ways
 from halfbyte.bench.page import Table
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free
-from halfbyte.bench.session import Job, Session
+from halfbyte.bench.session import Job, Session, reason
 from halfbyte.bench.studies import Study
 from halfbyte.bench.timing import MANY_GRAPHS, paired_launches
 from halfbyte.cache import KVCache
@@ -102,11 +102,16 @@ class CaseJob:
             inputs, slopes = self._inputs(session), slopes_of(self.shape.q_heads, session.device.torch) if self.alibi else None
             exact = exactly(inputs, slopes)
         for f in wanted:
-            if f in fits:
+            refused = replace(self._blank(session, f), implementation=OURS, refused=f"{self.name} {f}: ")
+            if f not in fits:
+                why = f"skipped: {self.needs(f, session):,} bytes are needed and {room:,} are free"
+                yield replace(refused, refused=refused.refused + why)
+                continue
+            try:
                 yield from self._format(session, inputs, slopes, exact, f)
-            else:
-                why = f"{self.name} {f}: skipped: {self.needs(f, session):,} bytes are needed and {room:,} are free"
-                yield replace(self._blank(session, f), implementation=OURS, refused=why)
+            except Exception as error:
+                yield replace(refused, refused=refused.refused + reason(error))
+                free(session)
 
     def needs(self, formats: str, session: Session) -> int:
         """Bytes: the caches or, ahead of them, one sequence in float64; the different sequences; something aside."""
@@ -267,8 +272,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def _told(formats: str) -> str:
-    """ "INT8, a scale per token" of "int8_token"."""
-    return f"INT8, a scale per {SCALES[formats]}" if SCALES[formats] else "FP16"
+    """ "INT8 per token" of "int8_token"."""
+    return f"INT8 per {SCALES[formats]}" if SCALES[formats] else "FP16"
 
 
 def _errors(measured: Sequence[Record]) -> dict[str, float]:
