@@ -61,8 +61,7 @@ def measure_ways(
     free(session)
     cache = fill(inputs, formats)
     nbytes = round(problem.tokens * cache.bytes_per_token)
-    copies = max(4, session.copies(nbytes)) if session.device.kind == "cuda" else 2
-    caches = Rotation(cache, inputs, copies).caches
+    caches = Rotation(cache, inputs, max(2, session.copies(nbytes))).caches
     blank = Record(op, problem.shape.sizes, formats, "", nbytes, session.environment, case=problem.name)
     return time_ways(session, blank, caches, Promise(inputs.q, held_by(cache)).judge, ways(cache))
 
@@ -114,3 +113,15 @@ def _refused(record: Record, error: Exception) -> Record:
 def fastest(measured: Sequence[Record]) -> Record | None:
     """The record with the shortest time; on a GPU only times of graphs count."""
     return min((r for r in measured if r.seconds and NOT_CAPTURED not in r.method), key=lambda r: r.seconds or 0.0, default=None)
+
+
+def rate_text(gb_per_s: float | None) -> str:
+    """ "3,518" or "0.65"; "" for None."""
+    if gb_per_s is None:
+        return ""
+    return f"{gb_per_s:,.0f}" if gb_per_s >= 100 else f"{gb_per_s:.2g}"
+
+
+def times_text(base: float | None, seconds: float | None) -> str:
+    """How many times faster than `base`: "3.55"; "" where one of them is not known."""
+    return f"{base / seconds:.2f}" if base and seconds else ""

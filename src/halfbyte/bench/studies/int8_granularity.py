@@ -23,7 +23,7 @@ from halfbyte.bench.bars import Problem, us
 from halfbyte.bench.caches import Inputs, Promise, fill, given, held_by
 from halfbyte.bench.checks import float64_attention
 from halfbyte.bench.decode import Attend, DecodeShape, sdpa_variants
-from halfbyte.bench.decode_ways import Way, time_ways
+from halfbyte.bench.decode_ways import Way, rate_text, time_ways, times_text
 from halfbyte.bench.page import Table
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free
@@ -215,15 +215,15 @@ def table(measured: Sequence[Record]) -> Table:
 
 
 def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
-    times, error = _times_fp16(r, measured), error_of(measured, r.case, r.formats) if r.implementation == OURS else None
+    base, error = _ours(measured, r.case, FP16), error_of(measured, r.case, r.formats) if r.implementation == OURS else None
     return (
         r.case,
         r.formats,
         SCALES[r.formats],
         r.implementation,
         us(r.seconds) or ("skipped" if "skipped:" in r.refused else "refused"),
-        "" if times is None else f"{times:.2f}",
-        "" if r.gb_per_s is None else f"{r.gb_per_s:,.0f}",
+        times_text(base.seconds if base else None, r.seconds),
+        rate_text(r.gb_per_s),
         f"{r.nbytes / 1e6:,.1f}",
         "" if r.error is None else f"{r.error:.2g}",
         "" if error is None else f"{error:.2g}",
@@ -234,11 +234,6 @@ def _ours(measured: Sequence[Record], case: str, formats: str) -> Record | None:
     """halfbyte's time on a case in a format."""
     of = (OP, case, formats, OURS)
     return next((r for r in measured if (r.op, r.case, r.formats, r.implementation) == of and r.seconds), None)
-
-
-def _times_fp16(r: Record, measured: Sequence[Record]) -> float | None:
-    base = _ours(measured, r.case, FP16)
-    return base.seconds / r.seconds if base and base.seconds and r.seconds else None
 
 
 def error_of(measured: Sequence[Record], case: str, formats: str) -> float | None:
@@ -254,8 +249,8 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         if r.op == OP and r.implementation == OURS and r.seconds and not (r.shape["ALiBi"] or r.shape["outliers"]):
             panel, k_tokens, line = r.case.split(", ")[1], r.shape["T"] / 1024, _told(r.formats)
             seconds.setdefault(panel, {}).setdefault(line, []).append((k_tokens, 1e6 * r.seconds))
-            if faster := _times_fp16(r, measured):
-                times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, faster))
+            if (base := _ours(measured, r.case, FP16)) and base.seconds:
+                times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, base.seconds / r.seconds))
     found = []
     x_label = "context, K tokens"
     if seconds:

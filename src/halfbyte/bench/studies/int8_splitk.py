@@ -17,7 +17,7 @@ from halfbyte.bench import charts, splits
 from halfbyte.bench.bars import Problem
 from halfbyte.bench.caches import Inputs
 from halfbyte.bench.decode import DecodeShape, attend
-from halfbyte.bench.decode_ways import Way, fastest, measure_ways
+from halfbyte.bench.decode_ways import Way, fastest, measure_ways, times_text
 from halfbyte.bench.overhead import bare_launch
 from halfbyte.bench.page import Table
 from halfbyte.bench.records import Record
@@ -139,7 +139,7 @@ HEADERS = ("case", "kernel", "programs", "launches", "us", "us, overlapping", "o
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """A row for each case and kernel, the floors last: what was published, an empty launch, and only reading as many bytes."""
+    """A row for each case and kernel, the floors last. "x as planned": its time over that of the same kernel as planned."""
     mine = [r for r in measured if r.op == OP and r.shape and not r.implementation.endswith(OVERLAPPING)]
     by_name = {(r.case, r.implementation): r for r in measured if r.op == OP}
     rows = [_row(r, by_name) for r in mine if r.case != EMPTY]
@@ -155,7 +155,6 @@ def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...
     kernel = r.implementation.partition(",")[0]
     planned = by_name.get((r.case, kernel + PLANNED))
     overlapping = by_name.get((r.case, r.implementation + OVERLAPPING))
-    times = r.seconds / planned.seconds if r.seconds and planned and planned.seconds else None
     return (
         r.case,
         r.implementation,
@@ -163,7 +162,7 @@ def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...
         us_finely(r.seconds) or "refused",
         us_finely(overlapping.seconds if overlapping else None),
         "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %",
-        "" if times is None else f"{times:.2f}",
+        times_text(r.seconds, planned.seconds if planned else None),
         "" if r.error is None else f"{r.error:.2g}",
     )
 
