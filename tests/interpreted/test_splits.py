@@ -10,6 +10,11 @@ import torch
 import halfbyte
 from halfbyte.bench import splits
 from halfbyte.bench.checks import attention_accuracy, eager_attention, float64_attention
+from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.session import Options, Session
+from halfbyte.bench.studies import int8_splitk
+from halfbyte.bench.timing import Effort
+from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.plans.decode_attention import GluonPlan
 from halfbyte.plans.triton_decode import TritonTiles
@@ -69,3 +74,17 @@ def test_without_a_gpu_or_the_interpreter_there_are_no_splits(monkeypatch: pytes
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unsupported, match="splits are those of kernels"):
         splits.planned(q, cache, "triton")
+
+
+def test_the_study_runs_the_portable_kernel_in_every_split() -> None:
+    problem = replace(int8_splitk.ONE, shape=DecodeShape(1, 2, 1, 32, 128), layout="tokens first")
+    session = Session(Options(quick=True), Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1))
+    session.effort = Effort(seconds=0.0, repeats=1, block_seconds=1e-5, settle_seconds=0.0)
+    measured = session.run([int8_splitk.AttendJob(problem, (2, 16))])
+    ours = {r.implementation: r for r in measured if r.implementation.startswith("halfbyte triton")}
+    assert list(ours) == ["halfbyte triton, as planned", "halfbyte triton, 2 splits"]  # 16 are more than there are blocks
+    assert not any(r.refused for r in ours.values())
+    assert [(r.shape["programs"], r.shape["launches"]) for r in ours.values()] == [(1, 1), (2, 2)]
+    tuned = [r for r in measured if r.implementation.startswith("halfbyte gluon")]
+    assert tuned  # the interpreter does not have it: no time, and why
+    assert all(r.refused and r.seconds is None for r in tuned)

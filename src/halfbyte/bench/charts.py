@@ -151,9 +151,17 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def panels(
-    by_title: Mapping[str, Lines], *, x_label: str, y_label: str, title: str, columns: int = 3, dashed: Sequence[str] = ()
+    by_title: Mapping[str, Lines],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    columns: int = 3,
+    dashed: Sequence[str] = (),
+    log_y: bool = False,
 ) -> str:
-    """Small charts side by side under one legend, their x axis in powers of two, y from 0; a line has one style in all of them.
+    """Small charts side by side under one legend, their x axis in powers of two, y from 0 unless it is logarithmic; a line has one
+    style in all of them.
 
     Lines named in `dashed` are dashed. Returns an <svg> element.
     """
@@ -170,7 +178,10 @@ def panels(
             ticks = sorted({x for points in found.values() for x, _ in points})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
-            ax.set_ylim(0, 1.06 * top)
+            if log_y:
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(0, 1.06 * top)
             lowest = i + columns >= len(by_title)
             _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", heading, legend=False)
             ax.title.set_fontsize(10.5)

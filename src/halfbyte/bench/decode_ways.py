@@ -14,8 +14,9 @@ from typing import cast
 import torch
 
 from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, held_by
+from halfbyte.bench.checks import Accuracy
 from halfbyte.bench.records import Record
-from halfbyte.bench.run_bars import ChainTimes, free, with_times
+from halfbyte.bench.run_bars import ChainTimes, free, with_times, with_timing
 from halfbyte.bench.session import Session, reason
 from halfbyte.bench.timing import (
     NOT_CAPTURED,
@@ -30,6 +31,12 @@ from halfbyte.bench.timing import (
     summary,
 )
 from halfbyte.cache import KVCache
+from halfbyte.ops._workspace import prepare
+
+#: Judges several results [B, Hq, 1, D] of one case.
+Judge = Callable[[Sequence[torch.Tensor]], Accuracy]
+#: So many times the last cache leave next to nothing of themselves in it, so that one copy is a rotation.
+_LARGE = 32
 
 
 @dataclass(frozen=True)
@@ -56,37 +63,47 @@ def measure_ways(
     nbytes = round(problem.tokens * cache.bytes_per_token)
     copies = max(2, session.copies(nbytes) if session.device.kind == "cuda" else 0)  # on a CPU studies run small, and say so
     caches = Rotation(cache, inputs, copies).caches
-    promise = Promise(inputs.q, held_by(cache))
-    partly = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
-    found = ways(cache)
+    blank = Record(op, problem.shape.sizes, formats, "", nbytes, session.environment, case=problem.name)
+    return time_ways(session, blank, caches, Promise(inputs.q, held_by(cache)).judge, ways(cache))
+
+
+def time_ways(
+    session: Session, blank: Record, caches: Sequence[KVCache], judge: Judge, ways: Mapping[str, Way], roof: bool = True
+) -> list[Record]:
+    """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roof."""
+    cold = is_cold(len(caches), blank.nbytes, session.device.cache_bytes) or blank.nbytes >= _LARGE * session.device.cache_bytes
     records: dict[str, Record] = {}
     samplers: dict[str, Sampler] = {}
+    if session.device.kind == "cuda":
+        prepare(session.device.torch)  # counters for all graphs: one that must clear its own takes longer
     with torch.no_grad(), fixed_threads(session.threads):
-        for name, way in found.items():
-            shape = {**problem.shape.sizes, **way.sizes}
-            records[name] = Record(op, shape, formats, name, nbytes, session.environment, case=problem.name)
+        for name, way in ways.items():
+            records[name] = replace(blank, shape={**blank.shape, **way.sizes}, implementation=name)
             try:
                 with paired_launches(way.paired):
-                    promise.judge([way.call(c) for c in caches]).require(name)
+                    judge([way.call(c) for c in caches]).require(name)
                 work = Work([partial(way.call, c) for c in caches], paired=way.paired)
                 samplers[name] = make_sampler(name, work, session.device, session.effort)
             except Exception as error:
                 records[name] = _refused(records[name], error)
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
         for name, sampler in samplers.items():
-            timing = summary(samples[name], sampler.method + partly)
+            timing = summary(samples[name], sampler.method + ("" if cold else ", partly from cache"))
             try:
-                records[name] = _told(session, records[name], found[name], promise, sampler, timing)
+                accuracy = judge(cast(Sequence[torch.Tensor], sampler.run()))
+                accuracy.require(f"{name}, as timed")
+                records[name] = _told(session, records[name], ways[name], accuracy, timing, roof)
             except Exception as error:
                 records[name] = _refused(records[name], error)
     return list(records.values())
 
 
-def _told(session: Session, record: Record, way: Way, promise: Promise, sampler: Sampler, timing: Timing) -> Record:
-    """The record with its time, if what was timed gives the right results."""
-    accuracy = promise.judge(cast(Sequence[torch.Tensor], sampler.run()))
-    accuracy.require(f"{record.implementation}, as timed")
-    told = with_times(session, record, accuracy, ChainTimes(alone=timing))
+def _told(session: Session, record: Record, way: Way, accuracy: Accuracy, timing: Timing, roof: bool) -> Record:
+    """The record with its time."""
+    if roof:
+        told = with_times(session, record, accuracy, ChainTimes(alone=timing))
+    else:
+        told = replace(with_timing(record, timing, accuracy), alone=timing.median, gb_per_s=record.nbytes / timing.median / 1e9)
     return replace(told, alone=None, chained=timing.median) if way.paired else told
 
 

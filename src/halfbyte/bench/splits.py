@@ -14,7 +14,6 @@ import torch
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, check
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops._workspace import prepare
 from halfbyte.planes import AttentionOptions
 from halfbyte.plans.decode_attention import GluonPlan
 from halfbyte.plans.triton_decode import TritonTiles
@@ -32,8 +31,6 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
     """What halfbyte launches for q [B, Hq, 1, D] when told `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
-    if q.is_cuda:
-        prepare(q.device)
     # Paired where the GPU can; `attend` takes that back where the environment says so.
     return gpu.plan_of(_call(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
 

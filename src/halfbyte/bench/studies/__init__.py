@@ -19,6 +19,8 @@ from halfbyte.errors import InvalidArgument
 QUESTIONS = {
     "int4-gqa": "8 query heads on one KV head over 8,192 tokens: BF16 and INT4 by batch and splits",
     "int4-ladder": "what each step from the portable kernel to the tuned one as planned is worth, in INT4",
+    "int8-granularity": "INT8 with a scale per tensor, token, head or group against FP16: time, bytes, error",
+    "int8-splitk": "one sequence of 1,024 tokens in INT8: splits, order in memory, one launch or two, lengths",
     "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
 }
 
