@@ -22,6 +22,8 @@ _INK, _QUIET, _LINE = "#010101", "#020202", "#030303"
 _SERIES = tuple(f"#0{n}0a0b" for n in range(1, 7))
 _VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _LINE: "--line"} | {c: f"--s{n}" for n, c in enumerate(_SERIES, 1)}
 _MARKERS = "osD^vP"
+#: Opacity of the first six parts of a stack, of the next six, and of those after them.
+_FAINTER = (1.0, 0.6, 0.3)
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)))
 
 
@@ -151,9 +153,17 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def panels(
-    by_title: Mapping[str, Lines], *, x_label: str, y_label: str, title: str, columns: int = 3, dashed: Sequence[str] = ()
+    by_title: Mapping[str, Lines],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    columns: int = 3,
+    dashed: Sequence[str] = (),
+    log_y: bool = False,
 ) -> str:
-    """Small charts side by side under one legend, their x axis in powers of two, y from 0; a line has one style in all of them.
+    """Small charts side by side under one legend, their x axis in powers of two, y from 0 unless it is logarithmic; a line has one
+    style in all of them.
 
     Lines named in `dashed` are dashed. Returns an <svg> element.
     """
@@ -170,7 +180,10 @@ def panels(
             ticks = sorted({x for points in found.values() for x, _ in points})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
-            ax.set_ylim(0, 1.06 * top)
+            if log_y:
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(0, 1.06 * top)
             lowest = i + columns >= len(by_title)
             _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", heading, legend=False)
             ax.title.set_fontsize(10.5)
@@ -338,3 +351,42 @@ def _finish(svg: str, description: str) -> str:
         svg,
         count=1,
     )
+
+
+def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, title: str) -> str:
+    """Horizontal bars from the top down, each made of its parts, with their sum. A part has one colour in all. An <svg> element."""
+    check(len(stacks) > 0, "stacks is empty; a chart needs at least one")
+    parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
+    with _figure(title, 1.3 + 0.3 * len(stacks) + 0.2 * -(-len(parts) // 4)) as (fig, ax, done):
+        ends = dict.fromkeys(stacks, 0.0)
+        for number, part in enumerate(parts):
+            mine = {name: stack[part] for name, stack in stacks.items() if part in stack}
+            rows, left = [list(stacks).index(name) for name in mine], [ends[name] for name in mine]
+            look = {"color": _SERIES[number % 6], "alpha": _FAINTER[number // 6 % 3], "edgecolor": _LINE, "lw": 0.6}
+            ax.barh(rows, list(mine.values()), left=left, height=0.66, label=part, **look)
+            ends |= {name: ends[name] + value for name, value in mine.items()}
+        for row, end in enumerate(ends.values()):
+            ax.annotate(f"{end:.1f}", (end, row), (6, 0), textcoords="offset points", va="center", color=_INK, fontsize=9)
+        ax.set_yticks(range(len(stacks)), list(stacks))
+        ax.invert_yaxis()
+        _frame(ax, x_label, "", title, legend=False)
+        ax.grid(axis="y", visible=False)
+        ax.margins(x=0.1, y=0.02)
+        ax.tick_params(axis="y", labelcolor=_INK, labelsize=9.5)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend(fig, handles, labels, 4)
+    return done.svg
+
+
+def roofline(points: Lines, roof: Sequence[tuple[float, float]], *, title: str) -> str:
+    """10^9 bytes a second against bytes, both logarithmic, below the measured `roof`, points of the same kind. An <svg> element."""
+    check(len(roof) > 0, "roof is empty; a roofline needs at least one point")
+    with _figure(title, 4.4) as (_, ax, done):
+        xs, ys = zip(*roof, strict=True)
+        ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roof of the same runs")
+        for number, (name, found) in enumerate(points.items()):
+            look = {"color": _SERIES[number % 6], "marker": _MARKERS[(number + number // 6) % 6]}
+            ax.plot([x for x, _ in found], [y for _, y in found], ls="", ms=5, alpha=0.85, label=name, **look)
+        _scales(ax, log_x=True, log_y=True)
+        _frame(ax, "bytes that a call must read", "GB/s", title, legend=True)
+    return done.svg
