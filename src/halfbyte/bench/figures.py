@@ -12,6 +12,7 @@ from halfbyte.bench.records import Record
 from halfbyte.bench.session import describe_shape
 
 SIXTEEN = ("bf16", "fp16")
+_FASTEST = "fastest 16 bits"
 #: Cases that have a chart each.
 _CASES = 12
 #: What the note of a record begins its list of launches with: "naive, us a launch: attention 7.1, ...".
@@ -31,7 +32,7 @@ def of_linear(measured: Sequence[Record]) -> list[str]:
     """Shares of the roof and speed over 16 bits by layer and rows, and the roofline."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for r in linear_bars.latest(measured):
-        if (faster := times_16_bit(measured, r)) is not None and _ours(r):
+        if (faster := times_16_bit(measured, r)) is not None and _ours(r) and r.shape["M"] in linear_bars.ROWS:
             lines = found.setdefault(f"{r.shape['N']} x {r.shape['K']}", {})
             lines.setdefault(r.formats, []).append((r.shape["M"], faster))
     gain = (
@@ -72,13 +73,14 @@ def of_any(measured: Sequence[Record]) -> list[str]:
 
 def rooflines(measured: Sequence[Record]) -> list[str]:
     """Bytes a second against bytes, below the line that a read-only kernel reached in the same runs; by format, 16 bits as one."""
-    timed = [r for r in measured if r.seconds and r.gb_per_s and r.nbytes]
-    roof = sorted({r.nbytes: r.roof_gb_per_s for r in timed if r.roof_gb_per_s}.items())
-    points: dict[str, list[tuple[float, float]]] = {}
-    for r in timed:
-        if r.roof_gb_per_s:
-            points.setdefault("16 bits" if r.formats in SIXTEEN else r.formats, []).append((r.nbytes, r.gb_per_s or 0.0))
-    return [charts.roofline(points, roof, title="Roofline: bytes a second by bytes read")] if roof else []
+    timed = [r for r in measured if r.seconds and r.gb_per_s and r.nbytes and r.roof_gb_per_s]
+    roof = sorted({r.nbytes / 1e6: r.roof_gb_per_s or 0.0 for r in timed}.items())
+    points: dict[str, dict[str, tuple[float, float]]] = {}
+    for r in sorted(timed, key=lambda r: r.gb_per_s or 0.0):  # the fastest of a case and format is drawn
+        series = _FASTEST if r.formats in SIXTEEN else r.formats
+        points.setdefault(series, {})[name_of(r)] = (r.nbytes / 1e6, r.gb_per_s or 0.0)
+    drawn = {series: list(found.values()) for series, found in sorted(points.items())}
+    return [charts.roofline(drawn, roof, title="Roofline: bytes a second by bytes read")] if roof else []
 
 
 def speedups(measured: Sequence[Record]) -> list[str]:
@@ -107,17 +109,17 @@ def _against(measured: Sequence[Record], axis: str, label: str, title: Callable[
     found: dict[str, dict[str, dict[int, float]]] = {}
     for r in measured:
         if r.seconds and {"B", "Hq", "H", "D", "T"} <= set(r.shape) and not r.case.endswith(EVENLY):
-            name = "fastest 16 bits" if r.formats in SIXTEEN else r.formats
+            name = _FASTEST if r.formats in SIXTEEN else r.formats
             times = found.setdefault(title(r.shape), {}).setdefault(name, {})
             times[r.shape[axis]] = min(r.seconds, times.get(r.shape[axis], r.seconds))
     panels: dict[str, Lines] = {}
     for heading, series in found.items():
         lines = {name: [(x, 1e6 * s) for x, s in sorted(times.items())] for name, times in series.items() if len(times) > 1}
-        if lines:
+        if set(lines) - {_FASTEST}:
             panels[heading] = lines
     columns = min(3, len(panels))
     heading = f"Time of a step by {label}"
-    return [charts.panels(panels, x_label=label, y_label="us", title=heading, columns=columns, log_y=True)] if panels else []
+    return [charts.panels(panels, x_label=label, y_label="us a step", title=heading, columns=columns, log_y=True)] if panels else []
 
 
 def _heads(shape: dict[str, int]) -> str:
@@ -131,6 +133,8 @@ def times_16_bit(measured: Sequence[Record], r: Record) -> float | None:
     """How many times faster a record is than the fastest 16-bit one of its case in the same run; None without either."""
     if not r.seconds or r.formats in SIXTEEN:
         return None
+    if r.peer_seconds and r.op in ("decode_attention", "linear"):
+        return r.peer_seconds / r.seconds
     beside = [
         other.seconds
         for other in measured

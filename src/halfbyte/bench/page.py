@@ -8,8 +8,8 @@ from pathlib import Path
 from halfbyte.bench import bars, charts, compare
 from halfbyte.bench.bars import us
 from halfbyte.bench.compare import Change
-from halfbyte.bench.records import Environment, Record
 from halfbyte.bench.figures import name_of
+from halfbyte.bench.records import Environment, Record
 from halfbyte.errors import check
 from halfbyte.report import Cell, Report
 

@@ -174,7 +174,7 @@ def environment(device: Device, threads: int) -> Environment:
         threads=threads,
         versions=_versions(),
         commit=_commit(),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

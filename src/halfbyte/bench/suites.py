@@ -75,7 +75,7 @@ def qkv(weights: Path | None = None, impl: str = "auto") -> Suite:
 
     def jobs(s: Session) -> Sequence[Job]:
         layers = [first] if s.options.quick else [first, layers_of_qkv.random_weights(layers_of_qkv.LLAMA)]
-        return run_qkv.jobs(layers, impl, s.device.kind)
+        return run_qkv.jobs(layers, impl, s.device.kind, s.options.quick)
 
     return Suite(jobs, telling.QKV, MANY_GRAPHS)
 
@@ -107,12 +107,12 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
 
     Ctrl-C ends the measuring: what was measured is told all the same.
     """
+    parts = [(suite, session.part(suite.effort, suite.study)) for suite in suites]
+    planned = [(part, suite.jobs(part)) for suite, part in parts]
     if any(suite.roofs for suite in suites):
         session.show_roofs()
     if session.device.kind != "cuda" and any(suite.study for suite in suites):
         session.say("no GPU here: studies run small, on the CPU")
-    parts = [(suite, session.part(suite.effort, suite.study)) for suite in suites]
-    planned = [(part, suite.jobs(part)) for suite, part in parts]
     with session.steps(sum(len(jobs) for _, jobs in planned)) as steps:
         for part, jobs in planned:
             session.records += part.run(jobs, steps)

@@ -16,7 +16,7 @@ from halfbyte.bench.linear_peers import PEER_ERROR, judged_loosely
 from halfbyte.bench.peers import Peer, Prepared, every
 from halfbyte.bench.session import Case, Contender, Session
 
-ATTENTION_FORMATS, LINEAR_FORMATS = ("int8", "fp8", "int4", "int4_g32"), (INT4, "nf4")
+ATTENTION_FORMATS, LINEAR_FORMATS = ("int8", "int4"), (INT4, "nf4")
 
 
 def jobs(session: Session) -> list[Case]:
