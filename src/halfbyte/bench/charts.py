@@ -218,10 +218,12 @@ def _plain_logs(ax: Any) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     for axis in (ax.xaxis, ax.yaxis):
-        if axis.get_scale() == "log" and not isinstance(axis.get_major_locator(), FixedLocator):
+        if axis.get_scale() != "log":
+            continue
+        axis.set_minor_formatter(NullFormatter())
+        if not isinstance(axis.get_major_locator(), FixedLocator):
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-            axis.set_minor_formatter(NullFormatter())
 
 
 def _frame(ax: Any, x_label: str, y_label: str, title: str, legend: bool) -> None:
