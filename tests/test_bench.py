@@ -331,7 +331,7 @@ def test_ratios_are_against_the_fastest_16_bit_of_the_same_case() -> None:
 
 
 def test_a_page_of_records(tmp_path: Path) -> None:
-    refused = dataclasses.replace(record(1), seconds=None, p10=None, p90=None, refused="error too <large>")
+    refused = dataclasses.replace(record(2), seconds=None, p10=None, p90=None, refused="error too <large>")
     page = write_page([record(1), refused], "linear", tmp_path / "p.html").read_text()
     assert "M1" in page
     assert "error too &lt;large&gt;" in page

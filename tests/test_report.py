@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from halfbyte.bench.charts import Box, Point, bars, lines, place_labels, scatter
+from halfbyte.bench.charts import Point, bars, lines, scatter
+from halfbyte.bench.labels import Box, place_labels
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.report import Report
 

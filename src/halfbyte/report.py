@@ -15,10 +15,13 @@ from pathlib import Path
 
 from halfbyte.errors import check
 
+#: What a table shows in one place.
 Cell = str | int | float | None
 
 #: What an empty cell shows.
 _DASH = "\u2013"
+#: Stands for the contents until all sections are known; no part that holds text can be like it.
+_CONTENTS = "<contents>"
 
 
 class Report:
@@ -28,10 +31,19 @@ class Report:
         self._title = title
         self._subtitle = subtitle
         self._parts: list[str] = []
+        self._sections: list[str] = []
 
-    def heading(self, text: str) -> Report:
-        """A section heading."""
-        return self._add(f"<h2>{_escape(text)}</h2>")
+    def heading(self, text: str, level: int = 2) -> Report:
+        """A section heading; one of level 2 is listed in the contents."""
+        check(level in (2, 3), f"level={level}; headings have level 2 or 3")
+        if level == 3:
+            return self._add(f"<h3>{_escape(text)}</h3>")
+        self._sections.append(text)
+        return self._add(f'<h2 id="section-{len(self._sections)}">{_escape(text)}</h2>')
+
+    def contents(self) -> Report:
+        """Links to all sections of the page, wherever this is called."""
+        return self._add(_CONTENTS)
 
     def text(self, *paragraphs: str) -> Report:
         """Paragraphs of plain text."""
@@ -73,6 +85,11 @@ class Report:
         title = f"<figcaption>{_escape(caption)}</figcaption>" if caption else ""
         return self._add(f'<figure class="chart">{title}<div class="scroll">{svg}</div></figure>')
 
+    def folded(self, summary: str, lines: Sequence[str]) -> Report:
+        """A list of lines behind a summary, closed until it is clicked."""
+        items = "".join(f"<li>{_escape(line)}</li>" for line in lines)
+        return self._add(f"<details><summary>{_escape(summary)}</summary><ul>{items}</ul></details>")
+
     def code(self, block: str, caption: str = "") -> Report:
         """A block of preformatted text: a command, or what a model wrote."""
         title = f"<figcaption>{_escape(caption)}</figcaption>" if caption else ""
@@ -80,13 +97,15 @@ class Report:
 
     def to_html(self) -> str:
         """The whole page."""
+        links = (f'<a href="#section-{i}">{_escape(name)}</a>' for i, name in enumerate(self._sections, 1))
+        contents = f'<nav aria-label="Contents">{" ".join(links)}</nav>'
         subtitle = f'<p class="subtitle">{_escape(self._subtitle)}</p>' if self._subtitle else ""
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f'<meta name="color-scheme" content="light dark">\n<title>{_escape(self._title)}</title>\n'
             f"<style>{_CSS}</style>\n</head>\n<body>\n<main>\n<header><h1>{_escape(self._title)}</h1>{subtitle}</header>\n"
-            + "\n".join(self._parts)
+            + "\n".join(contents if part == _CONTENTS else part for part in self._parts)
             + f"\n</main>\n<script>{_JS}</script>\n</body>\n</html>\n"
         )
 
@@ -159,6 +178,13 @@ main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 header { border-bottom: 1px solid var(--line); margin-bottom: 1.5rem; padding-bottom: .75rem; }
 h1 { font-size: 1.75rem; line-height: 1.2; letter-spacing: -.01em; margin: 0 0 .35rem; }
 h2 { font-size: 1.2rem; line-height: 1.3; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1rem; line-height: 1.3; margin: 1.75rem 0 .4rem; }
+nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; font-size: .9375rem; margin: 1rem 0; }
+a { color: var(--accent); }
+details { margin: 1rem 0; font-size: .875rem; }
+summary { cursor: pointer; color: var(--quiet); }
+details ul { padding-left: 1.1rem; margin: .5rem 0; }
+li { margin: .2rem 0; overflow-wrap: anywhere; }
 p { max-width: 44rem; margin: .6rem 0; overflow-wrap: anywhere; }
 .subtitle { color: var(--quiet); margin: 0; max-width: none; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
@@ -168,10 +194,13 @@ p { max-width: 44rem; margin: .6rem 0; overflow-wrap: anywhere; }
 figure { margin: 1.5rem 0; }
 figcaption { font-size: .875rem; color: var(--quiet); margin-bottom: .5rem; max-width: 44rem; }
 .scroll { overflow-x: auto; }
+.table .scroll { max-height: 36rem; overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th { border-bottom: 2px solid var(--line); vertical-align: bottom; padding: 0; }
+th { position: sticky; top: 0; z-index: 1; background: var(--paper); box-shadow: inset 0 -2px var(--line);
+  border-bottom: 0; vertical-align: bottom; padding: 0; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
+th:first-child { z-index: 2; }
 th button { all: unset; display: block; box-sizing: border-box; width: 100%; padding: .4rem .55rem; cursor: pointer;
   font-weight: 600; color: var(--quiet); }
 th button:hover { color: var(--ink); }
@@ -185,8 +214,10 @@ tbody tr:hover td { background: var(--panel); }
 pre { margin: 0; padding: .8rem 1rem; background: var(--panel); border-radius: 8px; overflow-x: auto;
   font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 @media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
-  th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; } }
-@media print { .chart svg { max-width: 100%; } .scroll { overflow: visible; } }
+  th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; }
+  td:first-child { max-width: 45vw; white-space: normal; min-width: 7rem; } }
+@media print { .chart svg { max-width: 100%; }
+  .scroll, .table .scroll { overflow: visible; max-height: none; } nav { display: none; } }
 """
 
 # Sorting: numbers by their value (data-sort, or the number a text begins with), text by its letters, empty cells always last.

@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from halfbyte.bench.labels import Box, place_labels
 from halfbyte.errors import Unsupported, check
 
 # Stand-ins: colours that nothing else in the SVG has.
@@ -33,21 +34,6 @@ class Point:
     x: float
     y: float
     series: str = ""
-
-
-class Box(NamedTuple):
-    """A rectangle in pixels, y upwards."""
-
-    x0: float
-    y0: float
-    x1: float
-    y1: float
-
-    def overlap(self, other: Box) -> float:
-        """Area that two rectangles share."""
-        width = min(self.x1, other.x1) - max(self.x0, other.x0)
-        height = min(self.y1, other.y1) - max(self.y0, other.y0)
-        return max(0.0, width) * max(0.0, height)
 
 
 def scatter(
@@ -192,38 +178,6 @@ def panels(
     return done.svg
 
 
-def place_labels(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], bounds: Box) -> list[Box]:
-    """A rectangle for each label, near its anchor, inside `bounds`, off the other labels and the points.
-
-    Greedy: for each label in turn the candidate (eight directions, growing distance) that covers least of what is there already.
-    """
-    points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
-    placed: list[Box] = []
-    for (x, y), (width, height) in zip(anchors, sizes, strict=True):
-
-        def cost(box: Box) -> float:
-            outside = (box.x1 - box.x0) * (box.y1 - box.y0) - box.overlap(bounds)
-            return 4 * outside + sum(box.overlap(other) for other in [*placed, *points])
-
-        placed.append(min(_candidates(x, y, width, height), key=cost))
-    return placed
-
-
-def _candidates(x: float, y: float, width: float, height: float) -> Iterator[Box]:
-    for gap in (10, 15, 22, 32, 44, 60, 80):
-        corners = [
-            (x + gap, y - height / 2),
-            (x - gap - width, y - height / 2),
-            (x - width / 2, y + gap),
-            (x - width / 2, y - gap - height),
-            (x + gap, y + gap / 2),
-            (x + gap, y - gap / 2 - height),
-            (x - gap - width, y + gap / 2),
-            (x - gap - width, y - gap / 2 - height),
-        ]
-        yield from (Box(a, b, a + width, b + height) for a, b in corners)
-
-
 def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
     """Write each point's label where `place_labels` says, with a thin line to it when it had to go far."""
     anchors = [tuple(ax.transData.transform((p.x, p.y))) for p in points]
@@ -259,7 +213,21 @@ def _scales(ax: Any, log_x: bool, log_y: bool) -> None:
         ax.set_yscale("log")
 
 
+def _plain_logs(ax: Any) -> None:
+    """Logarithmic axes whose ticks are 1, 2 and 5 and read as numbers, where a chart has not chosen its own."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        if axis.get_scale() != "log":
+            continue
+        axis.set_minor_formatter(NullFormatter())
+        if not isinstance(axis.get_major_locator(), FixedLocator):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
 def _frame(ax: Any, x_label: str, y_label: str, title: str, legend: bool) -> None:
+    _plain_logs(ax)
     ax.set_xlabel(x_label, color=_QUIET, fontsize=10.5)
     ax.set_ylabel(y_label, color=_QUIET, fontsize=10.5)
     if title:
@@ -351,10 +319,50 @@ def _finish(svg: str, description: str) -> str:
     )
 
 
+def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, title: str) -> str:
+    """Horizontal bars from the top down, each made of its parts in their order, with their sum. Returns an <svg> element."""
+    check(len(stacks) > 0, "stacks is empty; a chart needs at least one")
+    parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
+    with _figure(title, 1.3 + 0.3 * len(stacks) + 0.2 * -(-len(parts) // 4)) as (fig, ax, done):
+        for row, stack in enumerate(stacks.values()):
+            end, label = sum(stack.values()), {"textcoords": "offset points", "va": "center", "color": _INK, "fontsize": 9}
+            ax.annotate(f"{end:.1f}", (end, row), (6, 0), **label)
+        for number, part in enumerate(parts):
+            rows = [row for row, stack in enumerate(stacks.values()) if part in stack]
+            mine = [list(stack.items()) for stack in stacks.values() if part in stack]
+            left = [sum(v for _, v in stack[: [name for name, _ in stack].index(part)]) for stack in mine]
+            look = {"color": _SERIES[number % 6], "alpha": (1.0, 0.6, 0.3)[number // 6 % 3]}
+            ax.barh(rows, [dict(stack)[part] for stack in mine], left=left, height=0.66, label=part, **look)
+        ax.set_yticks(range(len(stacks)), list(stacks))
+        ax.invert_yaxis()
+        _frame(ax, x_label, "", title, legend=False)
+        ax.grid(axis="y", visible=False)
+        ax.margins(x=0.1, y=0.02)
+        ax.tick_params(axis="y", labelcolor=_INK, labelsize=9.5)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend(fig, handles, labels, 4)
+    return done.svg
+
+
+def roofline(points: Lines, roof: Sequence[tuple[float, float]], *, title: str) -> str:
+    """Points (10^6 bytes, 10^9 bytes a second) below the measured `roof`, points of the same kind. Returns an <svg> element."""
+    check(len(roof) > 0, "roof is empty; a roofline needs at least one point")
+    with _figure(title, 4.4) as (fig, ax, done):
+        xs, ys = zip(*roof, strict=True)
+        ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roof of the same runs")
+        for number, (name, found) in enumerate(points.items()):
+            look = {"color": _SERIES[number % 6], "marker": _MARKERS[(number + number // 6) % 6]}
+            ax.plot([x for x, _ in found], [y for _, y in found], ls="", ms=5, alpha=0.85, label=name, **look)
+        _scales(ax, log_x=True, log_y=False)
+        ax.set_ylim(0)
+        _frame(ax, "MB that a call must read", "GB/s", title, legend=False)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend(fig, handles, labels, 4)
+    return done.svg
+
+
 def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequence[str] = ()) -> str:
     """Lines with points of their own, both axes logarithmic; those named in `dashed` are dashed. Returns an <svg> element."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     check(len(lines) > 0, "lines is empty; a chart needs at least one")
     for name, points in lines.items():
         check(all(x > 0 and y > 0 for x, y in points), f"line {name!r} has points that a logarithmic axis cannot show")
@@ -365,10 +373,6 @@ def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequ
         _scales(ax, True, True)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_minor_formatter(NullFormatter())
         _frame(ax, x_label, y_label, title, legend=False)
         handles, labels = ax.get_legend_handles_labels()
         _legend(fig, handles, labels, 2)

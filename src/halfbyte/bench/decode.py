@@ -48,6 +48,7 @@ class DecodeShape:
 
 #: The first is the target of the foundation: 8,192 tokens of a Llama-3-8B layer on two CPU threads.
 DEFAULT_SHAPES = (DecodeShape(), DecodeShape(context=1024), DecodeShape(batch=4, context=2048))
+QUICK_SHAPES = DEFAULT_SHAPES[:1]
 DEFAULT_FORMATS = ("int8", "int4_g32", "int8+int4_g32")
 
 
@@ -75,15 +76,20 @@ def cases(
 
 def contenders(session: Session, shape: DecodeShape, formats: Sequence[str], impls: Sequence[str]) -> list[Contender]:
     """torch's attention in bf16 in each way there is, then each format with each implementation."""
-    device, generator = session.device.torch, torch.Generator().manual_seed(0)
+    q, k, v = inputs(shape, session.device.torch)
+    return _peers(session, q, k, v) + [_ours(session, q, k, v, pair, impl) for pair, impl in itertools.product(formats, impls)]
+
+
+def inputs(shape: DecodeShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v in bf16, random normal, the same every time."""
+    generator = torch.Generator().manual_seed(0)
 
     def random(heads: int, tokens: int) -> torch.Tensor:
         x = torch.randn(shape.batch, heads, tokens, shape.dim, generator=generator)
         return x.bfloat16().to(device)
 
     # Four times larger queries see a few keys rather than the mean of all, so the output is far above the promise's slack.
-    q, k, v = 4 * random(shape.q_heads, 1), random(shape.kv_heads, shape.context), random(shape.kv_heads, shape.context)
-    return _peers(session, q, k, v) + [_ours(session, q, k, v, pair, impl) for pair, impl in itertools.product(formats, impls)]
+    return 4 * random(shape.q_heads, 1), random(shape.kv_heads, shape.context), random(shape.kv_heads, shape.context)
 
 
 def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pair: str, impl: str) -> Contender:

@@ -61,12 +61,17 @@ def cases(
 
 def contenders(session: Session, shape: LinearShape, formats: Sequence[str], impls: Sequence[str]) -> list[Contender]:
     """torch's linear in bf16, then each format with each implementation."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape.rows, shape.k, generator=generator).bfloat16().to(session.device.torch)
-    w = torch.randn(shape.n, shape.k, generator=generator).mul_(shape.k**-0.5).to(session.device.torch)
+    x, w = inputs(shape, session.device.torch)
     return [_peer(session, x, w.bfloat16())] + [
         _ours(session, x, w, name, impl) for name, impl in itertools.product(formats, impls)
     ]
+
+
+def inputs(shape: LinearShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in bf16 and w in fp32, random normal, the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape.rows, shape.k, generator=generator).bfloat16().to(device)
+    return x, torch.randn(shape.n, shape.k, generator=generator).mul_(shape.k**-0.5).to(device)
 
 
 def _peer(session: Session, x: torch.Tensor, w: torch.Tensor) -> Contender:

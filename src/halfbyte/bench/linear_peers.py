@@ -22,7 +22,7 @@ from halfbyte.tensors import QuantTensor
 
 CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantise, then cuBLAS"
 #: Most relative L2 error of a peer.
-_PEER_ERROR = 0.01
+PEER_ERROR = 0.01
 Call = Callable[[torch.Tensor], torch.Tensor]
 Judge = Callable[[torch.Tensor], Accuracy]
 
@@ -123,6 +123,6 @@ def judged_loosely(values: torch.Tensor, x: torch.Tensor) -> Judge:
 
     def judge(y: torch.Tensor) -> Accuracy:
         wanted = ref[: y.shape[0]]
-        return Accuracy(float((y.double() - wanted).norm() / wanted.norm()), _PEER_ERROR, "relative L2")
+        return Accuracy(float((y.double() - wanted).norm() / wanted.norm()), PEER_ERROR, "relative L2")
 
     return judge

@@ -1,76 +1,156 @@
-"""Records as one HTML page."""
+"""Any set of records as one HTML page: told as on the terminal, drawn, by machine, and held against those of before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfbyte.bench import bars, charts
-from halfbyte.bench.records import Record
-from halfbyte.bench.session import describe_shape, fastest_16_bit
-from halfbyte.report import Report
-
-_HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 (ms)", "p90 (ms)", "GB/s", "of roof (%)", "vs 16-bit", "error")
-
+from halfbyte.bench import bars, charts, compare
+from halfbyte.bench.bars import us
+from halfbyte.bench.compare import Change
+from halfbyte.bench.figures import name_of
+from halfbyte.bench.records import Environment, Record
+from halfbyte.errors import check
+from halfbyte.report import Cell, Report
 
 #: Headers and rows.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
+#: Changes that are drawn.
+_DRAWN = 30
+_CHANGES = ("case", "format", "by", "before (us)", "after (us)", "after / before", "change")
 
-def write_page(records: Sequence[Record], title: str, path: Path, table: Table | None = None, figures: Sequence[str] = ()) -> Path:
-    """Write the records of one run: environment, one chart of times for each case, one table, and the command.
 
-    A run that tells its records in its own way gives the table, and what it draws.
+def write_page(measured: Sequence[Record], title: str, path: Path, against: Sequence[Record] = ()) -> Path:
+    """Write the page: for each machine what changed since `against`, then every kind of record with its charts, table and commands.
+
+    Of records of the same thing the latest is shown. Machines are kept apart.
     """
-    where = records[0].environment
-    versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
-    report = Report(f"halfbyte bench: {title}", f"{where.device}, {where.threads} threads · {versions} · {where.date}")
-    if table is not None:
-        for figure in figures:
-            report.figure(figure)
-        report.table(table[0], [[cell.replace("\n", "; ") for cell in row] for row in table[1]], bars.count_text(records))
-        _tell_refusals(report, records)
-        return report.code(where.command, "The command that made this page").write(path)
-    if any(r.case for r in records):
-        return _bars_page(report, records).code(where.command, "The command that made this page").write(path)
-    for shape in dict.fromkeys(describe_shape(r.shape) for r in records):
-        times = {
-            f"{r.implementation}, {r.formats}": 1e3 * r.seconds for r in records if r.seconds and describe_shape(r.shape) == shape
-        }
-        if times:
-            report.figure(charts.bars(times, x_label="milliseconds, median; shorter is better", title=shape))
-    report.table(
-        _HEADERS, [_row(r, records) for r in records], "Time over that of the fastest 16-bit implementation: below 1 is faster."
+    check(len(measured) > 0, "records is empty; a page needs at least one")
+    kept = compare.latest(measured)
+    report = Report(f"halfbyte bench: {title}", _subtitle(kept))
+    report.facts(_facts(kept)).contents()
+    machines = _by_machine(kept)
+    before = _by_machine(against)
+    for machine, mine in machines.items():
+        if machine in before:
+            _changes(report, f"What changed on {machine}", compare.changes(before[machine], mine))
+        elif against:
+            report.text(f"The records of before have none of {machine}.")
+        _sections(report, mine, f", {machine}" if len(machines) > 1 else "")
+    if gone := sorted(set(before) - set(machines)):
+        report.text(f"Only among the records of before: {', '.join(gone)}.")
+    _environments(report, kept)
+    return report.write(path)
+
+
+def _subtitle(measured: Sequence[Record]) -> str:
+    machines, dates = list(_by_machine(measured)), sorted(r.environment.date for r in measured)
+    first, last = dates[0][:10], dates[-1][:10]
+    return f"{', '.join(machines)} · {first if first == last else f'{first} to {last}'}"
+
+
+def _facts(measured: Sequence[Record]) -> dict[str, Cell]:
+    verdicts = [v for r in measured for v in r.bars]
+    found: dict[str, Cell] = {
+        "figures": sum(r.seconds is not None for r in measured),
+        "refused": sum(bool(r.refused) for r in measured),
+    }
+    if verdicts:
+        found["bars met"] = f"{sum(v.met for v in verdicts)} of {len(verdicts)}"
+    return found | {"runs": len({r.environment.date for r in measured})}
+
+
+def _by_machine(measured: Sequence[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for r in measured:
+        found.setdefault(compare.device_of(r), []).append(r)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------------- sections
+
+
+def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
+    """A section for each kind of record of one machine."""
+    from halfbyte.bench.telling import by_telling  # studies take their type of a table from this file
+
+    for telling, mine in by_telling(measured):
+        report.heading(f"{telling.title[:1].upper()}{telling.title[1:]}{where}")
+        report.text(*telling.says(mine))
+        for chart in telling.charts(mine):
+            report.figure(chart)
+        headers, rows = telling.table(mine)
+        caption = bars.count_text(mine) if any(r.bars for r in mine) else ""
+        report.table(headers, [[cell.replace("\n", "; ") for cell in row] for row in rows], caption)
+        _lines(report, "refused", [r.refused for r in mine if r.refused])
+        _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
+        report.code("\n".join(_commands(mine)), "Made by")
+
+
+def _lines(report: Report, what: str, lines: Sequence[str]) -> None:
+    """What a reader may look up: as it is when it is short, folded when it is not."""
+    if len(lines) > 3:
+        report.folded(f"{len(lines)} {what}", lines)
+    else:
+        report.text(*(f"{what.removesuffix('s').capitalize()}: {line}" for line in lines))
+
+
+def _commands(measured: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(f"{r.environment.command}  # {r.environment.date[:16]}, {_commit(r.environment)}" for r in measured))
+
+
+def _commit(where: Environment) -> str:
+    return where.commit or f"halfbyte {where.versions.get('halfbyte', '')}"
+
+
+def _environments(report: Report, measured: Sequence[Record]) -> None:
+    """A row for each run."""
+    runs: Mapping[tuple[str, str], Environment] = {(r.environment.date, r.environment.command): r.environment for r in measured}
+    rows = [
+        (
+            where.date,
+            where.device,
+            where.driver,
+            where.threads,
+            where.commit,
+            ", ".join(f"{name} {version}" for name, version in where.versions.items()),
+            where.command,
+        )
+        for where in runs.values()
+    ]
+    headers = ("date (UTC)", "machine", "driver", "threads", "commit", "versions", "command")
+    report.heading("Where and how").table(headers, rows, align="lllrlll")
+
+
+# ----------------------------------------------------------------------------------------------------------------- before and after
+
+
+def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
+    """What became faster or slower, drawn and listed; what did not is listed below."""
+    counts: dict[str, Cell] = {
+        verdict: sum(c.verdict == verdict for c in found) for verdict in dict.fromkeys(c.verdict for c in found)
+    }
+    report.heading(title).facts(counts)
+    report.text(
+        f"Faster or slower: medians more than {100 * compare.LEAST:.0f} % apart, and 10th to 90th percentiles that do not overlap."
     )
-    _tell_refusals(report, records)
-    return report.code(where.command, "The command that made this page").write(path)
+    moved = {_name(c): c.ratio for c in found if c.verdict in ("faster", "slower") and c.ratio is not None}
+    if moved:
+        drawn = dict(list(moved.items())[:_DRAWN])
+        shown = {name: f"{ratio:.2f}" for name, ratio in drawn.items()}
+        caption = f"The {len(drawn)} largest of {len(moved)} changes" if len(drawn) < len(moved) else ""
+        report.figure(charts.bars(drawn, x_label="time after / time before; below 1 is faster", shown=shown), caption)
+    report.table(_CHANGES, [_change_row(c) for c in found])
 
 
-def _bars_page(report: Report, records: Sequence[Record]) -> Report:
-    """The cases that have bars: share of the roof as a chart, and the table of verdicts."""
-    reached, asked = bars.shares(records)
-    if reached:
-        report.figure(charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes"))
-    rows = [[cell.replace("\n", "; ") for cell in row] for row in bars.table_rows(records)]
-    report.table(bars.HEADERS, rows, bars.count_text(records))
-    _tell_refusals(report, records)
-    return report
+def _name(c: Change) -> str:
+    r = c.record
+    return f"{name_of(r)}, {r.formats}, {r.implementation.removeprefix('halfbyte ')}"
 
 
-def _tell_refusals(report: Report, records: Sequence[Record]) -> None:
-    for refusal in [r.refused for r in records if r.refused]:
-        report.text(f"Refused: {refusal}")
-
-
-def _row(r: Record, records: Sequence[Record]) -> tuple[str | float | None, ...]:
-    baseline = fastest_16_bit(records, r)
-    return (
-        describe_shape(r.shape),
-        r.formats,
-        r.implementation,
-        *(None if t is None else 1e3 * t for t in (r.seconds, r.p10, r.p90)),
-        r.gb_per_s,
-        None if r.roof_share is None else 100 * r.roof_share,
-        r.seconds / baseline if r.seconds and baseline else None,
-        r.error,
-    )
+def _change_row(c: Change) -> tuple[Cell, ...]:
+    r = c.record
+    times = ("" if found is None else us(found.seconds) for found in (c.before, c.after))
+    ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
+    return (name_of(r), r.formats, r.implementation, *times, ratio, c.verdict)

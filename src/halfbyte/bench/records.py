@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,7 +21,7 @@ import torch
 
 import halfbyte
 from halfbyte.device import Device
-from halfbyte.errors import HalfbyteError
+from halfbyte.errors import HalfbyteError, InvalidArgument
 
 
 class DamagedRecords(HalfbyteError, ValueError):
@@ -148,6 +149,23 @@ def read(path: Path | str) -> Records:
     return Records(records)
 
 
+def read_all(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
+    """The records of several files, and notices of cut last lines. Raises `InvalidArgument` for a missing or an empty file."""
+    records: list[Record] = []
+    notices: list[str] = []
+    for path in paths:
+        if not path.is_file():
+            raise InvalidArgument(
+                f"{str(path)!r} is not a file; give files of records, as `halfbyte bench ... --output` writes them"
+            )
+        found = read(path)
+        notices += [found.notice] if found.notice else []
+        if not found.records:
+            raise InvalidArgument(f"{str(path)!r} holds no record" + (f" ({found.notice})" if found.notice else ""))
+        records += found.records
+    return records, notices
+
+
 def environment(device: Device, threads: int) -> Environment:
     """The environment block of a run that starts now."""
     return Environment(
@@ -156,7 +174,7 @@ def environment(device: Device, threads: int) -> Environment:
         threads=threads,
         versions=_versions(),
         commit=_commit(),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -21,11 +21,11 @@ from halfbyte.bench.bars import Bar, judge, us, verdict_text
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused
 from halfbyte.bench.linear import promise as promise_of_linear
 from halfbyte.bench.linear_bars import INT4
-from halfbyte.bench.qkv import LLAMA, NAIVE, TWO_KERNEL, VARIANTS, AttentionShape, Layer, Variant, Weights
+from halfbyte.bench.qkv import GPT2, LLAMA, NAIVE, TWO_KERNEL, VARIANTS, AttentionShape, Layer, Variant, Weights
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
-from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
+from halfbyte.bench.timing import NOT_CAPTURED, Sampler, Timing, Work, fixed_threads, is_cold, make_sampler, sample_in_turn, summary
 from halfbyte.plans import plan
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
@@ -34,11 +34,15 @@ TIMES_NAIVE, TIMES_THREE = 1.25, 1.5
 ONE, THREE = "one launch", "three launches"
 #: What cuBLAS calls the kernel that adds up the parts of a product it has split.
 _SECOND_HALF = "splitKreduce"
+#: Our own kernel that puts x in the order in which warp-group products read it.
+_AHEAD = "order"
 
 
-def jobs(layers: Sequence[Weights], impl: str, kind: str) -> list[Job]:
-    """The variants on each layer, then the fused projection at Llama-3-8B's size."""
+def jobs(layers: Sequence[Weights], impl: str, kind: str, quick: bool = False) -> list[Job]:
+    """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick` on a CPU: one format, GPT-2's size."""
     plan("qkv_projection", impl, kind)
+    if quick and kind != "cuda":
+        return [*(VariantsJob(given, impl, ("nf4",)) for given in layers), FusedJob(GPT2, impl, (1,), ("nf4",))]
     return [*(VariantsJob(given, impl) for given in layers), FusedJob(LLAMA, impl)]
 
 
@@ -68,7 +72,7 @@ class VariantsJob:
 
     def _format(self, session: Session, fmt: str) -> Iterator[Record]:
         first = qkv.build(self.given, fmt, session.device.torch, self.impl)
-        rotation = [first, *(first.copy() for _ in range(session.copies(first.nbytes) - 1))]
+        rotation = _rotation(session, first)
         right = qkv.promise(first)
         records = {v.name: self._checked(session, v, rotation, right, fmt) for v in VARIANTS}
         samplers: dict[tuple[str, str], Sampler] = {}
@@ -80,7 +84,8 @@ class VariantsJob:
                     records[v.name] = _refused(records[v.name], error)
         names = {f"{a} {b}": (a, b) for a, b in samplers}
         taken = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
-        times = {key: summary(taken[name], samplers[key].method) for name, key in names.items()}
+        warm = _warm(session, rotation)
+        times = {key: summary(taken[name], samplers[key].method + warm) for name, key in names.items()}
         for v in VARIANTS:
             try:
                 for how in ("alone", "chained") if (v.name, "alone") in times else ():
@@ -107,6 +112,17 @@ class VariantsJob:
             return _refused(blank, error)
         note = "; ".join(filter(None, [self.given.source, note]))
         return replace(blank, note=note, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
+
+
+def _rotation(session: Session, first: Layer) -> list[Layer]:
+    """Layers larger than the last cache together; two on a CPU, where a pass over so many would take minutes."""
+    count = session.copies(first.nbytes) if session.device.kind == "cuda" else 2
+    return [first, *(first.copy() for _ in range(count - 1))]
+
+
+def _warm(session: Session, rotation: Sequence[Layer]) -> str:
+    """What the method says of a rotation that the last cache holds a part of."""
+    return "" if is_cold(len(rotation), rotation[0].nbytes, session.device.cache_bytes) else ", partly from cache"
 
 
 def _samplers(session: Session, v: Variant, rotation: Sequence[Layer]) -> dict[tuple[str, str], Sampler]:
@@ -144,18 +160,19 @@ def _refused(r: Record, error: Exception) -> Record:
 
 
 def check_launches(v: Variant, layer: Layer) -> str:
-    """Raises `BenchmarkRefused` unless a variant launches as many kernels as it says. Returns what cuBLAS added, in words."""
+    """Raises `BenchmarkRefused` unless a variant launches as many kernels as it says. Returns in words what comes on top."""
     work = partial(v.run, layer)
     kernels_of(work)  # the profiler may miss what comes while it starts
     names = kernels_of(work)
-    own = [name for name in names if _SECOND_HALF not in name]
+    own = [name for name in names if _SECOND_HALF not in name and name != _AHEAD]
     if len(own) != len(v.launches):
         raise BenchmarkRefused(
             f"{v.name} launches {len(own)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
             + (", ".join(own) or "none")
         )
-    halves = len(names) - len(own)
-    return f"cuBLAS splits {halves} of the products along K, with a second kernel each" if halves else ""
+    halves, ahead = sum(_SECOND_HALF in name for name in names), _AHEAD in names
+    told = [f"cuBLAS splits {halves} of the products along K, with a second kernel each"] if halves else []
+    return "; ".join(told + ["a launch ahead of the fused projection, in its time, puts x in order"] * ahead)
 
 
 def kernels_of(work: Callable[[], object]) -> list[str]:
@@ -198,7 +215,7 @@ class FusedJob:
             free(session)
             with torch.no_grad(), fixed_threads(session.threads):
                 first = qkv.build(qkv.random_weights(self.shape), fmt, session.device.torch, self.impl)
-                rotation = [first, *(first.copy() for _ in range(session.copies(first.nbytes) - 1))]
+                rotation = _rotation(session, first)
                 for m in rows:
                     yield from self._case(session, rotation, m)
 
@@ -224,7 +241,7 @@ class FusedJob:
             except Exception as error:
                 blanks[name] = _refused(blanks[name], error)
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
-        times = {name: summary(taken, samplers[name].method) for name, taken in samples.items()}
+        times = {name: summary(taken, samplers[name].method + _warm(session, rotation)) for name, taken in samples.items()}
         made = {name: _fused_record(r, times) for name, r in blanks.items()}
         three, one = made[THREE], made[ONE]
         ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,11 +13,11 @@ from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from halfbyte.bench import records
 from halfbyte.bench.checks import Accuracy
+from halfbyte.bench.progress import Steps
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
 from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
@@ -88,13 +89,18 @@ class Options:
 
 @dataclass
 class Session:
-    """Measures cases and holds their records; `graphs` is how much a GPU measures for each contender, `study` marks the records."""
+    """Measures cases and holds their records; `graphs` is how much a GPU measures for each contender, `study` marks the records.
+
+    interrupted  by Ctrl-C: what was measured is kept
+    broken       the GPU does not answer after a failure, so that nothing more can be measured
+    """
 
     options: Options
     device: Device
     graphs: Effort = GRAPHS
     records: list[Record] = field(default_factory=list)
     interrupted: bool = False
+    broken: bool = False
     study: str = ""
 
     @staticmethod
@@ -103,12 +109,22 @@ class Session:
         return Session(options, describe(options.device), graphs)
 
     def __post_init__(self) -> None:
-        self.effort: Effort = self.graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
+        self.effort = self._effort(self.graphs)
         self.threads = self.options.threads or torch.get_num_threads()
         self.roof = RoofMeter(self.device, self.threads, self.effort)
         self.environment = records.environment(self.device, self.threads)
         self._errors = Console(stderr=True)
         self._out = Console()
+
+    def _effort(self, graphs: Effort) -> Effort:
+        return graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
+
+    def part(self, graphs: Effort, study: str = "") -> Session:
+        """A session with records of its own, in the same environment and under the roofs that are known here."""
+        made = copy.copy(self)
+        made.graphs, made.effort, made.study, made.records = graphs, self._effort(graphs), study, []
+        made.roof = RoofMeter(self.device, self.threads, made.effort, self.roof.known)
+        return made
 
     def copies(self, nbytes: int) -> int:
         """How many copies of a working set make a rotation on this device."""
@@ -118,19 +134,28 @@ class Session:
         """Whether the filter lets this through."""
         return re.search(self.options.pattern, f"{case} {formats} {implementation}") is not None
 
-    def run(self, jobs: Sequence[Job]) -> list[Record]:
-        """Measure all jobs; one that fails is recorded as refused and the others go on.
+    def steps(self, total: int) -> Steps:
+        """A progress bar over so many jobs."""
+        return Steps(total, self._errors)
+
+    def run(self, jobs: Sequence[Job], steps: Steps | None = None) -> list[Record]:
+        """Measure all jobs, under a progress bar of their own unless they share one; one that fails is recorded as refused and the
+        others go on.
 
         After Ctrl-C what was measured stays, is shown, and `interrupted` is set.
         """
+        if steps is None:
+            with self.steps(len(jobs)) as steps:
+                return self.run(jobs, steps)
         try:
-            for job in self._progress(jobs):
+            for job in steps.over(jobs):
                 try:
                     for record in job.measure(self):
                         self.keep(record)
                 except Exception as error:
                     self.keep(self.failed(job, error))
                     if not self._recovered():
+                        self.broken = True
                         self._errors.print("the GPU does not answer after this failure: the rest is not measured")
                         break
         except KeyboardInterrupt:
@@ -203,16 +228,6 @@ class Session:
             time = "refused" if record.refused else "" if record.seconds is None else f"{1e6 * record.seconds:.1f} us"
             print(f"{record.case or record.shape} {record.formats} {record.implementation}: {time}", file=sys.stderr, flush=True)
 
-    def _progress(self, jobs: Sequence[Job]) -> Iterator[Job]:
-        """The jobs, with a bar on stderr where that is a terminal."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._errors, transient=True, disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("", total=len(jobs))
-            for job in jobs:
-                bar.update(task, description=f"{job.op}: {job.name}")
-                yield job
-                bar.advance(task)
-
     # ------------------------------------------------------------------------------------------------------- what is shown
 
     def show_roofs(self, nbytes: int = 2**26) -> None:
@@ -227,11 +242,6 @@ class Session:
             highlight=False,
             soft_wrap=True,
         )
-
-    def show(self, title: str) -> None:
-        """Print the records as a table, with each time beside the fastest 16-bit one of its case."""
-        if not self.options.json and self.records:
-            self.show_table(title, HEADERS, table_rows(self.records), text_columns=3)
 
     def show_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> None:
         """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
@@ -252,8 +262,6 @@ class Session:
                 highlight=False,
                 soft_wrap=True,
             )
-        if self.options.output is not None:
-            self._out.print(f"records appended to {self.options.output}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print a line, unless only JSON is wanted."""

@@ -1,0 +1,81 @@
+"""`halfbyte bench peers --measure`: every peer that runs here beside halfbyte, on a case of attention and of a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from halfbyte.bench import decode, linear
+from halfbyte.bench.checks import Accuracy, float64_attention
+from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.linear import LinearShape
+from halfbyte.bench.linear_bars import INT4
+from halfbyte.bench.linear_peers import PEER_ERROR, judged_loosely
+from halfbyte.bench.peers import Peer, Prepared, every
+from halfbyte.bench.session import Case, Contender, Session
+
+ATTENTION_FORMATS, LINEAR_FORMATS = ("int8", "int4"), (INT4, "nf4")
+
+
+def jobs(session: Session) -> list[Case]:
+    """One case of attention and two of a linear layer, small on a CPU."""
+    gpu = session.device.kind == "cuda"
+    attended = DecodeShape(8, 32, 8, 128, 8192) if gpu else DecodeShape(1, 8, 2, 64, 1024)
+    products = [LinearShape(m, 8192, 8192) for m in (1, 16)] if gpu else [LinearShape(1, 1024, 1024)]
+    return [
+        Case("decode_attention", str(attended), attended.sizes, partial(_attention, session, attended)),
+        *(Case("linear", str(shape), shape.sizes, partial(_linear, session, shape)) for shape in products),
+    ]
+
+
+def _attention(session: Session, shape: DecodeShape) -> list[Contender]:
+    q, k, v = decode.inputs(shape, session.device.torch)
+    own = decode.contenders(session, shape, ATTENTION_FORMATS, _impls(session))
+    return own + _others(session, "attention", str(shape), (q, k, v), lambda held: _judge(q, *held))
+
+
+def _linear(session: Session, shape: LinearShape) -> list[Contender]:
+    x, w = linear.inputs(shape, session.device.torch)
+    own = linear.contenders(session, shape, LINEAR_FORMATS, _impls(session))
+    return own + _others(session, "linear", str(shape), (x, w), lambda held: judged_loosely(held[0], x))
+
+
+def _impls(session: Session) -> Sequence[str]:
+    return ("cpu",) if session.device.kind == "cpu" else ("auto",)
+
+
+def _others(
+    session: Session,
+    op: str,
+    case: str,
+    given: tuple[torch.Tensor, ...],
+    judge: Callable[[tuple[torch.Tensor, ...]], Callable[[torch.Tensor], Accuracy]],
+) -> list[Contender]:
+    """The peers of one operation that run here and are wanted; one that cannot be prepared says why where its result is due."""
+    found = []
+    for peer in every():
+        if peer.op != op or peer.prepare is None or peer.missing(session.device):
+            continue
+        if session.wants(case, peer.formats, peer.name):
+            try:
+                with torch.no_grad():
+                    ready: Prepared = peer.prepare(*given, session.copies)
+                found.append(Contender(peer.name, peer.formats, ready.nbytes, ready.calls, judge(ready.held)))
+            except Exception as error:
+                found.append(_failing(peer, error))
+    return found
+
+
+def _failing(peer: Peer, error: Exception) -> Contender:
+    def fail() -> torch.Tensor:
+        raise error
+
+    return Contender(peer.name, peer.formats, 0, [fail], lambda _: Accuracy(0.0, 0.0, ""))
+
+
+def _judge(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], Accuracy]:
+    """Relative L2 error over the keys and values that a peer holds."""
+    ref = float64_attention(q, k, v, q.shape[-1] ** -0.5)
+    return lambda out: Accuracy(float((out.double() - ref).norm() / ref.norm()), PEER_ERROR, "relative L2")

@@ -1,0 +1,43 @@
+"""One progress bar over everything that a run measures, with an estimate of what is left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from halfbyte.bench.session import Job
+
+#: Seconds of the past that the estimate looks at: a whole run, since single jobs take from a second to a minute.
+_PAST = 3600.0
+
+
+class Steps:
+    """A bar on stderr, where that is a terminal; several lists of jobs can share it."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = (TextColumn("left:"), TimeRemainingColumn())
+        self._bar = Progress(
+            *columns, *left, console=console, transient=True, disable=not sys.stderr.isatty(), speed_estimate_period=_PAST
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def over(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        """The jobs one by one, each counted when it is done."""
+        for job in jobs:
+            self._bar.update(self._task, description=f"{job.op}: {job.name}")
+            yield job
+            self._bar.advance(self._task)
