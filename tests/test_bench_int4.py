@@ -128,7 +128,7 @@ def test_published_figures_belong_to_their_shape() -> None:
 
 
 def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
-    job = int4_gqa.BatchJob(2, 64, ("bf16", "int4"))
+    job = int4_gqa.BatchJob(2, 64, ("bf16", "int4"), others=True)
     measured = quick().run([job])
     assert all(r.seconds and r.op == int4_gqa.OP and r.case == job.name for r in measured)
     ours = [(r.formats, r.implementation) for r in measured if r.implementation.startswith("halfbyte")]
@@ -137,7 +137,8 @@ def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
     assert measured[-1].peer.startswith("torch sdpa")
     assert measured[-1].peer_seconds
     headers, rows = int4_gqa.table(measured)
-    assert len(rows) == 5  # torch's two ways are one kernel
+    assert len(rows) == 6  # torch's two ways are one kernel
+    assert [row[2] for row in rows[:2]] == ["torch sdpa", "flex attention"]
     assert all(len(row) == len(headers) for row in rows)
     assert {row[3] for row in rows} | {row[-1] for row in rows} == {""}  # nothing was published of 64 tokens
     told = int4_gqa.says(measured)
@@ -177,6 +178,7 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     assert not any(plan.spec.pair for plan in plans)
     full = int4_gqa.jobs(Session(Options(), dataclasses.replace(FAKE, kind="cuda")))
     assert [job.batch for job in full if isinstance(job, int4_gqa.BatchJob)] == [32, 64, 128, 256, 512]
+    assert [job.others for job in full if isinstance(job, int4_gqa.BatchJob)] == [True, False, False, False, True]
     assert len(int4_gqa.jobs(gpu)) == 1
 
 

@@ -32,8 +32,14 @@ def jobs(session: Session) -> list[Case]:
 
 def _attention(session: Session, shape: DecodeShape) -> list[Contender]:
     q, k, v = decode.inputs(shape, session.device.torch)
-    own = decode.contenders(session, shape, ATTENTION_FORMATS, _impls(session))
-    return own + _others(session, "attention", str(shape), (q, k, v), lambda held: _judge(q, *held))
+    return decode.contenders(session, shape, ATTENTION_FORMATS, _impls(session)) + attention_peers(session, str(shape), q, k, v)
+
+
+def attention_peers(
+    session: Session, case: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, formats: Sequence[str] = ()
+) -> list[Contender]:
+    """The peers of attention beyond torch's own that run here and are wanted; of these formats, if any are named."""
+    return _others(session, "attention", case, (q, k, v), lambda held: _judge(q, *held), formats)
 
 
 def _linear(session: Session, shape: LinearShape) -> list[Contender]:
@@ -52,11 +58,12 @@ def _others(
     case: str,
     given: tuple[torch.Tensor, ...],
     judge: Callable[[tuple[torch.Tensor, ...]], Callable[[torch.Tensor], Accuracy]],
+    formats: Sequence[str] = (),
 ) -> list[Contender]:
     """The peers of one operation that run here and are wanted; one that cannot be prepared says why where its result is due."""
     found = []
     for peer in every():
-        if peer.op != op or peer.prepare is None or peer.missing(session.device):
+        if peer.op != op or peer.prepare is None or peer.missing(session.device) or (formats and peer.formats not in formats):
             continue
         if session.wants(case, peer.formats, peer.name):
             try:

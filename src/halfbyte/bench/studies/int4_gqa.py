@@ -1,8 +1,9 @@
 """`halfbyte bench study int4-gqa`: 8 query heads on one KV head over 8,192 tokens, BF16 and INT4, as the INT4 work measures it.
 
 Every implementation with 1 to 128 splits, of which the best is reported, and halfbyte as it plans by itself; torch's attention in
-16 bits in every way there is. The tuned kernel ends where a split is one of its tiles, beyond which it would be another kernel.
-INT4 has one scale and offset a row, or four. Times are alone: launches kept apart. On a CPU few sequences of few tokens.
+16 bits in every way there is; at the first and the last batch, as some compile for each, the other peers that are installed. The
+tuned kernel ends where a split is one of its tiles, beyond which it would be another kernel. INT4 has one scale and offset a row,
+or four. Times are alone: launches kept apart. On a CPU few sequences of few tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from halfbyte.bench.caches import Inputs
 from halfbyte.bench.decode import DecodeShape, attend
 from halfbyte.bench.decode_ways import Way, fastest, measure_ways, rate_text, times_text
 from halfbyte.bench.page import Table
+from halfbyte.bench.peers.run import attention_peers
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, measure_peers
-from halfbyte.bench.session import Job, Session
+from halfbyte.bench.session import Case, Job, Session
 from halfbyte.bench.studies import Study
 from halfbyte.bench.studies.published_gqa import BASELINE, BATCHES, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
 from halfbyte.bench.timing import MANY_GRAPHS
@@ -43,18 +45,20 @@ def jobs(session: Session) -> list[Job]:
     """One for each batch."""
     quick, gpu = session.options.quick, session.device.kind == "cuda"
     cases = (QUICK_CASES if quick else CASES) if gpu else (QUICK_CPU_CASES if quick else CPU_CASES)
-    how = (QUICK_FORMATS, QUICK_SPLITS) if quick else (FORMATS, SPLITS)
-    return [BatchJob(batch, context, *how) for batch, context in cases]
+    formats, counts = (QUICK_FORMATS, QUICK_SPLITS) if quick else (FORMATS, SPLITS)
+    others = () if quick else (cases[0], cases[-1])
+    return [BatchJob(batch, context, formats, counts, (batch, context) in others) for batch, context in cases]
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One batch: torch's attention in bf16, then every format in every implementation."""
+    """One batch: torch's attention in bf16, `others`: other peers, then every format in every implementation."""
 
     batch: int
     context: int
     formats: tuple[str, ...] = FORMATS
     splits: tuple[int, ...] = SPLITS
+    others: bool = False
     op: str = OP
 
     @property
@@ -75,12 +79,21 @@ class BatchJob:
         free(session)
         inputs = Inputs.random(self.problem, session.device.torch)
         peers = [replace(r, op=OP) for r in measure_peers(session, inputs)]
+        peers += self._others(session, inputs) if self.others else []
         yield from peers
-        peer = fastest(peers)
+        peer = fastest([r for r in peers if r.formats == "bf16"])
         beside = {"peer": peer.implementation, "peer_seconds": peer.seconds} if peer else {}
         for formats in wanted:
             ours = measure_ways(session, OP, inputs, formats, partial(self._ways, session, inputs))
             yield from (replace(r, **beside) for r in ours)  # type: ignore[arg-type]
+
+    def _others(self, session: Session, inputs: Inputs) -> list[Record]:
+        """FlexAttention and what else is installed and reads these formats."""
+        free(session)
+        ((k, v),) = inputs.spans
+        contenders = partial(attention_peers, session, self.name, inputs.q, k, v, FORMATS)
+        found = session.measure(Case(OP, self.name, self.problem.shape.sizes, contenders))
+        return [replace(r, case=self.name) for r in found]
 
     def _ways(self, session: Session, inputs: Inputs, cache: KVCache) -> dict[str, Way]:
         """halfbyte as it plans by itself, and each kernel with each number of splits."""
@@ -201,6 +214,7 @@ _LINES = (
     ("halfbyte, INT4 in 4 groups", "int4_g32", "halfbyte"),
     ("halfbyte, portable kernel, INT4", ROW_WISE, "halfbyte triton"),
     ("torch, BF16", "bf16", "torch"),
+    ("flex attention, BF16", "bf16", "flex"),
 )
 
 
