@@ -288,12 +288,12 @@ def test_steps_are_told_only_between_rungs_that_were_measured() -> None:
     assert rows[-1][-1] == "1.78"
     assert int4_ladder.says(measured) == [
         'On fake: batch 512, 400.0 to 100.0 us, 4.00x, the largest step "e" with 1.50x.',
-        "Published for ten other steps on an A100, not measured here: batch 512, 1659.0 to 930.0 us, 1.78x, "
+        "Published for ten other steps on an A100, not measured here: batch 512, 1,659 to 930.0 us, 1.78x, "
         'the largest step "padded shared memory for K and V" with 1.14x.',
     ]
     mine, theirs = int4_ladder.drawn(measured)
-    assert "100, 1.50x" in mine
-    assert "930, 1.14x" in theirs
+    assert "100.0, 1.50x" in mine
+    assert "930.0, 1.14x" in theirs
     assert int4_ladder.says([]) == []
     assert int4_ladder.drawn([]) == []
 

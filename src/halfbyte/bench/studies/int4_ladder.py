@@ -215,8 +215,9 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def _bars(case: str, rungs: Rungs) -> str:
-    values, gained = {name: 1e6 * seconds for name, seconds in rungs if seconds}, steps(rungs)
-    shown = {name: f"{value:,.4g}" + (f", {gained[name]:.2f}x" if name in gained else "") for name, value in values.items()}
+    taken, gained = {name: seconds for name, seconds in rungs if seconds}, steps(rungs)
+    shown = {name: _us(seconds) + (f", {gained[name]:.2f}x" if name in gained else "") for name, seconds in taken.items()}
+    values = {name: 1e6 * seconds for name, seconds in taken.items()}
     return charts.bars(values, x_label="microseconds; x the rung before", title=case, shown=shown)
 
 
@@ -232,17 +233,21 @@ def says(measured: Sequence[Record]) -> list[str]:
     return [ours, f"Published for ten other steps on an A100, not measured here: {_told(f'batch {WHOLE}', _published())}."]
 
 
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f}" if seconds < 1e-3 else f"{1e6 * seconds:,.0f}"
+
+
 def _published() -> Rungs:
     return [(name, 1e-6 * time) for name, time in LADDER.items()]
 
 
 def _told(case: str, rungs: Rungs) -> str:
-    """ "batch 512, 1659.0 to 930.0 us, 1.78x, the largest step "V swizzled" with 1.14x"; "" without a step."""
+    """ "batch 512, 1,659 to 930.0 us, 1.78x, the largest step "V swizzled" with 1.14x"; "" without a step."""
     gained, times = steps(rungs), [seconds for _, seconds in rungs if seconds]
     if not gained:
         return ""
     largest = max(gained, key=lambda name: gained[name])
-    ends = f"{us(times[0])} to {us(times[-1])} us, {times_text(times[0], times[-1])}x"
+    ends = f"{_us(times[0])} to {_us(times[-1])} us, {times_text(times[0], times[-1])}x"
     return f'{case}, {ends}, the largest step "{largest}" with {gained[largest]:.2f}x'
 
 
