@@ -85,6 +85,15 @@ def test_splitk_asks_the_gpu_for_little_when_quick() -> None:
     assert [job.name for job in full] == [splitk.EMPTY, *(job.name for job in splitk.jobs(quick()))]
 
 
+def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitk, "bare_launch", lambda _: lambda: None)
+    (record,) = quick().run([splitk.EmptyJob()])
+    assert record.seconds
+    assert (record.case, record.implementation, record.refused) == (splitk.EMPTY, "empty kernel", "")
+    assert splitk.table([record])[1][-1][:2] == (splitk.EMPTY, "empty kernel")
+    assert quick(pattern="int8_tensor").run([splitk.EmptyJob()]) == []
+
+
 def test_splitk_counts_the_programs_that_have_work() -> None:
     p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
