@@ -82,14 +82,21 @@ def test_every_way_is_timed_and_scaled_to_all_layers() -> None:
     timed = [r for r in measured if r.op == decode_70b.OP]
     assert [r.formats for r in timed] == ["bf16", "bf16", "int4", "int4_g32"]
     for r in timed:
-        assert r.seconds and r.p10 and r.p10 <= r.seconds
-        assert r.error is not None and r.error_allowed is not None and r.error <= r.error_allowed
-        assert "2 layers timed, times 3" in r.method and "bf16" in r.method
+        assert r.seconds
+        assert r.p10
+        assert r.p10 <= r.seconds
+        assert r.error is not None
+        assert r.error_allowed is not None
+        assert r.error <= r.error_allowed
+        assert "2 layers timed, times 3" in r.method
+        assert "bf16" in r.method
         assert r.nbytes == SMALL.step_bytes(2, 64, r.formats, False)
     far = {r.formats: r.error for r in measured if r.op == decode_70b.LOGITS}
     assert 0 < (far["int4_g32"] or 0) <= 1.5 * (far["int4"] or 0) < 1
     headers, rows = decode_70b.table(measured)
-    assert len(rows) == 1 and len(rows[0]) == len(headers) and "" not in rows[0]
+    assert len(rows) == 1
+    assert len(rows[0]) == len(headers)
+    assert "" not in rows[0]
     assert len(decode_70b.drawn(measured)) == 1
     assert "batch 2 x 64" in decode_70b.says(measured)[0]
 
@@ -111,7 +118,8 @@ def test_what_does_not_fit_is_marked_and_not_tried(monkeypatch: pytest.MonkeyPat
     one = decode_70b.StepJob(Model(Rank(), GPU, 4), 256, 16384)
     where = Session(Options(), GPU)
     bf16, int4 = (one._blank(where, decode_70b.Entry("it", f, decode_70b.attend)) for f in ("bf16", "int4"))
-    assert "does not fit: 80 layers take 182." in bf16.refused and "of 141.0" in bf16.refused
+    assert "does not fit: 80 layers take 182." in bf16.refused
+    assert "of 141.0" in bf16.refused
     assert not int4.refused
     timed = replace(int4, seconds=1e-2)
     row = decode_70b.table([bf16, timed])[1][0]
@@ -125,7 +133,8 @@ def test_jobs_by_device_and_the_filter() -> None:
     assert len(decode_70b.jobs(quick())) == 2
     full = decode_70b.jobs(Session(Options(), GPU))
     assert {(j.batch, j.context) for j in full} >= {(1, 2048), (256, 16384)}
-    assert len({id(j.model) for j in full}) == 1 and full[0].model.fp8
+    assert len({id(j.model) for j in full}) == 1
+    assert full[0].model.fp8
     assert [e.implementation for e in decode_70b.entries("cuda")][:2] == ["torch sdpa cudnn", "torch sdpa flash"]
     assert quick(pattern="nothing").run([job()]) == []
     assert study("decode-70b").name == "decode-70b"
