@@ -66,7 +66,7 @@ class Record:
     note               what the figure does not say by itself
     study              the study it belongs to, by its name in `halfbyte.bench.studies`
     perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
-    by_layer           the same error, layer by layer
+    by_layer           relative error layer by layer, of hidden states or of attention's output
     """
 
     op: str

@@ -283,7 +283,7 @@ def says(measured: Sequence[Record]) -> list[str]:
         plain, head, g32 = (_ms(best(measured, case, f)) for f in NAMES)
         told.append(
             f"One rank with random weights and without an all-reduce: at {case} tokens a step takes {plain} ms with a BF16 cache, "
-            f"{head} ms with INT4 per head and {g32} ms with INT4 in groups of 32, and over {len(gains)} cases the faster one takes "
+            f"{head} ms with INT4 per head, {g32} ms with INT4 in groups of 32; over {len(gains)} cases the faster one takes "
             f"{1 / most:.2f} to {1 / least:.2f} of the time of BF16."
         )
     missing = [c for c in cases(measured) if (r := best(measured, c, PLAIN)) and not r.seconds and NOT_HELD in r.refused]
