@@ -35,7 +35,7 @@ from halfbyte.ops.decode_attention import decode_attention
 QUALITY, KEYS = "quality", "attention over quantised keys"
 CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
 #: Windows and tokens of each: of the whole model, of the keys alone; in a quick run the smaller ones.
-TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 384), (4, 128), (16, 512), (4, 256), 16
+TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 320), (2, 128), (8, 512), (4, 256), 16
 #: What a quick run leaves in.
 QUICK = (
     *("int8", "fp8", "int4", "int4_g32", "int4_channel / int4", "int8 / int4_g32", "int4 rotated"),
