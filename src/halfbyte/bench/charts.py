@@ -338,30 +338,3 @@ def _finish(svg: str, description: str) -> str:
         svg,
         count=1,
     )
-
-
-def grouped_bars(values: Mapping[str, Mapping[str, float]], *, x_label: str, title: str) -> str:
-    """Horizontal bars on a logarithmic axis from 1 on: by name from the top down, side by side those of each series.
-
-    What is 0 has no bar. Returns an <svg> element.
-    """
-    check(len(values) > 0, "values is empty; a chart needs at least one")
-    series = list(dict.fromkeys(name for found in values.values() for name in found))
-    height = 0.8 / len(series)
-    with _figure(title, 1.3 + 0.24 * len(values) * len(series)) as (_, ax, done):
-        for number, name in enumerate(series):
-            at = [
-                (i + height * (number - (len(series) - 1) / 2), found[name])
-                for i, found in enumerate(values.values())
-                if name in found
-            ]
-            drawn = ax.barh([y for y, _ in at], [v for _, v in at], color=_SERIES[number % 6], height=0.88 * height, label=name)
-            ax.bar_label(drawn, [f"{v:,.0f}" for _, v in at], padding=4, color=_INK, fontsize=9)
-        ax.set_yticks(range(len(values)), list(values))
-        ax.invert_yaxis()
-        ax.set_xscale("log")
-        _frame(ax, x_label, "", title, legend=True)
-        ax.grid(axis="y", visible=False)
-        ax.margins(x=0.12, y=0.02)
-        ax.tick_params(axis="y", labelcolor=_INK, labelsize=9.5)
-    return done.svg

@@ -214,8 +214,9 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if quality:
         named = [id(r) for case in (CACHES, WEIGHTS) for r in front([r for r in quality if r.case == case])]
         points = [charts.Point(r.formats if id(r) in named else "", r.bits or 0.0, r.error or 0.0, r.case) for r in quality]
-        title = "Divergence from 16 bits against bits an element; a name where no other format of its kind is better in both"
-        made.append(charts.scatter(points, x_label="bits an element", y_label="mean KL divergence, nats", title=title, log_y=True))
+        title = "Divergence from the 16-bit run against bits"
+        x_label = "bits an element (named: no other format of its kind is better in both)"
+        made.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
     for case, what in ((PLAIN, "as they are"), (BIASED, f"with a bias of {BIAS:.0f} in two channels")):
         by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
         shown = {name: by_name[name] for name in DRAWN if name in by_name}

@@ -73,9 +73,7 @@ class ModelJob:
         for weights, setting in wanted:
             sizes = packed_layers(config, setting.keys, setting.values, ())
             contexts = {
-                column(card, batch): longest(sizes, batch, card * 10**9 - taken[weights])
-                for card in CARDS
-                for batch in BATCHES
+                column(card, batch): longest(sizes, batch, card * 10**9 - taken[weights]) for card in CARDS for batch in BATCHES
             }
             bits = 16 * sizes.nbytes(1, 8192) / sizes.plain_nbytes(1, 8192)
             case = f"{self.name}, {weights}"
@@ -129,16 +127,15 @@ def _tokens(count: int) -> str:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """The longest context by KV format, alone and in a batch, of one model and card a chart."""
+    """The longest context of one sequence by KV format, with that of a batch beside it, of one model and card a chart."""
     made = []
     for model, weights, card in DRAWN:
-        mine = {r.formats: r for r in measured if r.op == OP and r.case == f"{model}, {weights}" and r.formats in SHOWN}
-        bars = {
-            f: {f"batch {b}": tokens for b in BATCHES if (tokens := mine[f].shape[column(card, b)])} for f in SHOWN if f in mine
-        }
-        if any(bars.values()):
+        mine = {r.formats: r.shape for r in measured if r.op == OP and r.case == f"{model}, {weights}"}
+        one, many = ({f: mine[f][column(card, batch)] for f in SHOWN if f in mine} for batch in BATCHES)
+        if any(one.values()):
+            shown = {f: f"{_tokens(one[f])} ({BATCHES[1]} x {_tokens(many[f])})" for f in one}
             title = f"Longest context: {model}, {weights} weights, {card} GB"
-            made.append(charts.grouped_bars(bars, x_label="tokens of each sequence", title=title))
+            made.append(charts.bars(one, x_label=f"tokens of one sequence (of {BATCHES[1]})", title=title, shown=shown))
     return made
 
 
