@@ -30,7 +30,7 @@ def quick(**options: object) -> Session:
 
 
 def job(batch: int = 2, context: int = 64) -> decode_70b.StepJob:
-    return decode_70b.StepJob(Model(SMALL, FAKE, 2), batch, context)
+    return decode_70b.StepJob(Model(SMALL, FAKE, 2, 3), batch, context)
 
 
 def test_a_rank_is_an_eighth_of_the_model() -> None:
@@ -54,18 +54,18 @@ def test_a_step_is_what_a_decoder_layer_does() -> None:
     step = Step(model, rotation.caches, 8, lambda q, cache: decode.attend(q, cache, "auto"))
     with torch.no_grad():
         (q, out), _ = step.layer(0), step.layer(1)
-        logits = step.logits()
+        logits = step.logits(0)
     assert rotation.caches[0].lengths.tolist() == [8, 8]
     k, v = rotation.caches[0].dequantized()
     assert not torch.equal(k[:, :, -1], inputs.spans[0][0][:, :, -1].float())  # its own token was appended
     exact = torch.softmax(q.float() @ k.mT * 32**-0.5, -1) @ v
     assert (out.float() - exact).abs().max() < 0.02
     assert logits.shape == (2, 48)
-    first = step.logits()
+    first = step.logits(0)
     rotation.restore_short()
     with torch.no_grad():
         step.layer(0), step.layer(1)
-    assert torch.equal(step.logits(), first)  # from the start again, and not on from where the last pass ended
+    assert torch.equal(step.logits(0), first)  # from the start again, and not on from where the last pass ended
 
 
 def test_a_product_in_fp8() -> None:
@@ -110,7 +110,7 @@ def test_a_wrong_attention_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_logits_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "logits", lambda self: torch.tensor([0.0, torch.nan]))
+    monkeypatch.setattr(Step, "logits", lambda self, i: torch.tensor([0.0, torch.nan]))
     assert all("not finite" in r.refused for r in quick().run([job()]))
 
 

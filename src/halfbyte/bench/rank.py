@@ -39,6 +39,11 @@ class Rank:
         """Rows of the fused projection of q, k and v."""
         return (self.q_heads + 2 * self.kv_heads) * self.dim
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the output head, or of the embedding, in bf16."""
+        return 2 * self.vocabulary * self.hidden
+
     def shape(self, batch: int, context: int) -> DecodeShape:
         """The attention of one layer."""
         return DecodeShape(batch, self.q_heads, self.kv_heads, self.dim, context)
@@ -56,11 +61,11 @@ class Rank:
     def step_bytes(self, batch: int, context: int, formats: str, fp8: bool) -> int:
         """Bytes that a step reads at least: all layers' weights and caches, and the output head."""
         layers = self.layers * (self.layer_bytes(fp8) + self.cache_bytes(batch, context, formats))
-        return layers + 2 * self.vocabulary * self.hidden
+        return layers + self.head_bytes
 
     def held_bytes(self, batch: int, context: int, formats: str, fp8: bool) -> int:
         """Bytes in memory: what a step reads, and the embedding. Activations and what CUDA takes for itself come on top."""
-        return self.step_bytes(batch, context, formats, fp8) + 2 * self.vocabulary * self.hidden
+        return self.step_bytes(batch, context, formats, fp8) + self.head_bytes
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,10 @@ class Layer:
 
 
 class Model:
-    """Random weights of some layers and of the output head, made when they are first needed."""
+    """Random weights of `count` layers and of `heads` output heads to rotate over, made when they are first needed."""
 
-    def __init__(self, rank: Rank, device: Device, count: int) -> None:
-        self.rank, self.count, self._device = rank, count, device.torch
+    def __init__(self, rank: Rank, device: Device, count: int, heads: int = 1) -> None:
+        self.rank, self.count, self._heads, self._device = rank, count, heads, device.torch
         #: Whether the feed-forward is in FP8: on GPUs that multiply it.
         self.fp8 = device.kind == "cuda" and (device.capability or (0, 0)) >= (8, 9)
 
@@ -113,7 +118,7 @@ class Model:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """Weights of `count` layers, all different."""
+        """The layers, all different."""
         return [self._layer() for _ in range(self.count)]
 
     def _layer(self) -> Layer:
@@ -125,9 +130,10 @@ class Model:
         return Layer(qkv, self._product(r.hidden, r.q_heads * r.dim), up, down)
 
     @cached_property
-    def head(self) -> Product:
-        """From hidden states to the rank's part of the logits."""
-        return self._product(self.rank.vocabulary, self.rank.hidden)
+    def heads(self) -> list[Product]:
+        """From hidden states to the rank's part of the logits; all the same, so that each is cold when its turn comes again."""
+        first = self._product(self.rank.vocabulary, self.rank.hidden)
+        return [first, *(Product(first.weight.clone()) for _ in range(self._heads - 1))]
 
     def inputs(self, batch: int) -> torch.Tensor:
         """Hidden states in front of the first layer, [batch, hidden]."""
@@ -158,9 +164,9 @@ class Step:
         self._x = x + layer.down(F.silu(gate) * up)
         return q, out
 
-    def logits(self) -> torch.Tensor:
-        """The rank's part of the logits, from the hidden states of the last layer that ran."""
-        return self._model.head(_normed(self._x))
+    def logits(self, i: int) -> torch.Tensor:
+        """The rank's part of the logits by output head i, from the hidden states of the last layer that ran."""
+        return self._model.heads[i](_normed(self._x))
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:

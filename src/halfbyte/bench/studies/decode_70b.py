@@ -49,7 +49,8 @@ TIMED = 4
 def jobs(session: Session) -> list[Job]:
     """One job for each batch and context; the weights are made once, and shared."""
     batches, contexts = SIZES[session.device.kind, session.options.quick]
-    model = Model(Rank(), session.device, TIMED if session.device.kind == "cuda" else 1)
+    rank = Rank()
+    model = Model(rank, session.device, TIMED if session.device.kind == "cuda" else 1, session.copies(rank.head_bytes))
     return [StepJob(model, batch, context) for batch in batches for context in contexts]
 
 
@@ -157,7 +158,8 @@ class StepJob:
         step = Step(self.model, rotation.caches, self.context, entry.attend)
         fns = [partial(step.layer, i) for i in range(self.model.count)]
         layers = make_sampler("layers", Work(fns, rotation.restore_short), session.device, session.effort)
-        head = make_sampler("head", Work([step.logits]), session.device, session.effort)
+        heads = [partial(step.logits, i) for i in range(len(self.model.heads))]
+        head = make_sampler("head", Work(heads), session.device, session.effort)
         return Run(rotation, layers, head)
 
     def _filled(self, session: Session, formats: str) -> Rotation:
