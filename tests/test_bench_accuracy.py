@@ -122,11 +122,20 @@ def test_the_study_in_small(shipped: Any, tmp_path: Any, monkeypatch: pytest.Mon
     assert "int4 rotated" in second
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_front_gains_a_fifth_with_every_step() -> None:
     def one(name: str, bits: float, error: float) -> Record:
         return Record("q", {}, name, "it", 0, quick().environment, bits=bits, error=error)
 
-    found = accuracy.front([one("a", 4, 0.3), one("worse", 5, 0.3), one("b", 8, 0.1), one("dear", 8, 0.2), one("c", 8.5, 0.05)])
+    found = accuracy.front(
+        [
+            one("a", 4, 0.3),
+            one("worse", 5, 0.3),
+            one("b", 8, 0.1),
+            one("dear", 8, 0.2),
+            one("close", 8.2, 0.09),
+            one("c", 8.5, 0.05),
+        ]
+    )
     assert [r.formats for r in found] == ["a", "b", "c"]
 
 

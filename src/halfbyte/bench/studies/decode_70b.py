@@ -29,7 +29,17 @@ from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
 from halfbyte.bench.studies import Study
-from halfbyte.bench.timing import MANY_GRAPHS, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
+from halfbyte.bench.timing import (
+    MANY_GRAPHS,
+    NOT_CAPTURED,
+    Sampler,
+    Timing,
+    Work,
+    fixed_threads,
+    make_sampler,
+    sample_in_turn,
+    summary,
+)
 
 #: "per head" and "in groups of 32": the published row-wise scales and four groups of 128 numbers.
 FORMATS = ("int4", "int4_g32")
@@ -158,6 +168,8 @@ class StepJob:
         step = Step(self.model, rotation.caches, self.context, entry.attend)
         fns = [partial(step.layer, i) for i in range(self.model.count)]
         layers = make_sampler("layers", Work(fns, rotation.restore_short), session.device, session.effort)
+        if NOT_CAPTURED in layers.method:
+            raise BenchmarkRefused(layers.method)
         heads = [partial(step.logits, i) for i in range(len(self.model.heads))]
         head = make_sampler("head", Work(heads), session.device, session.effort)
         return Run(rotation, layers, head)
