@@ -18,6 +18,9 @@ from halfbyte.errors import InvalidArgument
 #: What each study asks, by its name on the command line; its file has underscores where the name has hyphens.
 QUESTIONS = {
     "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
+    "accuracy": "error and perplexity against bits an element on the shipped model, keys rotated and with a bias",
+    "memory": "what fits: the longest context by model, card, weights, batch and KV format",
+    "decode-70b": "a decode step of one of eight ranks of Llama 2 70B: BF16 against INT4 caches by batch and context",
 }
 
 
