@@ -151,9 +151,17 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def panels(
-    by_title: Mapping[str, Lines], *, x_label: str, y_label: str, title: str, columns: int = 3, dashed: Sequence[str] = ()
+    by_title: Mapping[str, Lines],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    columns: int = 3,
+    dashed: Sequence[str] = (),
+    log_y: bool = False,
 ) -> str:
-    """Small charts side by side under one legend, their x axis in powers of two, y from 0; a line has one style in all of them.
+    """Small charts side by side under one legend, their x axis in powers of two, y from 0 unless it is logarithmic; a line has one
+    style in all of them.
 
     Lines named in `dashed` are dashed. Returns an <svg> element.
     """
@@ -170,7 +178,10 @@ def panels(
             ticks = sorted({x for points in found.values() for x, _ in points})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
-            ax.set_ylim(0, 1.06 * top)
+            if log_y:
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(0, 1.06 * top)
             lowest = i + columns >= len(by_title)
             _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", heading, legend=False)
             ax.title.set_fontsize(10.5)
@@ -338,3 +349,27 @@ def _finish(svg: str, description: str) -> str:
         svg,
         count=1,
     )
+
+
+def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequence[str] = ()) -> str:
+    """Lines with points of their own, both axes logarithmic; those named in `dashed` are dashed. Returns an <svg> element."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    check(len(lines) > 0, "lines is empty; a chart needs at least one")
+    for name, points in lines.items():
+        check(all(x > 0 and y > 0 for x, y in points), f"line {name!r} has points that a logarithmic axis cannot show")
+    with _figure(title, 4.4) as (fig, ax, done):
+        for number, (name, points) in enumerate(lines.items()):
+            style = {"ls": "--" if name in dashed else "-", "marker": _MARKERS[number % 6], "color": _SERIES[number % 6]}
+            ax.plot([x for x, _ in points], [y for _, y in points], lw=1.8, ms=4.5, label=name, **style)
+        _scales(ax, True, True)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        _frame(ax, x_label, y_label, title, legend=False)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend(fig, handles, labels, 2)
+    return done.svg
