@@ -162,11 +162,13 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
 
 
 def test_an_explanation_says_from_where_on_weights_are_dequantised() -> None:
-    assert explained((4096,), 511, "int4_g128")["kernel"].startswith("triton")
-    assert explained((4096,), 512, "int4_g128")["kernel"].startswith("cuBLAS")
-    assert explained((4096,), 127, "nvfp4")["kernel"].startswith("triton")
-    assert explained((4096,), 128, "nvfp4")["kernel"].startswith("cuBLAS")
-    assert "2 of at most 4096 rows, 4 launches" in explained((8192,), 512, "int4_g128")["parts"]
+    assert "warp-group products" in explained((4096,), 256, "int4_g128")["kernel"]
+    assert "in 4 blocks" in explained((4096,), 256, "int4_g128")["tile"]
+    assert explained((4096,), 257, "int4_g128")["kernel"].startswith("cuBLAS")
+    assert explained((4096,), 256, "nf4_dq")["kernel"].startswith("triton")
+    assert explained((4096,), 257, "nf4_dq")["kernel"].startswith("cuBLAS")
+    assert "warp-group products" in explained((4096,), 128, "nvfp4")["kernel"]
+    assert "2 of at most 16384 rows, 4 launches" in explained((28672,), 512, "int4_g128")["parts"]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, half: str 
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
-@pytest.mark.parametrize("rows", [17, 32, 33, 64])
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65])
 @pytest.mark.parametrize(
     "name", ["int4_sym_g128", "int4_g128", "int4_g64", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"]
 )
@@ -218,16 +218,16 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, half: str) -> N
         assert isinstance(spec, WgmmaSpec)
         assert found.blocks == 1
         assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
-        assert rows <= spec.rows < 2 * rows
+        assert spec.rows == (32 if rows <= 32 else 64)
         assert spec.stages >= 3  # one is read by products that still run, one is worked on
 
 
 def test_rows_choose_the_kernel() -> None:
-    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 64, 65)}
+    kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 256, 257)}
     assert isinstance(kernels[16], Spec)
     assert isinstance(kernels[17], WgmmaSpec)
-    assert isinstance(kernels[64], WgmmaSpec)
-    assert kernels[65] is None
+    assert isinstance(kernels[256], WgmmaSpec)
+    assert kernels[257] is None
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,8 @@ def test_rows_choose_the_kernel() -> None:
         ("int4_sym_g128", 4096, 4096, 32, 128),
         ("int4_sym_g128", 8192, 8192, 64, 128),
         ("int4_sym_g128", 16384, 16384, 32, 128),
+        ("int4_sym_g128", 8192, 8192, 128, 128),  # 64 tiles, for two blocks of x each
+        ("int4_sym_g128", 8192, 8192, 129, 131),
         ("int4_sym_g128", 6144, 4096, 64, 128),  # 48 tiles: two parts of each would leave a quarter of the GPU idle
         ("nvfp4", 128, 256, 33, 1),
     ],
@@ -250,7 +252,7 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
 @pytest.mark.parametrize(
     ("name", "n", "k", "rows", "device", "why"),
     [
-        ("int4_sym_g128", 4096, 4096, 65, {}, "65 rows; warp-group products take 17 to 64"),
+        ("int4_sym_g128", 4096, 4096, 257, {}, "257 rows; warp-group products take 17 to 256"),
         ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; warp-group products need 9.0"),
         ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
         ("int4_sym_g128", 4096, 4224, 32, {}, "in pieces of 4 bytes"),  # 33 scales of a row: no pieces of 4 bytes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import KEYS, VALUES, poisoned, same_bits
+from gpu_cases import KEYS, VALUES, poisoned, same_bits, same_stores
 from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
@@ -35,18 +35,6 @@ def numbers(count: int, dim: int, seed: int, dtype: torch.dtype) -> torch.Tensor
     return x.to(dtype)
 
 
-def same_stores(there: hb.KVCache, here: hb.KVCache) -> None:
-    """Bit for bit, but for the sign of an offset of 0 (where a block holds both zeros, either is its smallest number), and but for
-    the rows of a tail that hold no token."""
-    for a, b in zip(there.tensors(), here.tensors(), strict=True):
-        a = a.cpu() + 0 if a.is_floating_point() else a.cpu()
-        b = b + 0 if b.is_floating_point() else b
-        if here.keys.tail is not None and b.shape == here.keys.tail.shape:
-            held = torch.arange(b.shape[2]) < (here.lengths % b.shape[2]).view(-1, 1)
-            a, b = (t.masked_fill(~held[:, None, :, None], 0) for t in (a, b))
-        assert same_bits(a, b)
-
-
 def append_everywhere(dtype: torch.dtype, dim: int, make: Any) -> None:
     there, here = make(PLACE.device), make("cpu")
     for i, (count, real) in enumerate(STEPS):
@@ -55,7 +43,7 @@ def append_everywhere(dtype: torch.dtype, dim: int, make: Any) -> None:
         with poisoned():
             there.append(k.to(PLACE.device), v.to(PLACE.device), None if counts is None else counts.to(PLACE.device))
         here.append(k, v, counts)
-        same_stores(there, here)
+        assert same_stores(there, here)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -116,7 +104,7 @@ def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> N
             with poisoned():
                 rotated = cache.append(k.to(cache.device), v.to(cache.device), rope=rope, q=q.to(cache.device))
             assert same_bits(rotated.cpu(), wanted)
-        same_stores(*caches)
+        assert same_stores(*caches)
 
 
 @pytest.mark.parametrize("keys", ["int8", "int4_channel"])

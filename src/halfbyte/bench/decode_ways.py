@@ -61,7 +61,8 @@ def measure_ways(
     free(session)
     cache = fill(inputs, formats)
     nbytes = round(problem.tokens * cache.bytes_per_token)
-    caches = Rotation(cache, inputs, max(2, session.copies(nbytes))).caches
+    copies = max(2, session.copies(nbytes) if session.device.kind == "cuda" else 0)  # on a CPU studies run small, and say so
+    caches = Rotation(cache, inputs, copies).caches
     blank = Record(op, problem.shape.sizes, formats, "", nbytes, session.environment, case=problem.name)
     return time_ways(session, blank, caches, Promise(inputs.q, held_by(cache)).judge, ways(cache))
 

@@ -50,11 +50,11 @@ def _output_layout(C):
 
 
 @gluon.jit
-def write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
-    """The sums [tile, rows] of a tile to y, with what is left of the scales, and the bias."""
+def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
     _, scales, _, bias, factor, out, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     if S.groups == 0:
         v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
     v = v * (1.0 / S.unit(C.half))
@@ -205,7 +205,7 @@ def linear(
             barrier()
             v = gl.sum(sums.load(_output_layout(C)), axis=0)
             if (begin == 0) & (step == steps):
-                write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
                 n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
                 offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
@@ -218,7 +218,7 @@ def linear(
                 if arrived == last - first:
                     gl.store(Count + tile, 0)
                     v = sum_parts(Part, offsets, first, last, C)
-                    write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                    write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
             begin = 0
             step = 0

@@ -1,16 +1,16 @@
-"""Tuned products with quantised weights in Gluon, for 17 to 64 rows of x on Hopper: warp-group products.
+"""Tuned products with quantised weights in Gluon, for 17 to 256 rows of x on Hopper: warp-group products.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-Each warp group computes 64 rows of the weight times all rows of x. Codes come as they are stored into a ring in shared memory
+Each warp group computes 64 rows of the weight times 32 or 64 rows of x. Codes come as they are stored into a ring in shared memory
 (cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
 group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
 MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
-cores work on those before.
+cores work on those before, from one step to the next.
 
 Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
 which a mask takes every fourth (see linear_operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
-ahead writes x in the codes' order (`order`).
+ahead writes x in the codes' order (`order`), and what a step reads of it in one piece.
 
 Work is cut and partial results are added as in linear_gluon.py.
 """
@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -83,14 +84,18 @@ def _x_of(ring, slot, C: gl.constexpr):
 
 
 @gluon.jit
-def _next(tile, step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
-    """One step further: the tile, the step of it, and where that lies."""
+def _next(
+    tile, block, step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr
+):
+    """One step further: rows of the weight (a tile) and of x (a block), the step, and where that of the weight lies."""
     step += 1
     if step == steps:
         step = 0
-        tile += 1
+        block += 1
+        tile = gl.where(block == blocks, tile + 1, tile)
+        block = gl.where(block == blocks, 0, block)
         at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
-    return tile, step, at
+    return tile, block, step, at
 
 
 @gluon.jit
@@ -109,14 +114,14 @@ def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, 
 
 
 @gluon.jit
-def _fetch_x(ring, slot, step, X, rows, x_row, C: gl.constexpr):
-    """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
+def _fetch_x(ring, slot, X, block, step, steps, C: gl.constexpr):
+    """Ask for x of one step, which lies in one piece."""
     layout: gl.constexpr = x_copy_layout(C)
     b = gl.arange(0, C.blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] + b * 64
-    m = gl.minimum(m, rows - 1)
-    copy_to_shared(_x_of(ring, slot, C), X + step * C.chunk + (m * x_row + k))
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    piece = (block * steps + step).to(gl.int64) * (C.rows * C.chunk)
+    copy_to_shared(_x_of(ring, slot, C), X + piece + (b * (C.rows * 64) + (m * 64 + k)))
 
 
 @gluon.jit
@@ -151,8 +156,20 @@ def _x_operand(x, unit: gl.constexpr, depth: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(acc, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
-    """acc + one step's products. Those of a group are summed by the tensor cores, and scaled when the next are under way."""
+def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
+    """acc and the sums of a group that its products have just completed; `pending` is that group's scale."""
+    if C.direct:
+        return p
+    else:
+        return acc + p * pending
+
+
+@gluon.jit
+def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
+    """One step's products, of which the last is left under way: acc, its sums p, and the scale that these still need.
+
+    Those of a group are summed by the tensor cores, and scaled when the next are under way.
+    """
     codes = _codes_of(rings[0], slot, S, C)
     scales = ()
     zeros = ()
@@ -162,35 +179,32 @@ def _multiply(acc, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
         scales = _columns(rings[1].index(slot).load(scale_layout(C, C.columns(S))), C)
     if S.zero:
         zeros = _columns(zero, C)
-    direct: gl.constexpr = S.groups == 0 or C.fold
-    depth: gl.constexpr = 32 if C.halved and not direct else 64
+    depth: gl.constexpr = 32 if C.halved and not C.direct else 64
     none = gl.full([C.tile, C.rows], 0.0, gl.float32, sums_layout(C))
     parts = ()
-    p = acc
     for unit in gl.static_range(gl.constexpr(C.chunk // depth)):
         if (unit * depth) % 64 == 0:
             parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
         a = _operand(parts, unit, depth, C)
         x = _x_operand(rings[3].index(slot * C.blocks + unit * depth // 64), unit, depth)
-        if unit > 0:
-            p = warpgroup_mma_wait(0, deps=[p])
-        if direct or (unit * depth) % S.group != 0:
-            p = warpgroup_mma(a, x, p, is_async=True)
+        done = warpgroup_mma_wait(0, deps=[p])
+        if C.direct or (unit * depth) % S.group != 0:
+            p = warpgroup_mma(a, x, done, is_async=True)
         else:
-            done = p
             p = warpgroup_mma(a, x, none, use_acc=False, is_async=True)
-            if unit > 0:
-                acc += done * _scale_of(scales[unit * depth // S.group - 1], S, C)
-    p = warpgroup_mma_wait(0, deps=[p])
-    if direct:
-        return p
-    else:
-        return acc + p * _scale_of(scales[C.chunk // S.group - 1], S, C)
+            if unit > 0 or C.carried:
+                acc = _scaled(acc, done, pending, S, C)
+            pending = _scale_of(scales[unit * depth // S.group], S, C)
+    if not C.carried:
+        acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        p = warpgroup_mma_init(none)
+        pending = gl.full([C.tile, 1], 0.0, gl.float32, sums_layout(C))
+    return acc, p, pending
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear(
-    X,  # [rows, x_row] as `order` wrote it
+    X,  # [blocks of C.rows rows, steps, C.blocks, C.rows, 64] as `order` wrote it
     Codes,  # of each weight: 16-bit words [N, K / planes]
     Scales,  # [N, K / group], or [N, 1]
     Zeros,  # uint8, as Scales
@@ -201,36 +215,37 @@ def linear(
     Count,  # int32, one a tile, zero before and after
     rows,
     K,
-    x_row,
     Ns,
     C: gl.constexpr,
 ):
-    """One program's share of the steps of all tiles."""
+    """One program's share of the steps of all tiles: rows of the weight times C.rows rows of x, those of x first."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = sums_layout(C)
+    ahead: gl.constexpr = C.stages - 2
     rings = _make_rings(S, C)
     steps = (K + C.chunk - 1) // C.chunk
+    blocks = (rows + C.rows - 1) // C.rows
     tiles = 0
     for i in gl.static_range(gl.constexpr(len(C.weights))):
         tiles += (Ns[i] + C.tile - 1) // C.tile
-    total = tiles * steps
+    total = tiles * blocks * steps
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     now = share(program, programs, total)
     end = share(program + 1, programs, total)
-    tile = quotient(now, steps)
-    step = now - tile * steps
-    begin = step
+    position = quotient(now, steps)
+    step = now - position * steps
+    tile = quotient(position, blocks)
+    block = position - tile * blocks
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
-    ahead_tile = tile
-    ahead_step = step
-    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+    next_tile, next_block, next_step = tile, block, step
+    for i in gl.static_range(ahead):
         if now + i < end:
-            at = fetch_weight(rings, i, at, ahead_step, K, S, C)
+            at = fetch_weight(rings, i, at, next_step, K, S, C)
         async_copy.commit_group()
-        ahead_tile, ahead_step, at = _next(
-            ahead_tile, ahead_step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        next_tile, next_block, next_step, at = _next(
+            next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
     if S.kind == "pairs":
         make_table(rings[0], S, C)
@@ -238,71 +253,86 @@ def linear(
     if C.pair:
         gdc_wait()
         gdc_launch_dependents()
+    x_block = block
     x_step = step
-    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+    for i in gl.static_range(ahead):
         if now + i < end:
-            _fetch_x(rings[3], i, x_step, X, rows, x_row, C)
+            _fetch_x(rings[3], i, X, x_block, x_step, steps, C)
         async_copy.commit_group()
-        x_step = gl.where(x_step + 1 == steps, 0, x_step + 1)
-    acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+        x_step += 1
+        x_block = gl.where(x_step == steps, gl.where(x_block + 1 == blocks, 0, x_block + 1), x_block)
+        x_step = gl.where(x_step == steps, 0, x_step)
     slot = 0
-    for at_step in range(now, end):
-        zero = zero_next
-        if S.zero:
-            over = step + 1 == steps
-            next_tile = gl.where(over, tile + 1, tile)
-            next_step = gl.where(over, 0, step + 1)
-            zero_next = _load_zeros(next_tile, next_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
-        async_copy.wait_group(C.stages - 2)
-        fence_async_shared()
-        barrier()
-        if at_step + (C.stages - 1) < end:  # into the slot of the step before: all products with it have ended
-            free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            _fetch_x(rings[3], free, ahead_step, X, rows, x_row, C)
-            at = fetch_weight(rings, free, at, ahead_step, K, S, C)
-        async_copy.commit_group()
-        ahead_tile, ahead_step, at = _next(
-            ahead_tile, ahead_step, at, steps, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
-        )
-        acc = _multiply(acc, rings, slot, zero, S, C)
-        step += 1
-        if (step == steps) | (at_step + 1 == end):
-            if (begin == 0) & (step == steps):
-                write_tile(acc, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
-            else:
-                n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
-                offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, mma))[None, :]
-                own = 2 * program + (begin == 0).to(gl.int32)
-                gl.store(Part + own.to(gl.int64) * C.part_floats + offsets, acc, cache_modifier=".cg")
-                first = program_at(tile * steps, programs, total)
-                last = program_at(tile * steps + (steps - 1), programs, total)
-                barrier()
-                arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
-                if arrived == last - first:
-                    gl.store(Count + tile, 0)
-                    v = sum_parts(Part, offsets, first, last, C)
-                    write_tile(v, tile, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
-            acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
-            begin = 0
-            step = 0
-            tile += 1
-        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+    while now < end:
+        begin = step
+        stop = gl.minimum(end, now + (steps - step))
+        acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+        pending = gl.full([C.tile, 1], 0.0, gl.float32, mma)
+        p = warpgroup_mma_init(acc)
+        for at_step in range(now, stop):
+            zero = zero_next
+            if S.zero:
+                over = step + 1 == steps
+                zero_tile = gl.where(over & (block + 1 == blocks), tile + 1, tile)
+                zero_step = gl.where(over, 0, step + 1)
+                zero_next = _load_zeros(zero_tile, zero_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+            async_copy.wait_group(ahead - 1)
+            barrier()
+            fence_async_shared()
+            # Into the slot of two steps before: products with the step before may still be under way.
+            if at_step + ahead < end:
+                free = gl.where(slot >= 2, slot - 2, slot + ahead)
+                _fetch_x(rings[3], free, X, next_block, next_step, steps, C)
+                at = fetch_weight(rings, free, at, next_step, K, S, C)
+            async_copy.commit_group()
+            next_tile, next_block, next_step, at = _next(
+                next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+            )
+            acc, p, pending = _multiply(acc, p, pending, rings, slot, zero, S, C)
+            step += 1
+            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        if C.carried:
+            acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        first_row = block * C.rows
+        if (begin == 0) & (step == steps):
+            write_tile(acc, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+        else:
+            n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
+            offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, mma))[None, :]
+            own = 2 * program + (begin == 0).to(gl.int32)
+            gl.store(Part + own.to(gl.int64) * C.part_floats + offsets, acc, cache_modifier=".cg")
+            at_all = tile * blocks + block
+            first = program_at(at_all * steps, programs, total)
+            last = program_at(at_all * steps + (steps - 1), programs, total)
+            barrier()
+            arrived = gl.atomic_add(Count + at_all, 1, sem="acq_rel", scope="gpu")
+            if arrived == last - first:
+                gl.store(Count + at_all, 0)
+                v = sum_parts(Part, offsets, first, last, C)
+                write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+        now = stop
+        step = 0
+        block += 1
+        tile = gl.where(block == blocks, tile + 1, tile)
+        block = gl.where(block == blocks, 0, block)
     async_copy.wait_group(0)
 
 
-@gluon.jit
-def order(X, Y, K, x_row, y_row, C: gl.constexpr, BLOCK: gl.constexpr):
-    """x [rows, K] -> y [rows, y_row]: k in the order of the operands, zeros behind K."""
+@gluon.jit(do_not_specialize=["rows"])
+def order(X, Y, rows, K, x_row, C: gl.constexpr, BLOCK: gl.constexpr):
+    """x [rows, K] -> y [blocks of C.rows rows, K in pieces of 64, C.rows, 64]: k in the order of the operands, zeros beyond x."""
     S: gl.constexpr = C.weights[0]
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     if C.pair:
         gdc_wait()
         gdc_launch_dependents()
-    m = gl.program_id(1).to(gl.int64)
+    m = gl.program_id(1)
     k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
-    x = gl.load(X + m * x_row + k, mask=k < K, other=0.0)
+    x = gl.load(X + m.to(gl.int64) * x_row + k, mask=(k < K) & (m < rows), other=0.0)
     x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), S, C)
-    gl.store(Y + m * y_row + k, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < y_row)
+    pieces = (K + C.chunk - 1) // C.chunk * C.blocks
+    at = ((m // C.rows).to(gl.int64) * pieces + k // 64) * (C.rows * 64) + (m % C.rows * 64 + k % 64)
+    gl.store(Y + at, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < pieces * 64)
 
 
 def launch(
@@ -318,10 +348,10 @@ def launch(
 ) -> Any:
     """As `linear_gluon.launch`, with one launch more ahead, which brings x into the operands' order."""
     rows, width = x.shape
-    padded = -(-width // spec.chunk) * spec.chunk
-    y = x.new_empty(rows, padded)
-    grid = (-(-padded // ORDER_BLOCK), rows)
-    to_order = (x, y, width, x.stride(0), padded)
+    padded_rows, padded = -(-rows // spec.rows) * spec.rows, -(-width // spec.chunk) * spec.chunk
+    y = x.new_empty(padded_rows, padded)
+    grid = (-(-padded // ORDER_BLOCK), padded_rows)
+    to_order = (x, y, rows, width, x.stride(0))
     to_multiply = (
         y,
         tuple(w.codes.view(torch.int16) for w in weights),
@@ -330,7 +360,7 @@ def launch(
         tuple(biases),
         tuple(w.tensor_scale for w in weights),
         tuple(outs),
-        *(part, count, rows, width, padded),
+        *(part, count, rows, width),
         tuple(w.shape[0] for w in weights),
     )
     if compiled is not None:

@@ -44,12 +44,11 @@ def run(
     elif any(out.numel() for out in outs):
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
-            if level == "auto" and not row_invariant and expands(rows.shape[0], weights):
-                _by_slabs(rows, weights, biases, outs)
-                return outs
             plan = _tuned_plan(rows, weights, level, row_invariant)
             if isinstance(plan, GluonLinear):
                 _launch_gluon(rows, weights, biases, outs, plan, compiled)
+            elif level == "auto" and not row_invariant and expands(rows.shape[0], weights):
+                _by_slabs(rows, weights, biases, outs)
             elif level == "gluon":
                 raise Unsupported(
                     f"impl='gluon' cannot run this product: {plan}; use impl='auto', which takes the portable kernel here"
@@ -60,7 +59,7 @@ def run(
 
 
 def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
-    """Whether a product of so many rows is computed from dequantised parts of the weights.
+    """Whether a product of so many rows, which no tuned kernel takes, is computed from dequantised parts of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
@@ -70,7 +69,7 @@ def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
 def _by_slabs(
     x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
 ) -> None:
-    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS while L2 holds them."""
+    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
     width = x.shape[1]

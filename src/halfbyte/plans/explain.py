@@ -110,12 +110,12 @@ def linear_explanation(
     bits = 8 * stored / (sum(features) * width)
     moved = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
-    if expanded(formats, rows, width):
-        return facts | _by_slabs(features, rows, width)
     asked = list(zip(formats, features, strict=True))
     tuned = tuned_linear(asked, rows=rows, width=width, half=dtype, processors=sm_count, capability=capability, pair=True)
     if isinstance(tuned, GluonLinear):
         return facts | _tuned_linear(tuned, rows)
+    if expanded(formats, rows, width):
+        return facts | {"not gluon": tuned} | _by_slabs(features, rows, width)
     return facts | {"not gluon": tuned} | _portable_linear(asked, rows, width, sm_count, capability)
 
 
@@ -131,10 +131,11 @@ def _check_half(dtype: str) -> None:
 def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
     spec = plan.spec
     alone = not plan.shared
+    there = f"of which {rows} are there" if rows <= spec.rows else f"in {-(-rows // spec.rows)} blocks"
     launches = "one launch" if isinstance(spec, Spec) else "warp-group products; two launches, the first brings x into order"
     return {
         "kernel": f"gluon, the tuned one; {launches}",
-        "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, of which {rows} are there; {spec.warps} warps",
+        "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, {there}; {spec.warps} warps",
         "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",
         "cut": plan.why,
@@ -164,7 +165,7 @@ def _by_slabs(features: Sequence[int], rows: int, width: int) -> dict[str, str]:
     buffer = 2 * min(step, max(features)) * width
     return {
         "kernel": "cuBLAS, over parts of the weights that another kernel dequantises",
-        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer, which L2 holds",
+        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
         "cut": f"{rows} rows: the tensor cores are busy longer than dequantising takes",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

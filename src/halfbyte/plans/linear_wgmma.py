@@ -1,4 +1,4 @@
-"""Products with 17 to 64 rows of x on Hopper, by warp-group products: what they are compiled for and how their work is cut."""
+"""Products with 17 to 256 rows of x on Hopper, by warp-group products: what they are compiled for and how their work is cut."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from halfbyte.formats import Format
 from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, Stored, cut, gluon_linear, scale_piece, shared_memory, stored
 
-#: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, tiles of more rows.
-FEWEST_ROWS, MOST_ROWS = 17, 64
+#: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantised weights.
+FEWEST_ROWS, MOST_ROWS = 17, 256
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class WgmmaSpec:
 
     weights: tuple[Stored, ...]
     half: str  # of x and y: "bf16" or "fp16"
-    rows: int  # of x, rounded up to 32 or 64
+    rows: int  # of x in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
     piece: int  # scales that are copied at a time
@@ -64,6 +64,16 @@ class WgmmaSpec:
         """Scales multiply the codes, in 16 bits: where that is exact, as sums of so few codes would take long to scale."""
         weight = self.weights[0]
         return weight.group == 16 or (weight.group == 32 and weight.scale == "e8m0" and self.half == "bf16")
+
+    @property
+    def direct(self) -> bool:
+        """All products of a tile are one sum: no scale multiplies those of a group."""
+        return not self.weights[0].group or self.fold
+
+    @property
+    def carried(self) -> bool:
+        """A step's last product runs on into the next step: not where looking up codes leaves no registers for its sums."""
+        return self.weights[0].kind != "pairs" or self.direct or self.rows < 64
 
     @property
     def sums(self) -> int:
@@ -131,10 +141,9 @@ def wgmma_linear(
         return (
             f"the scales of a row of {width} cannot be copied in pieces of 4 bytes or more, or three steps do not fit shared memory"
         )
-    tiles = sum(-(-n // spec.tile) for _, n in weights)
-    steps = -(-width // spec.step)
+    tiles, steps = sum(-(-n // spec.tile) for _, n in weights) * -(-rows // spec.rows), -(-width // spec.step)
     count = _programs(tiles, steps, processors)
-    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
+    why = f"{tiles} tiles of {spec.tile} x {spec.rows}, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
     return GluonLinear(spec, count, tiles, steps, tiles if tiles % count else 0, 1, why)
 
 

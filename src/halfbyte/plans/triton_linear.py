@@ -23,8 +23,9 @@ _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
 #: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
 #: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS: in general, and where every 16
-#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part.
-_EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 512, 128, 32 << 20
+#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part: smaller ones were up to half
+#: slower, as cuBLAS fills the GPU with fewer tiles, although L2 would hold them.
+_EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def expanded(formats: Sequence[Format], rows: int, width: int) -> bool:
 
 
 def slab_rows(width: int) -> int:
-    """Rows of a weight that are dequantised at a time: such that L2 holds them, and aligned, for cuBLAS."""
+    """Rows of a weight that are dequantised at a time: few enough for their memory, and aligned, for cuBLAS."""
     return max(256, _SLAB_BYTES // (2 * width) // 256 * 256)
 
 
