@@ -254,10 +254,11 @@ def drawn(measured: Sequence[Record]) -> list[str]:
                 times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, base.seconds / r.seconds))
     found = []
     x_label = "context, K tokens"
-    if seconds:
+    several = any(len(points) > 1 for lines in seconds.values() for points in lines.values())
+    if several:
         text = "Time of one token by context"
         found.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
-    if times:
+    if several and times:
         text = "How many times faster than over FP16, by context"
         found.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text))
     if errors := _errors(measured):
