@@ -39,8 +39,8 @@ from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuned import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
 
 #: How much is measured of every choice, and of those that are left.
-SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=3e-4, settle_seconds=0.01, settle_spread=0.05)
-FINAL = Effort(seconds=0.0, repeats=21, block_seconds=3e-4, settle_seconds=0.02, settle_spread=0.02)
+SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
+FINAL = Effort(seconds=0.0, repeats=21, block_seconds=5e-4, settle_seconds=0.02, settle_spread=0.02)
 #: A choice is stored when it is faster by so much, and its slower samples are faster than the quick ones of the analytic plan.
 GAIN = 0.02
 #: How many choices are left after the first round, beside the analytic plan; how many of a problem `--quick` looks at.
@@ -276,11 +276,18 @@ def _measured(
                 raise
             notes.append(f"{choice}: {reason(error)}")
     times = _times({choice: samplers[choice] for choice in _finalists(_times(samplers, SCREEN), first)}, FINAL)
-    accuracies = {choice: judge(cast(list[Results], samplers[choice].run())) for choice in times}
-    accuracies[first].require("the analytic plan's graph")
-    right = {choice: timing for choice, timing in times.items() if accuracies[choice].ok}
-    notes += [f"{choice}: a wrong result of its graph" for choice in times if choice not in right]
-    return _Found(first, right, accuracies, [f"{len(samplers)} of {len(planned.plans)} choices timed", *notes])
+    accuracies: dict[Choice, Accuracy] = {}
+    for choice in list(times):
+        try:
+            accuracy = judge(cast(list[Results], samplers[choice].run()))
+            accuracy.require("its graph")
+            accuracies[choice] = accuracy
+        except Exception as error:
+            if choice == first:
+                raise
+            del times[choice]
+            notes.append(f"{choice}: {reason(error)}")
+    return _Found(first, times, accuracies, [f"{len(samplers)} of {len(planned.plans)} choices timed", *notes])
 
 
 def _sampler(session: Session, fns: Sequence[Callable[[], Results]], judge: Callable[[Sequence[Results]], Accuracy]) -> Sampler:
@@ -364,10 +371,18 @@ def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     return rows
 
 
+def left_out(measured: Sequence[Record]) -> list[str]:
+    """The choices that failed, a line each: which problem, which choice, why."""
+    analytic = [r for r in measured if r.implementation == ANALYTIC and not r.refused]
+    return [f"{r.case} {r.formats}: left out: {why}" for r in analytic for why in r.note.split("; ")[2:]]
+
+
 def says(measured: Sequence[Record]) -> str:
     """What was found, in one sentence."""
     before = {(r.case, r.formats): r.seconds for r in measured if r.implementation == ANALYTIC and r.seconds}
     gains = [before[r.case, r.formats] / r.seconds for r in measured if r.implementation == TUNED and r.seconds]
+    if not before:
+        return "no problem was measured"
     if not gains:
         return f"{len(before)} problems measured; the analytic plan was the fastest of each, within {100 * GAIN:.0f} % or the noise"
     mean = math.exp(sum(map(math.log, gains)) / len(gains))

@@ -87,18 +87,21 @@ def _jobs(
 
 def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
     from halfbyte.bench.compile_ahead import compile_ahead
-    from halfbyte.bench.tune import HEADERS, facts_of, says, table_rows
+    from halfbyte.bench.tune import HEADERS, facts_of, left_out, says, table_rows
 
     planned = [one for job in jobs for one in job.plans(session.device, session.options.quick)]
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
     session.run(jobs)
     if not session.options.json:
         session.show_table(f"plans on {session.device.name}", HEADERS, table_rows(session.records), text_columns=2)
-    session.say(says(session.records))
+    for line in (*left_out(session.records), says(session.records)):
+        session.say(line)
     if store.file.exists():
         session.say(f"{len(store.table.entries)} problems in {store.file}; processes that run already keep their plans")
     if session.interrupted:
         raise typer.Exit(130)
+    if all(record.refused for record in session.records):
+        raise typer.Exit(1)
 
 
 def _list(jobs: Sequence[Tuning], quick: bool) -> None:

@@ -38,8 +38,9 @@ class DecodeChoice:
 Choice = LinearChoice | DecodeChoice
 Plan = GluonLinear | GluonPlan
 
-#: Tiles by the warps that share one, and chunks: the shapes that the kernel for up to 16 rows was written for.
-_TILES, _CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256, 512)
+#: Tiles by the warps that share one, and chunks: shapes of the kernel for up to 16 rows. (Chunks of 512 were no faster and take the
+#: compiler half a minute.) And chunks of warp-group products.
+_TILES, _CHUNKS, _WARP_GROUP_CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256), (256, 512)
 _TOKENS, _STAGES = (16, 32, 64), (4, 3, 2)
 #: Programs for each multiprocessor: more of them only cost, and kernels multiply numbers of programs in 24 bits.
 _MOST_PROGRAMS = 4
@@ -90,7 +91,7 @@ def _few_rows(spec: Spec, c: LinearChoice, width: int, capability: tuple[int, in
 
 
 def _warp_groups(spec: WgmmaSpec, c: LinearChoice, width: int) -> WgmmaSpec | str:
-    if c.tile != spec.tile or c.chunk not in _CHUNKS[1:] or c.blocks != 1:
+    if c.tile != spec.tile or c.chunk not in _WARP_GROUP_CHUNKS or c.blocks != 1:
         return f"{c} is no shape of this kernel"
     most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1, piece=1), width)
     if most is None or not 3 <= c.stages <= most.stages:
@@ -126,7 +127,7 @@ def _linear_shapes(
     """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
     few = isinstance(plan.spec, Spec)
     tiles = _TILES[plan.spec.across] if isinstance(plan.spec, Spec) else (first.tile,)
-    for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), _CHUNKS, tiles):
+    for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), _CHUNKS if few else _WARP_GROUP_CHUNKS, tiles):
         if (tile, chunk, blocks) == (first.tile, first.chunk, first.blocks) or (chunk == 128 and first.chunk > 128):
             continue  # pieces of 64 bytes of a row were the slowest of all (docs/linear.md)
         for stages in _STAGES if few else range(8, 2, -1):

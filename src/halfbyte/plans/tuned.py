@@ -154,7 +154,7 @@ def table_of(gpu: str, processors: int) -> Table:
 def _table_of(gpu: str, processors: int, setting: str, own: str) -> Table:
     if setting == "0":
         return Table(gpu, processors, note="HALFBYTE_PLANS=0")
-    files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if file.exists()]
+    files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if os.path.exists(file)]
     entries: dict[str, Entry] = {}
     for file in files:
         try:
