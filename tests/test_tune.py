@@ -307,8 +307,10 @@ def test_a_damaged_file_is_left_out_with_a_warning(how: str, home: Path) -> None
     file.parent.mkdir(parents=True)
     file.write_text(damaged()[how])
     with pytest.warns(UserWarning, match="measured plans are left out"):
-        assert table_of("NVIDIA Imaginary X1", 7).entries == {}
-    assert table_of("NVIDIA Imaginary X1", 7).entries == {}  # said once
+        found = table_of("NVIDIA Imaginary X1", 7)
+    assert found.entries == {}
+    assert str(file) in found.note  # which is what `explain` says
+    assert table_of("NVIDIA Imaginary X1", 7) == found  # warned once
 
 
 def test_shipped_tables_are_legal() -> None:

@@ -156,15 +156,17 @@ def _table_of(gpu: str, processors: int, setting: str, own: str) -> Table:
         return Table(gpu, processors, note="HALFBYTE_PLANS=0")
     files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if os.path.exists(file)]
     entries: dict[str, Entry] = {}
+    note = f"nothing is stored for {gpu}"
     for file in files:
         try:
             found = read(file)
             check_gpu(found, gpu, processors, str(file))
         except (DamagedPlans, OSError) as error:
             warnings.warn(f"halfbyte: measured plans are left out: {error}; `halfbyte tune` makes them anew", stacklevel=2)
+            note = str(error)
             continue
         entries |= found.entries
-    return Table(gpu, processors, entries, note="" if entries else f"nothing is stored for {gpu}")
+    return Table(gpu, processors, entries, note="" if entries else note)
 
 
 def check_gpu(found: Table, gpu: str, processors: int, file: str) -> None:
