@@ -73,7 +73,7 @@ def attention(p: Problem = ATTENTION) -> GluonPlan:
 # ------------------------------------------------------------------------------------------------------------------ choices
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 32, 64, 130])
 @pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g32", "int8_col", "nf4", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("features", "width"), [((4096,), 4096), ((4096, 1024, 1024), 4096), ((57344,), 8192), ((40,), 512)])
 def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
@@ -86,7 +86,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
         assert isinstance(made, GluonLinear), made
         assert linear_choice(made) == choice
         assert made.blocks * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
-        assert made.tiles == sum(-(-n // made.spec.tile) for n in features)
+        assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.rows)
         assert (made.steps - 1) * made.spec.step < width <= made.steps * made.spec.step
         whole, shared, each, more = shares(made.tiles, made.steps, made.programs)
         assert whole * made.programs + shared == made.tiles  # every tile is somebody's
@@ -95,7 +95,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
 
 
 @pytest.mark.parametrize("name", ["int4_sym_g128", "mxfp4", "int8_col"])
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 200])
 def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
     plan = analytic(name, (6144,), 4096, rows)
     assert with_linear_choice(plan, linear_choice(plan), [6144], 4096, 132, (9, 0)) == plan
@@ -177,6 +177,8 @@ def test_a_table_decides() -> None:
     assert linear_choice(made) == choice != linear_choice(plan)
     assert source == "tuned for NVIDIA H200 (plans.json, 2026-11-22): 4.00 us where the analytic plan took 5.00"
     assert asked(3, known)[0] == made  # 3 and 4 rows are one variant of the kernel
+    rows = {given: LinearProblem.of([(INT4, 4096)], given, 4096, "bf16").rows for given in (1, 9, 17, 64, 65, 130, 192)}
+    assert rows == {1: 1, 9: 16, 17: 32, 64: 64, 65: 128, 130: 192, 192: 192}
     for other in (asked(2, known), asked(5, known), asked(4, known, half="fp16"), asked(4, known, (4096, 1024, 1024))):
         assert other[1] == "analytic (no entry for this problem, of 1 for NVIDIA H200)"
 
@@ -570,14 +572,14 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
         "--linear",
         "4096,1024,1024x4096,4096x4096",
         "--rows",
-        "1,100",
+        "1,300",
         "--attention",
         "8x64/8x128x4096",
     )
     assert run(*command, "--formats", "int8,int8_channel+int8") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row int4_sym_g128: ")
-    assert "100 rows; warp-group products take 17 to 64" in lines[1]
+    assert "300 rows; warp-group products take 17 to 256" in lines[1]
     assert "read by the portable kernel only" in lines[5]
     assert lines[-1].startswith("6 problems, ")
 

@@ -27,7 +27,7 @@ def tune(
     linear: Annotated[
         str, typer.Option(help="Weights, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 for q, k and v.")
     ] = "",
-    rows: Annotated[str, typer.Option(help="Rows of x: those up to a power of two share a plan.")] = "",
+    rows: Annotated[str, typer.Option(help="Rows of x: 3 and 4, or 9 to 16, share a plan.")] = "",
     weights: Annotated[str, typer.Option(help="Formats of the weights.")] = "int4_sym_g128",
     attention: Annotated[
         str, typer.Option(help="Decode steps, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")

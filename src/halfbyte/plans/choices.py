@@ -64,7 +64,8 @@ def with_linear_choice(
     spec = _few_rows(plan.spec, c, width, capability) if isinstance(plan.spec, Spec) else _warp_groups(plan.spec, c, width)
     if isinstance(spec, str):
         return spec
-    tiles, steps = sum(-(-n // spec.tile) for n in features), -(-width // spec.step)
+    across, steps = plan.tiles // _tiles(features, plan.spec.tile), -(-width // spec.step)
+    tiles = across * _tiles(features, spec.tile)
     most = _MOST_PROGRAMS * processors
     if isinstance(spec, Spec):  # whose programs may each compute one whole tile, however many there are
         most = max(tiles, most)
@@ -73,8 +74,14 @@ def with_linear_choice(
     shared = tiles % c.programs
     if isinstance(spec, WgmmaSpec) and shared:
         shared = tiles
-    why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {c.programs} programs, {cut(c.programs, tiles)}"
+    size = f"{spec.tile} rows" if isinstance(spec, Spec) else f"{spec.tile} x {spec.rows}"
+    why = f"{tiles} tiles of {size}, {steps} steps of {spec.step} each; {c.programs} programs, {cut(c.programs, tiles)}"
     return GluonLinear(spec, c.programs, tiles, steps, shared, c.blocks, why)
+
+
+def _tiles(features: Sequence[int], tile: int) -> int:
+    """Tiles over all weights; a plan has as many for each block of rows of x."""
+    return sum(-(-n // tile) for n in features)
 
 
 def _few_rows(spec: Spec, c: LinearChoice, width: int, capability: tuple[int, int]) -> Spec | str:

@@ -25,6 +25,8 @@ from halfbyte.plans.linear import GluonLinear
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.settings import stored_plans
 
+#: Rows of x up to which kernels round to a power of two; beyond, they take blocks of so many.
+_BLOCK_ROWS = 64
 #: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
 VERSION = 1
 
@@ -35,7 +37,7 @@ class DamagedPlans(HalfbyteError, ValueError):
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """x times weights of these formats and out features. `rows` of x are rounded up to a power of two, as the kernels do."""
+    """x times weights of these formats and out features. `rows` of x are rounded up as the kernels do."""
 
     weights: tuple[tuple[str, int], ...]
     rows: int
@@ -45,7 +47,8 @@ class LinearProblem:
     @staticmethod
     def of(weights: Sequence[tuple[Format, int]], rows: int, width: int, half: str) -> LinearProblem:
         """As plans are asked for."""
-        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), padded(rows), width, half)
+        alike = padded(rows) if rows <= _BLOCK_ROWS else -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
+        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), alike, width, half)
 
 
 def key_of(problem: LinearProblem | Problem) -> str:
