@@ -13,7 +13,7 @@ import torch
 
 import halfbyte
 from halfbyte import cli
-from halfbyte.bench import compile_ahead, tune
+from halfbyte.bench import compile_ahead, splits, tune
 from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.session import Options, Session
 from halfbyte.bench.timing import NOT_CAPTURED, Timing, Work
@@ -220,9 +220,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     """Else what `tune` stores would never be found, and `explain` would speak of other calls."""
     cache = halfbyte.KVCache(8, 8, 128, 4096, keys=formats[0], values=formats[1])
     q = torch.zeros(8, 64, 1, 128, dtype=torch.bfloat16)
-    assert _decode_on_gpu.problem_of(_decode_on_gpu.call_of(q, cache), False) == replace(
-        ATTENTION, keys=formats[0], values=formats[1]
-    )
+    assert _decode_on_gpu.problem_of(splits.call_of(q, cache), False) == replace(ATTENTION, keys=formats[0], values=formats[1])
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
@@ -474,7 +472,7 @@ def test_attention_is_tuned(session: Session, home: Path, monkeypatch: pytest.Mo
         assert isinstance(out, torch.Tensor)
         return out
 
-    monkeypatch.setattr(_decode_on_gpu, "run_plan", run)
+    monkeypatch.setattr(splits, "attend", run)
     monkeypatch.setattr(FakeSampler, "FAST", [fast])
     session.run([job])
     assert [r.refused for r in session.records] == ["", ""]

@@ -11,6 +11,7 @@ from test_gpu_linear import judge
 
 import halfbyte as hb
 from halfbyte.bench.caches import Promise, held_by
+from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.choices import decode_choices, linear_choices, with_decode_choice, with_linear_choice
@@ -69,15 +70,15 @@ def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: t
     cache.append(k, v)
     cache.lengths.copy_(torch.tensor(lengths))
     q = 4 * torch.randn(batch, 4 * heads, 1, 128, generator=rng, device=PLACE.device).bfloat16()
-    first = gluon_plan(_decode_on_gpu.problem_of(_decode_on_gpu.call_of(q, cache), False), processors, capability, True)
+    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), processors, capability, True)
     assert isinstance(first, GluonPlan), first
     promise = Promise(q, held_by(cache))
     for choice in decode_choices(first, processors, capability):
         plan = with_decode_choice(first, choice, processors, capability)
         assert isinstance(plan, GluonPlan), plan
         with poisoned():
-            once = _decode_on_gpu.run_plan(q, cache, plan)
+            once = attend(q, cache, plan)
         promise.judge([once]).require(str(choice))
-        graph = Captured(lambda plan=plan: _decode_on_gpu.run_plan(q, cache, plan))  # type: ignore[misc]
+        graph = Captured(lambda plan=plan: attend(q, cache, plan))  # type: ignore[misc]
         for _ in range(3):
             assert same_bits(graph.replay(), once), choice

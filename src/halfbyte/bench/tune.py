@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 import halfbyte
+from halfbyte.bench import splits
 from halfbyte.bench.bars import Problem as Case
 from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, held_by
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused
@@ -182,7 +183,7 @@ class AttentionTuning:
         with torch.no_grad(), fixed_threads(session.threads):
             inputs = Inputs.random(case, session.device.torch)
             cache = fill(inputs, self.formats)
-            if (found := _decode_on_gpu.problem_of(_decode_on_gpu.call_of(inputs.q, cache), False)) != planned.problem:
+            if (found := _decode_on_gpu.problem_of(splits.call_of(inputs.q, cache), False)) != planned.problem:
                 raise Unsupported(f"the cache is {found} and the plan would be for {planned.problem}")
             nbytes = round(case.tokens * cache.bytes_per_token)
             rotation = Rotation(cache, inputs, max(2, session.copies(nbytes)))
@@ -199,7 +200,7 @@ def _attentions(q: torch.Tensor, rotation: Rotation, plan: Plan) -> list[Callabl
 
 
 def _attend(q: torch.Tensor, cache: halfbyte.KVCache, plan: GluonPlan) -> Results:
-    return [_decode_on_gpu.run_plan(q, cache, plan)]
+    return [splits.attend(q, cache, plan)]
 
 
 def _judge_attention(promised: Promise, results: Sequence[Results]) -> Accuracy:

@@ -17,7 +17,7 @@ from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.planes import AttentionOptions, Cache, Plane
+from halfbyte.planes import AttentionOptions, Plane
 from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
 from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
 from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
@@ -75,21 +75,6 @@ def run(
             if key is not None and isinstance(plan, GluonPlan):
                 _relaunch.remember(key, kernel, plan, q, keys, values, page_table)
     return out, lse
-
-
-def call_of(q: torch.Tensor, cache: Cache) -> Call:
-    """q [B, Hq, L, D] over a cache, without options."""
-    out, lse = q.new_empty(*q.shape[:3], cache.values.dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    options = AttentionOptions(q.shape[3] ** -0.5)
-    return Call(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, out, lse)
-
-
-def run_plan(q: torch.Tensor, cache: Cache, plan: GluonPlan) -> torch.Tensor:
-    """Attention by a plan that is given: what `halfbyte tune` times."""
-    call = call_of(q, cache)
-    with torch.cuda.device_of(q):
-        _launch_gluon(call, plan, False)
-    return call.out
 
 
 def _dense(t: Any, dtype: torch.dtype | None = None) -> Any:

@@ -42,7 +42,7 @@ Plan = GluonLinear | GluonPlan
 #: compiler half a minute.) And chunks of warp-group products.
 _TILES, _CHUNKS, _WARP_GROUP_CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256), (256, 512)
 _TOKENS, _STAGES = (16, 32, 64), (4, 3, 2)
-#: Programs for each multiprocessor: more of them only cost, and kernels multiply numbers of programs in 24 bits.
+#: Programs for each multiprocessor beyond which more of them only cost.
 _MOST_PROGRAMS = 4
 #: How many choices of a problem are looked at.
 MOST_CHOICES = 24
