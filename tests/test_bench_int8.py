@@ -85,6 +85,15 @@ def test_splitk_asks_the_gpu_for_little_when_quick() -> None:
     assert [job.name for job in full] == [splitk.EMPTY, *(job.name for job in splitk.jobs(quick()))]
 
 
+def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitk, "bare_launch", lambda _: lambda: None)
+    (record,) = quick().run([splitk.EmptyJob()])
+    assert record.seconds
+    assert (record.case, record.implementation, record.refused) == (splitk.EMPTY, "empty kernel", "")
+    assert splitk.table([record])[1][-1][:2] == (splitk.EMPTY, "empty kernel")
+    assert quick(pattern="int8_tensor").run([splitk.EmptyJob()]) == []
+
+
 def test_splitk_counts_the_programs_that_have_work() -> None:
     p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
@@ -172,6 +181,7 @@ def test_granularity_measures_every_format_and_both_errors() -> None:
 
     for job in (one(), one(alibi=True), one(outliers=True)):
         assert error(job, "fp16") < 1e-3 < error(job, "int8") < error(job, "int8_tensor") < 0.3
+    assert len(gran.drawn(measured)) == 1  # of errors; one context draws no line
     # Outliers change no exact result, but take the room of other channels.
     assert error(one(outliers=True), "fp16") == pytest.approx(error(one(), "fp16"), rel=0.05)
     assert error(one(outliers=True), "int8") > 2 * error(one(), "int8")

@@ -32,7 +32,7 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.
-    return gpu.plan_of(_call(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
+    return gpu.plan_of(call_of(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
 
 
 def split(plan: Plan, splits: int, context: int) -> Plan:
@@ -58,7 +58,7 @@ def split(plan: Plan, splits: int, context: int) -> Plan:
 
 def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
     """`halfbyte.decode_attention`, as planned here; launches are paired only where HALFBYTE_PDL allows it."""
-    call = _call(q, cache, alibi_slopes)
+    call = call_of(q, cache, alibi_slopes)
     gpu.launch(call, plan if pair_launches() else unpaired(plan), own=False)
     return call.out
 
@@ -78,7 +78,7 @@ def launches(plan: Plan) -> int:
     return 2 if isinstance(plan, TritonTiles) and plan.splits > 1 else 1
 
 
-def _call(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None) -> gpu.Call:
+def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> gpu.Call:
     """A call and the memory of its results. Slopes are fp32 and contiguous."""
     options = AttentionOptions(q.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, rotate_keys=cache.rotate_keys)
     out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

@@ -18,8 +18,9 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
 from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
+from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
 from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import pair_launches
 
@@ -156,7 +157,8 @@ def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | 
         raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
     facts = None if device < 0 else describe(f"cuda:{device}")
     capability, sm_count = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
-    tuned = gluon_plan(problem, sm_count, capability, pair) if level != "triton" else "asked for"
+    table = table_of(facts.name, sm_count) if facts else NO_TABLE
+    tuned = decode_plan(problem, sm_count, capability, pair, table)[0] if level != "triton" else "asked for"
     if isinstance(tuned, GluonPlan):
         return tuned
     if level == "gluon":

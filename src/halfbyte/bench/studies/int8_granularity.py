@@ -41,7 +41,7 @@ HEADS = {"MHA": (32, 32), "GQA": (32, 8), "MQA": (32, 1)}
 BATCH, DIM, CONTEXTS = 128, 128, (128, 512, 2048, 8192, 32768, 131072)
 #: Contexts with ALiBi, and the one with outlier channels of keys; all of them GQA.
 ALIBI, OUTLIERS = (2048, 32768), 2048
-QUICK_CONTEXTS, CPU_CONTEXTS = (512, 8192), (128, 512)
+QUICK_CONTEXTS, CPU_CONTEXT, QUICK_CPU_CONTEXT = (512, 8192), 512, 128
 
 #: Different sequences, which the batch repeats, so that all its results can be held against float64.
 DISTINCT = 4
@@ -61,9 +61,9 @@ def jobs(session: Session) -> list[Job]:
         found = [_case(name, context) for name in names for context in (QUICK_CONTEXTS if quick else CONTEXTS)]
         more = [] if quick else [*(_case("GQA", context, alibi=True) for context in ALIBI), _case("GQA", OUTLIERS, outliers=True)]
     else:
-        contexts = CPU_CONTEXTS[:1] if quick else CPU_CONTEXTS
-        found = [_smaller(_case(name, context)) for name in names for context in contexts]
-        more = [_smaller(_case("GQA", contexts[-1], alibi=True)), _smaller(_case("GQA", contexts[-1], outliers=True))]
+        context = QUICK_CPU_CONTEXT if quick else CPU_CONTEXT
+        found = [_smaller(_case(name, context)) for name in names]
+        more = [_smaller(_case("GQA", context, alibi=True)), _smaller(_case("GQA", context, outliers=True))]
     return [*found, *more]
 
 
@@ -99,7 +99,8 @@ class CaseJob:
         room = free_bytes(session)
         fits = [f for f in wanted if self.needs(f, session) <= room]
         if fits:
-            inputs, slopes = self._inputs(session), slopes_of(self.shape.q_heads, session.device.torch) if self.alibi else None
+            inputs = self._inputs(session)
+            slopes = slopes_of(self.shape.q_heads, session.device.torch) if self.alibi else None
             exact = exactly(inputs, slopes)
         for f in wanted:
             refused = replace(self._blank(session, f), implementation=OURS, refused=f"{self.name} {f}: ")
@@ -158,7 +159,7 @@ class CaseJob:
             session,
             blank,
             caches,
-            lambda outs: promise.judge([few for out in outs for few in out.split(DISTINCT)]),
+            lambda outs: promise.judge([part for out in outs for part in out.split(DISTINCT)]),
             {name: Way(call) for name, call in ways.items()},
             roof=False,
         )
@@ -253,10 +254,11 @@ def drawn(measured: Sequence[Record]) -> list[str]:
                 times.setdefault(panel, {}).setdefault(line, []).append((k_tokens, base.seconds / r.seconds))
     found = []
     x_label = "context, K tokens"
-    if seconds:
+    several = any(len(points) > 1 for lines in seconds.values() for points in lines.values())
+    if several:
         text = "Time of one token by context"
         found.append(charts.panels(seconds, x_label=x_label, y_label="us", title=text, log_y=True))
-    if times:
+    if several and times:
         text = "How many times faster than over FP16, by context"
         found.append(charts.panels(times, x_label=x_label, y_label="times FP16", title=text))
     if errors := _errors(measured):
