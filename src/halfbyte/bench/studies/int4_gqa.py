@@ -36,7 +36,7 @@ FORMATS = ("bf16", ROW_WISE, "int4_g32")
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: (batch, context) of each job, and with --quick; on a CPU.
 CASES, QUICK_CASES = tuple((batch, CONTEXT) for batch in BATCHES), ((128, CONTEXT),)
-CPU_CASES, QUICK_CPU_CASES = ((2, 1024), (8, 1024)), ((2, 512),)
+CPU_CASES, QUICK_CPU_CASES = ((2, 512), (4, 512)), ((2, 512),)
 QUICK_FORMATS = (ROW_WISE,)
 QUICK_SPLITS = (2, 8, 32)
 
