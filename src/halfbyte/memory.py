@@ -86,10 +86,10 @@ def estimate(
     key_format(keys), value_format(values)  # before anything is fetched from the Hub
     weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
     config = load_config(resolve_model(model))
-    skeleton = _skeleton(config, model)
-    cache = _layers(config, keys, values, skip_layers)
+    skeleton = meta_model(config, model)
+    cache = packed_layers(config, keys, values, skip_layers)
     plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
-    saved, quantized = _quantized(skeleton, weight)
+    saved, quantized = quantized_bytes(skeleton, weight)
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
     def fit(weights_bytes: int, kv_bytes: int) -> int | None:
@@ -144,7 +144,7 @@ def load_config(model: str) -> Any:
 # --------------------------------------------------------------------------------------------------------------- the model
 
 
-def _skeleton(config: Any, name: str) -> torch.nn.Module:
+def meta_model(config: Any, name: str) -> torch.nn.Module:
     """The model without storage: shapes only."""
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +158,7 @@ def _skeleton(config: Any, name: str) -> torch.nn.Module:
     return model
 
 
-def _layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> _Cache:
+def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
     from halfbyte.hf.families import check_family, text_config
@@ -170,11 +170,11 @@ def _layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -
     sliding = sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ())
     if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         sliding = len(formats)
-    return _Cache(tuple(formats), heads, *head_dims(text), sliding)
+    return CacheSizes(tuple(formats), heads, *head_dims(text), sliding)
 
 
 @dataclass(frozen=True)
-class _Cache:
+class CacheSizes:
     """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window."""
 
     formats: tuple[tuple[Format, Format], ...]
@@ -201,7 +201,7 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
     return fmt.nbytes((batch, heads, math.ceil(tokens / block) * block, dim)) + tail
 
 
-def _quantized(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
+def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
     """(bytes saved against 16 bits, parameters quantised) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
     from halfbyte.hf.weights import linear_size, select
 
@@ -216,7 +216,7 @@ def _quantized(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
     return saved, parameters
 
 
-def _notes(model: torch.nn.Module, cache: _Cache, fmt: Format | None) -> tuple[str, ...]:
+def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None) -> tuple[str, ...]:
     """What the figures leave out or put in that a reader may not expect."""
     notes = []
     if cache.sliding:

@@ -1,4 +1,4 @@
-"""Where a model is: the shipped one, a folder, or a name on the Hugging Face Hub."""
+"""Where things are: a model (the shipped one, a folder, a name on the Hugging Face Hub), and measured plans of a GPU."""
 
 from __future__ import annotations
 
@@ -46,3 +46,19 @@ def _model_folder(path: Path, what: str) -> Path:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{what}: the folder {path} holds no config.json, so it is no model folder of transformers")
     return path
+
+
+def shipped_plans(gpu: str) -> Path:
+    """The file of measured plans that comes with the library for GPUs of this name, if there is one."""
+    return Path(__file__).parent / "data" / "plans" / _plans_name(gpu)
+
+
+def own_plans(gpu: str) -> Path:
+    """Where `halfbyte tune` stores the plans of GPUs of this name: below XDG_CACHE_HOME, which is ~/.cache unless set."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
+    return folder / "halfbyte" / "plans" / _plans_name(gpu)
+
+
+def _plans_name(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"

@@ -19,6 +19,18 @@ def pair_launches() -> bool:
     return _choice("HALFBYTE_PDL", ("0", "1"), "1") == "1"
 
 
+def stored_plans() -> str:
+    """HALFBYTE_PLANS: a file of `halfbyte tune`, the only one to take measured plans from; "0": none; unset or empty is "", those
+    that are stored for the GPU and those that come with the library. Read when a problem is planned for the first time.
+    """
+    value = os.environ.get("HALFBYTE_PLANS", "")
+    if value not in ("", "0") and not os.path.isfile(value):
+        raise InvalidArgument(
+            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `halfbyte tune` wrote, or 0 for none"
+        )
+    return value
+
+
 def interpreted() -> bool:
     """TRITON_INTERPRET, Triton's own flag: its kernels run on a CPU, slowly and for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")

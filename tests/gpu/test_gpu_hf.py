@@ -11,7 +11,6 @@ from gpu_place import DRY, PLACE
 from torch._dynamo.utils import counters
 
 import halfbyte.hf as hf
-import halfbyte.hf.cache
 from halfbyte.paths import shipped_model
 
 transformers = pytest.importorskip("transformers")
@@ -55,14 +54,12 @@ QUANTISED = [(None, False), ("nf4", False), ("nf4", True), ("int4_g128", False),
 
 
 @pytest.mark.parametrize(("weights", "fuse_qkv"), QUANTISED)
-def test_generate_records_decoding_in_a_graph(weights: str | None, fuse_qkv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into CUDA graphs; dry, the same step in one graph of Dynamo. With quantised weights generate() does not do it by itself yet.
+def test_generate_records_decoding_in_a_graph(weights: str | None, fuse_qkv: bool) -> None:
+    """Into CUDA graphs; dry, the same step in one graph of Dynamo.
 
     Inductor is told to round where eager code does: by itself it keeps fp32 between operations, and greedy text soon differs.
     """
     found = model(weights, fuse_qkv)
-    if weights:
-        monkeypatch.setattr(halfbyte.hf.cache, "_records_graphs", lambda model: True)
     assert all(layer.is_compileable for layer in hf.PackedCache(found, 64).layers)
     options = {}
     if DRY:

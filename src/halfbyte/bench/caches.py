@@ -163,15 +163,16 @@ class Promise:
     """The accuracy promise for one case: float64 and eager results of some sequences, computed now, before a cache can change.
 
     `held` gives one sequence's keys and values as they are stored: k [1, H, T, D], v [1, H, T, Dv], float64 or 16-bit.
+    `slopes` [Hq]: ALiBi's.
     """
 
-    def __init__(self, q: torch.Tensor, held: Read) -> None:
+    def __init__(self, q: torch.Tensor, held: Read, slopes: torch.Tensor | None = None) -> None:
         scale, batch = q.shape[-1] ** -0.5, q.shape[0]
         picks = sorted({i * (batch - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
 
         def both(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             k, v = held(i)
-            return eager_attention(q[i : i + 1], k, v, scale), float64_attention(q[i : i + 1], k, v, scale)
+            return eager_attention(q[i : i + 1], k, v, scale, slopes), float64_attention(q[i : i + 1], k, v, scale, slopes)
 
         pairs = [both(i) for i in picks]
         self._picks = torch.tensor(picks, device=q.device)

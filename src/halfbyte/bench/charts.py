@@ -359,3 +359,21 @@ def roofline(points: Lines, roof: Sequence[tuple[float, float]], *, title: str) 
         handles, labels = ax.get_legend_handles_labels()
         _legend(fig, handles, labels, 4)
     return done.svg
+
+
+def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequence[str] = ()) -> str:
+    """Lines with points of their own, both axes logarithmic; those named in `dashed` are dashed. Returns an <svg> element."""
+    check(len(lines) > 0, "lines is empty; a chart needs at least one")
+    for name, points in lines.items():
+        check(all(x > 0 and y > 0 for x, y in points), f"line {name!r} has points that a logarithmic axis cannot show")
+    with _figure(title, 4.4) as (fig, ax, done):
+        for number, (name, points) in enumerate(lines.items()):
+            style = {"ls": "--" if name in dashed else "-", "marker": _MARKERS[number % 6], "color": _SERIES[number % 6]}
+            ax.plot([x for x, _ in points], [y for _, y in points], lw=1.8, ms=4.5, label=name, **style)
+        _scales(ax, True, True)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        _frame(ax, x_label, y_label, title, legend=False)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend(fig, handles, labels, 2)
+    return done.svg

@@ -52,19 +52,29 @@ def linear_accuracy(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor) ->
     return Accuracy(_relative(out, ref), 2 * _relative(base, ref), "relative L2")
 
 
-def float64_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
-    """Attention of q [B, Hq, 1, D] over all of k, v [B, H, T, D], in float64: [B, Hq, 1, D]."""
-    return _grouped_attention(q.double(), k.double(), v.double(), sm_scale)
+def float64_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, slopes: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of q [B, Hq, 1, D] over all of k, v [B, H, T, D], in float64: [B, Hq, 1, D]. `slopes` [Hq]: ALiBi's."""
+    return _grouped_attention(q.double(), k.double(), v.double(), sm_scale, slopes)
 
 
-def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+def eager_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, slopes: torch.Tensor | None = None
+) -> torch.Tensor:
     """The same in q's dtype throughout, as eager torch rounds it: the yardstick of the promise."""
-    return _grouped_attention(q, k.to(q.dtype), v.to(q.dtype), sm_scale)
+    return _grouped_attention(q, k.to(q.dtype), v.to(q.dtype), sm_scale, slopes)
 
 
-def _grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+def _grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, slopes: torch.Tensor | None
+) -> torch.Tensor:
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # query heads of one KV head side by side: [B, H, Hq/H, D]
-    out = torch.softmax(grouped @ k.mT * sm_scale, -1) @ v
+    scores = grouped @ k.mT * sm_scale
+    if slopes is not None:
+        back = torch.arange(1 - k.shape[2], 1, device=q.device)  # the query stands at the last key
+        scores = scores + slopes.to(scores.dtype).view(k.shape[1], -1, 1) * back
+    out = torch.softmax(scores, -1) @ v
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
 

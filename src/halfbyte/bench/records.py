@@ -66,6 +66,8 @@ class Record:
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
     study              the study it belongs to, by its name in `halfbyte.bench.studies`
+    perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
+    by_layer           relative error layer by layer, of hidden states or of attention's output
     """
 
     op: str
@@ -96,6 +98,10 @@ class Record:
     bars: tuple[Verdict, ...] = ()
     note: str = ""
     study: str = ""
+    perplexity: float | None = None
+    change: float | None = None
+    bits: float | None = None
+    by_layer: tuple[float, ...] = ()
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""
@@ -105,8 +111,9 @@ class Record:
     def from_json(line: str) -> Record:
         """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
         data: dict[str, Any] = json.loads(line)
-        whole = {"bars": (), **data, "environment": Environment(**data["environment"])}
-        return Record(**{**whole, "bars": tuple(Verdict(**verdict) for verdict in whole["bars"])})
+        whole = {"bars": (), "by_layer": (), **data, "environment": Environment(**data["environment"])}
+        bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
+        return Record(**{**whole, "bars": bars, "by_layer": tuple(whole["by_layer"])})
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,11 @@ def measure_ours(session: Session, inputs: Inputs, formats: str, impl: str) -> R
         accuracy.require(f"{problem.name} {formats} {impl}")
         times = time_chain(session, rotation, partial(attend, inputs.q, impl=impl), inputs.last(), promise)
     times.note += "" if is_cold(len(rotation.caches), nbytes, session.device.cache_bytes) else "partly from cache; "
-    return _timed(session, record, accuracy, times)
+    return with_times(session, record, accuracy, times)
 
 
-def _timed(session: Session, record: Record, accuracy: Accuracy, times: ChainTimes) -> Record:
+def with_times(session: Session, record: Record, accuracy: Accuracy, times: ChainTimes) -> Record:
+    """The record with its times, and with the roof at as many bytes; without a time it is refused."""
     judged = times.paired or times.alone
     if judged is None:
         return replace(record, refused=f"{record.case} {record.formats}: {times.note}")
@@ -287,7 +288,7 @@ def measure_peers(session: Session, inputs: Inputs) -> list[Record]:
         known = records[name]
         accuracy = Accuracy(known.error or 0.0, known.error_allowed or 0.0, known.error_kind)
         times = ChainTimes(alone=summary(taken, samplers[name].method))
-        records[name] = _timed(session, known, accuracy, times)
+        records[name] = with_times(session, known, accuracy, times)
     return list(records.values())
 
 

@@ -225,7 +225,7 @@ class Session:
         if self.options.json:
             print(record.to_json(), flush=True)
         if not sys.stderr.isatty() and self.device.kind == "cuda":  # no progress bar there: say what is done
-            time = "refused" if record.seconds is None else f"{1e6 * record.seconds:.1f} us"
+            time = "refused" if record.refused else "" if record.seconds is None else f"{1e6 * record.seconds:.1f} us"
             print(f"{record.case or record.shape} {record.formats} {record.implementation}: {time}", file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------------------------------------------- what is shown

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
+from halfbyte.cli.tune import tune
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command("extract")(models.extract)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
+app.command("tune")(tune)
 app.add_typer(bench.app, name="bench")
 
 

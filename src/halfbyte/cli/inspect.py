@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -117,15 +117,18 @@ def explain(
 ) -> None:
     """How decode attention or a linear layer would run on a GPU: the kernel, its tiles, how the work is split, and why."""
     from halfbyte.plans.explain import explanation, linear_explanation
+    from halfbyte.plans.tuned import NO_TABLE, table_of
 
     major, minor = pairs(capability.replace(".", "/") or "0/0", "/", "capability")[0]
-    gpu = _this_gpu(sms, (major, minor))
+    name, processors, capable = this_gpu()
+    table = NO_TABLE if sms or capability else table_of(name, processors)
+    gpu: dict[str, Any] = {"sm_count": sms or processors, "capability": (major, minor) if capability else capable, "table": table}
     _check_belongs(context, bool(linear))
     if linear:
-        found = linear_explanation(*_features(linear), words(weights), rows, dtype, *gpu)
+        found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
     else:
         q_heads, kv_heads = pairs(heads, "/", "heads")[0]
-        found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, *gpu)
+        found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, **gpu)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -158,10 +161,11 @@ def _features(text: str) -> tuple[list[int], int]:
         ) from None
 
 
-def _this_gpu(sms: int, capability: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-    """(multiprocessors, compute capability) asked for; else of the GPU here; else of an H200."""
+def this_gpu() -> tuple[str, int, tuple[int, int]]:
+    """(name, multiprocessors, compute capability) of the GPU here, else of an H200."""
     from halfbyte.device import describe, gpu_count
 
-    here = describe("cuda") if gpu_count() else None
-    known = (here.sm_count or 132, here.capability or (9, 0)) if here else (132, (9, 0))
-    return sms or known[0], capability if capability != (0, 0) else known[1]
+    if not gpu_count():
+        return "NVIDIA H200", 132, (9, 0)
+    here = describe("cuda")
+    return here.name, here.sm_count or 132, here.capability or (9, 0)

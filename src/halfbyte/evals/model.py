@@ -14,8 +14,11 @@ from halfbyte.evals.text import Tokenizer, load_tokenizer
 from halfbyte.paths import resolve_model
 
 
-def load(name: str) -> tuple[Any, Tokenizer]:
-    """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention: bf16 weights, arithmetic in fp32 on a CPU."""
+def load(name: str, device: torch.device | None = None) -> tuple[Any, Tokenizer]:
+    """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention: bf16 weights, arithmetic in fp32 on a CPU.
+
+    device: where the model goes; None: the GPU if there is one.
+    """
     from transformers.utils import logging
 
     from halfbyte import hf
@@ -24,7 +27,8 @@ def load(name: str) -> tuple[Any, Tokenizer]:
     path = resolve_model(name)
     model = hf.load(path, dtype=torch.bfloat16)
     # transformers refuses .float() on quantised models; QuantLinear keeps its codes and scales when it is cast
-    model = model.cuda() if torch.cuda.is_available() else torch.nn.Module.float(model)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device) if device.type == "cuda" else torch.nn.Module.float(model)
     return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(
         path, model.config.get_text_config(decoder=True).vocab_size
     )

@@ -13,7 +13,6 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.families import check_family, text_config
-from halfbyte.nn import QuantLinear
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
 
@@ -133,13 +132,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 def _records_graphs(model_or_config: Any) -> bool:
     """Whether generate() may record a step of this model in a CUDA graph: nothing of it may be torch code in place of a kernel.
 
-    Attention of 16 bits has kernels. So have quantised linear layers, but the test that records a model with them
-    (tests/gpu/test_gpu_hf.py) was not run on a GPU yet.
+    In 16 bits attention and quantised linear layers have kernels.
     """
     if not isinstance(model_or_config, torch.nn.Module) or default_impl() not in ("auto", *GPU_LEVELS):
-        return False  # a configuration does not say what its linear layers are
-    half = getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16)
-    return half and not any(isinstance(module, QuantLinear) for module in model_or_config.modules())
+        return False  # a configuration does not say what the model has been cast to
+    return getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16)
 
 
 class PackedCache(Cache):  # type: ignore[misc]

@@ -18,8 +18,9 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
 from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
+from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
 from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import pair_launches
 
@@ -69,13 +70,10 @@ def run(
             key = _relaunch.key(q, keys, values, lengths, query_start, page_table, options, level, deterministic_batch, pair)
         if key is None or not _relaunch.launch(key, q, keys, values, lengths, query_start, page_table, options, out, lse):
             call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
-            plan = _plan(problem_of(call, deterministic_batch), level, -1 if q.device.type == "cpu" else q.device.index, pair)
-            if isinstance(plan, TritonTiles):
-                _launch_triton(call, plan, compiled)
-            else:
-                kernel = _launch_gluon(call, plan, compiled)
-                if key is not None:
-                    _relaunch.remember(key, kernel, plan, q, keys, values, page_table)
+            plan = plan_of(call, level, deterministic_batch, pair)
+            kernel = launch(call, plan, compiled)
+            if key is not None and isinstance(plan, GluonPlan):
+                _relaunch.remember(key, kernel, plan, q, keys, values, page_table)
     return out, lse
 
 
@@ -146,6 +144,12 @@ def _staged(plane: Plane) -> bool:
     return not (together and same and (stride[0] | apart) % 16 == 0 and s.data_ptr() % 16 == 0)
 
 
+def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> GluonPlan | TritonTiles:
+    """What runs a call. Raises `Unsupported` when the level asked for cannot."""
+    q = call.q
+    return _plan(problem_of(call, deterministic_batch), level, -1 if q.device.type == "cpu" else q.device.index, pair)
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | TritonTiles:
     """What runs a problem on GPU number `device` (-1: the interpreter). Raises `Unsupported` when the level asked for cannot."""
@@ -153,7 +157,8 @@ def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | 
         raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
     facts = None if device < 0 else describe(f"cuda:{device}")
     capability, sm_count = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
-    tuned = gluon_plan(problem, sm_count, capability, pair) if level != "triton" else "asked for"
+    table = table_of(facts.name, sm_count) if facts else NO_TABLE
+    tuned = decode_plan(problem, sm_count, capability, pair, table)[0] if level != "triton" else "asked for"
     if isinstance(tuned, GluonPlan):
         return tuned
     if level == "gluon":
@@ -172,8 +177,16 @@ def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | 
     )
 
 
+def launch(call: Call, plan: GluonPlan | TritonTiles, own: bool) -> Any:
+    """Launch as planned on the current stream; the tuned kernel, compiled. `own`: see `_workspace.floats`."""
+    if isinstance(plan, GluonPlan):
+        return _launch_gluon(call, plan, own)
+    _launch_triton(call, plan, own)
+    return None
+
+
 def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
-    from halfbyte.kernels.decode_gluon import launch
+    from halfbyte.kernels import decode_gluon
 
     q = c.q
     if c.options.rotate_keys:
@@ -185,15 +198,15 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
     part = floats(q.device, plan.floats, own)
     count = counters(q.device, plan.counters, own)
     tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
-    return launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
+    return decode_gluon.launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
 
 
 def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
-    from halfbyte.kernels.decode_triton import launch, workspace_floats
+    from halfbyte.kernels import decode_triton
 
-    part = floats(c.q.device, workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
+    part = floats(c.q.device, decode_triton.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
     start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
-    launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
+    decode_triton.launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,8 +14,8 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.plans.linear import GluonLinear, Spec
-from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
+from halfbyte.plans.tuned import linear_plan, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -108,10 +109,20 @@ def _whole_pieces(t: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> GluonLinear | str:
-    """The plan of a tuned kernel on GPU number `device`."""
+    """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
     facts = describe(f"cuda:{device}")
     processors, capability = facts.sm_count or 1, facts.capability or (0, 0)
-    return tuned_linear(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    table = table_of(facts.name, processors)
+    problem: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
+    return linear_plan(weights, **problem, processors=processors, capability=capability, table=table)[0]
+
+
+def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:
+    """x [M, K] times weights without act-order, by a plan that is given: what `halfbyte tune` times."""
+    outs = [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+    with torch.cuda.device_of(x):
+        _launch_gluon(x, weights, [None] * len(weights), outs, plan, False)
+    return outs
 
 
 def _launch_gluon(

@@ -213,6 +213,26 @@ class Problem:
         return self.group * self.queries
 
 
+def dense_problem(
+    dtype: str,
+    batch: int,
+    heads: int,
+    group: int,
+    queries: int,
+    dim: int,
+    capacity: int,
+    keys: str,
+    values: str,
+    page: int = 0,
+    deterministic_batch: bool = False,
+) -> Problem:
+    """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
+    return Problem(
+        *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
+        *(True, False, False, False, False, False, deterministic_batch),
+    )
+
+
 @dataclass(frozen=True)
 class GluonPlan:
     """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and what they scribble in."""
@@ -233,6 +253,11 @@ class GluonPlan:
         return self.units + 2 * -(-self.programs // self.spec.gather)
 
 
+def shared_memory_of_block(capability: tuple[int, int]) -> int:
+    """Bytes that a block may use."""
+    return _SHARED.get(capability, _SHARED[8, 0])
+
+
 def format_of(name: str) -> Format:
     """A format of keys or values, those that only pass through included."""
     return KV_FORMATS.get(name) or plain_format(name)
@@ -248,7 +273,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     rows = max(8, padded(p.rows))
     if rows * max(p.dim, p.value_dim) > 4096:
         return f"{p.rows} query rows of {max(p.dim, p.value_dim)} a KV head are more than the tuned kernel holds in registers"
-    limit = _SHARED.get(capability, _SHARED[8, 0])
+    limit = shared_memory_of_block(capability)
     lean = p.queries == 1 and not p.alibi and not p.softcap
     even = not (p.page or p.window or keys.staged or values.staged) and keys.dense and values.dense
     warps, tokens, stages, per_sm = shape_of(keys, values, rows, lean, lean and even, limit)

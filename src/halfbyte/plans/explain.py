@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
+from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem
 from halfbyte.plans.linear import GluonLinear, Spec
-from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.triton_decode import triton_tiles
 from halfbyte.plans.triton_linear import expanded, linear_tiles, slab_rows
+from halfbyte.plans.tuned import NO_TABLE, Table, decode_plan, linear_plan
 
 
 def explanation(
@@ -27,29 +28,35 @@ def explanation(
     deterministic_batch: bool,
     sm_count: int,
     capability: tuple[int, int],
+    table: Table = NO_TABLE,
 ) -> dict[str, str]:
-    """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault."""
+    """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
+
+    `table`: the measured plans of that GPU.
+    """
     for name, size in {"batch": batch, "heads": kv_heads, "dim": dim, "capacity": capacity, "queries": queries}.items():
         check(size > 0, f"{name}={size}; it must be above 0")
     check(q_heads % kv_heads == 0, f"heads={q_heads}/{kv_heads}; query heads must be a multiple of KV heads")
     _check_half(dtype)
     k, v = key_format(keys), value_format(values)
-    p = Problem(
-        *(dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, dim, capacity, k.name, v.name, page),
-        *(True, False, False, False, False, False, deterministic_batch),
+    p = dense_problem(
+        dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
     facts = _gpu(sm_count, capability)
     facts["work"] = f"{batch * kv_heads} units (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
-    tuned = gluon_plan(p, sm_count, capability, True)
-    return facts | (_tuned(tuned) if isinstance(tuned, GluonPlan) else {"not gluon": tuned} | _portable(p, sm_count, capability))
+    tuned, source = decode_plan(p, sm_count, capability, True, table)
+    if isinstance(tuned, GluonPlan):
+        return facts | _tuned(tuned, source)
+    return facts | {"not gluon": tuned} | _portable(p, sm_count, capability)
 
 
-def _tuned(plan: GluonPlan) -> dict[str, str]:
+def _tuned(plan: GluonPlan, source: str) -> dict[str, str]:
     spec = plan.spec
     return {
         "kernel": "gluon, the tuned one",
+        "plan": source,
         "tile": f"{spec.tile} tokens: {spec.warps} warps of {spec.tokens}; {spec.padded_rows} query rows side by side",
         "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}; each takes an equal share of the true lengths, counted on the device",
@@ -90,6 +97,7 @@ def linear_explanation(
     dtype: str,
     sm_count: int,
     capability: tuple[int, int],
+    table: Table = NO_TABLE,
 ) -> dict[str, str]:
     """As `explanation`, for x [rows, width] times one weight (`linear`) or three (`qkv_projection`) of so many out features.
 
@@ -111,9 +119,10 @@ def linear_explanation(
     moved = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     asked = list(zip(formats, features, strict=True))
-    tuned = tuned_linear(asked, rows=rows, width=width, half=dtype, processors=sm_count, capability=capability, pair=True)
+    gpu: dict[str, Any] = {"processors": sm_count, "capability": capability, "pair": True, "table": table}
+    tuned, source = linear_plan(asked, rows=rows, width=width, half=dtype, **gpu)
     if isinstance(tuned, GluonLinear):
-        return facts | _tuned_linear(tuned, rows)
+        return facts | _tuned_linear(tuned, rows, source)
     if expanded(formats, rows, width):
         return facts | {"not gluon": tuned} | _by_slabs(features, rows, width)
     return facts | {"not gluon": tuned} | _portable_linear(asked, rows, width, sm_count, capability)
@@ -128,13 +137,14 @@ def _check_half(dtype: str) -> None:
     check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
 
 
-def _tuned_linear(plan: GluonLinear, rows: int) -> dict[str, str]:
+def _tuned_linear(plan: GluonLinear, rows: int, source: str) -> dict[str, str]:
     spec = plan.spec
     alone = not plan.shared
     there = f"of which {rows} are there" if rows <= spec.rows else f"in {-(-rows // spec.rows)} blocks"
     launches = "one launch" if isinstance(spec, Spec) else "warp-group products; two launches, the first brings x into order"
     return {
         "kernel": f"gluon, the tuned one; {launches}",
+        "plan": source,
         "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, {there}; {spec.warps} warps",
         "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",

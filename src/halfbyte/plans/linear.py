@@ -243,16 +243,16 @@ def gluon_linear(
         return refusal
     per_processor = 2
     if weight.group:
-        shape = replace(shape, piece=_piece(shape, width, weight.scale_bytes), zero_piece=_piece(shape, width, 1))
-    spec = _staged(shape, per_processor, capability)
+        shape = replace(shape, piece=piece(shape, width, weight.scale_bytes), zero_piece=piece(shape, width, 1))
+    spec = staged(shape, per_processor, capability)
     if spec is None:
         per_processor = 1
-        spec = _staged(shape, per_processor, capability)
+        spec = staged(shape, per_processor, capability)
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     tiles = sum(-(-n // spec.tile) for n in features)
     steps = -(-width // spec.step)
-    count = _programs(tiles, steps, processors, per_processor)
+    count = fewest_programs(tiles, steps, processors, per_processor)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
     return GluonLinear(spec, count, tiles, steps, tiles % count, per_processor, why)
 
@@ -266,12 +266,13 @@ def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) ->
         return f"{rows} rows; the tuned kernel takes {MOST_ROWS}"
     if width % (8 * weight.planes):
         return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
-    if weight.group and not (_piece(shape, width, weight.scale_bytes) and (_piece(shape, width, 1) or not weight.zero)):
+    if weight.group and not (piece(shape, width, weight.scale_bytes) and (piece(shape, width, 1) or not weight.zero)):
         return f"the {width // weight.group} scales of a row cannot be copied in pieces of 4 bytes or more"
     return ""
 
 
-def _piece(shape: Spec, width: int, size: int) -> int:
+def piece(shape: Spec, width: int, size: int) -> int:
+    """`scale_piece` of the scales (or zero points) of `size` bytes in a step of this shape."""
     weight = shape.weights[0]
     return scale_piece(shape.columns(weight), width // weight.group, size)
 
@@ -326,11 +327,11 @@ def shared_memory(capability: tuple[int, int]) -> int:
     return {(9, 0): 228 << 10, (10, 0): 228 << 10, (8, 0): 164 << 10, (8, 7): 164 << 10}.get(capability, 100 << 10)
 
 
-def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | None:
-    """The same with as many stages as let so many blocks run on a multiprocessor at once, and no more; None with fewer than two."""
+def staged(shape: Spec, blocks: int, capability: tuple[int, int], depths: Sequence[int] = (4, 3, 2)) -> Spec | None:
+    """The same with the first of `depths` stages that lets so many blocks run on a multiprocessor at once, and no more; or None."""
     everything = shared_memory(capability)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
-    for stages, sums_apart in itertools.product((4, 3, 2), apart):
+    for stages, sums_apart in itertools.product(depths, apart):
         spec = replace(shape, stages=stages, sums_apart=sums_apart)
         if blocks * (spec.shared_bytes + BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
@@ -339,7 +340,7 @@ def _staged(shape: Spec, blocks: int, capability: tuple[int, int]) -> Spec | Non
     return None
 
 
-def _programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
+def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
     """How many programs share tiles of so many steps, with so many blocks on each processor at once.
 
     One tile each needs no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal parts;

@@ -136,7 +136,7 @@ def wgmma_linear(
         return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps beside x.
     shape = WgmmaSpec((weight,) * len(weights), half, 32 if rows <= 32 else 64, 256, 1, 1, pair)
-    spec = (_staged(replace(shape, chunk=512), width) if rows <= 32 else None) or _staged(shape, width)
+    spec = (wgmma_staged(replace(shape, chunk=512), width) if rows <= 32 else None) or wgmma_staged(shape, width)
     if spec is None:
         return (
             f"the scales of a row of {width} cannot be copied in pieces of 4 bytes or more, or three steps do not fit shared memory"
@@ -147,7 +147,7 @@ def wgmma_linear(
     return GluonLinear(spec, count, tiles, steps, tiles if tiles % count else 0, 1, why)
 
 
-def _staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
+def wgmma_staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
     """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit."""
     weight = shape.weights[0]
     if weight.group:

@@ -1,0 +1,103 @@
+"""Kernels of plans compiled by many processes before they are timed: one after the other they would take minutes.
+
+Nothing is launched and no GPU is asked for: a launch on tensors without memory says what would be compiled
+(`kernels/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress
+
+from halfbyte.plans.choices import Plan
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
+from halfbyte.plans.linear import GluonLinear, Spec
+from halfbyte.plans.tuned import LinearProblem
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.compiling import Configuration
+
+Pair = tuple[LinearProblem | Problem, Plan]
+#: More processes than this wait for each other's memory.
+_MOST = 16
+
+
+def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int]) -> int:
+    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch."""
+    variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
+    processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
+    if processes < 2:  # no gain over compiling at the first launch
+        return len(variants)
+    console = Console(stderr=True)
+    with (
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+        Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar,
+        contextlib.suppress(BrokenProcessPool),
+    ):
+        task = bar.add_task(f"compiling in {processes} processes", total=len(variants))
+        try:
+            for _ in as_completed([pool.submit(compile_plan, problem, plan, capability) for problem, plan in variants]):
+                bar.advance(task)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return len(variants)
+
+
+def _variant(problem: LinearProblem | Problem, plan: Plan) -> tuple[object, ...]:
+    """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
+    return type(problem), plan.spec
+
+
+def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> None:
+    """Compile one plan's kernels, in this process."""
+    from halfbyte.kernels.compiling import TARGETS, Target, build
+
+    number = 10 * capability[0] + capability[1]
+    target = next((t for t in TARGETS if t.capability == number), Target(number, 0))
+    for configuration in configurations(problem, plan, capability):
+        build(configuration, target)
+
+
+def configurations(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    """What a launch by this plan would compile."""
+    if isinstance(problem, LinearProblem) and isinstance(plan, GluonLinear):
+        yield from _products(problem, plan, capability)
+    elif isinstance(problem, Problem) and isinstance(plan, GluonPlan):
+        yield from _attention(problem, plan)
+
+
+def _products(problem: LinearProblem, plan: GluonLinear, capability: tuple[int, int]) -> Iterator[Configuration]:
+    from halfbyte.kernels import linear_gluon, linear_wgmma
+    from halfbyte.kernels.linear_sample import sample_configurations
+
+    launch = linear_gluon.launch if isinstance(plan.spec, Spec) else linear_wgmma.launch
+    (name, *_), features = zip(*problem.weights, strict=True)
+    half = "fp16" if problem.half == "fp16" else ""
+    given = (name, problem.rows, features, problem.width, half)
+    yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
+
+
+def _attention(p: Problem, plan: GluonPlan) -> Iterator[Configuration]:
+    import torch
+
+    from halfbyte.kernels.compiling import empty, plane, recorded
+    from halfbyte.kernels.decode_gluon import launch
+    from halfbyte.planes import AttentionOptions
+
+    dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
+    keys, values = (plane(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values))
+    q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
+    lse, part = empty(*q.shape[:3], dtype=torch.float32), empty(plan.floats, dtype=torch.float32)
+    inputs = (q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))
+    rest = (plan.spec, plan.programs, empty(*q.shape, dtype=dtype), lse, part, empty(plan.counters))
+    yield from recorded("decode", lambda: launch(*inputs, *rest))

@@ -1,0 +1,135 @@
+"""`halfbyte tune`: measure the plans of this GPU and store them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.cli.shared import Json, check_writable, integers, words
+from halfbyte.errors import InvalidArgument, Unsupported, check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfbyte.bench.session import Session
+    from halfbyte.bench.tune import Planned, Store, Tuning
+
+#: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
+_LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
+_ROWS, _QUICK_ROWS = "1,2,4,8,16", "1,16"
+
+
+def tune(
+    linear: Annotated[
+        str, typer.Option(help="Weights, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 for q, k and v.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="Rows of x: 3 and 4, or 9 to 16, share a plan.")] = "",
+    weights: Annotated[str, typer.Option(help="Formats of the weights.")] = "int4_sym_g128",
+    attention: Annotated[
+        str, typer.Option(help="Decode steps, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")
+    ] = "",
+    formats: Annotated[str, typer.Option(help="Formats of the cache, such as int8,int8+int4_g32 (keys+values).")] = "int8",
+    quick: Annotated[bool, typer.Option("--quick", help="One weight, two numbers of rows, few choices.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Store the plans in this file and not where halfbyte looks for them.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be measured; needs no GPU.")] = False,
+    device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the plans of the tuned kernels on this GPU, and store those that beat the analytic ones."""
+    from halfbyte.bench.session import Options, Session
+    from halfbyte.bench.tune import SCREEN, Store
+    from halfbyte.paths import own_plans
+    from halfbyte.plans.tuned import Table
+
+    if not linear and not attention:
+        linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
+    asked = (products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
+    if dry_run:
+        _list(_jobs(*asked, store=Store(Path(), Table("", 0))), quick)
+        return
+    check_writable(output, "output")
+    session = Session.start(Options(quick=quick, json=as_json, device=device), SCREEN)
+    if session.device.kind != "cuda":
+        raise Unsupported("tune measures kernels on an NVIDIA GPU and there is none here; --dry-run says what would be measured")
+    file = output or own_plans(session.device.name)
+    store = Store.open(file, session.device, session.environment.versions, anew=output is None)
+    _run(session, _jobs(*asked, store=store), store)
+
+
+def _jobs(
+    linear: Sequence[tuple[tuple[int, ...], int]],
+    rows: Sequence[int],
+    weights: Sequence[str],
+    steps: Sequence[tuple[int, int, int, int, int]],
+    formats: Sequence[str],
+    store: Store,
+) -> list[Tuning]:
+    from halfbyte.bench.decode import DecodeShape, parse_formats
+    from halfbyte.bench.tune import AttentionTuning, LinearTuning
+    from halfbyte.formats import weight_format
+
+    for size in (*rows, *(n for features, width in linear for n in (*features, width))):
+        check(size > 0, f"rows and features must be above 0; got {size}")
+    for features, width in linear:
+        for name in weights:
+            weight_format(name).check_shape((max(features), width), f"weights={name!r}: a weight")
+    for name in formats:
+        parse_formats(name)
+    found: list[Tuning] = [LinearTuning(*one, name, tuple(rows), store) for one, name in itertools.product(linear, weights)]
+    return found + [AttentionTuning(DecodeShape(*step), name, store) for step, name in itertools.product(steps, formats)]
+
+
+def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
+    from halfbyte.bench.compile_ahead import compile_ahead
+    from halfbyte.bench.tune import HEADERS, facts_of, left_out, says, table_rows
+
+    planned = [one for job in jobs for one in job.plans(session.device, session.options.quick)]
+    compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
+    session.run(jobs)
+    if not session.options.json:
+        session.show_table(f"plans on {session.device.name}", HEADERS, table_rows(session.records), text_columns=2)
+    for line in (*left_out(session.records), says(session.records)):
+        session.say(line)
+    if store.file.exists():
+        session.say(f"{len(store.table.entries)} problems in {store.file}; processes that run already keep their plans")
+    if session.interrupted:
+        raise typer.Exit(130)
+    if all(record.refused for record in session.records):
+        raise typer.Exit(1)
+
+
+def _list(jobs: Sequence[Tuning], quick: bool) -> None:
+    """What would be measured on the GPU here, else on an H200."""
+    from halfbyte.cli.inspect import this_gpu
+    from halfbyte.device import Device
+
+    name, processors, capability = this_gpu()
+    gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, processors)
+    planned: list[tuple[str, Planned]] = [(job.formats, one) for job in jobs for one in job.plans(gpu, quick)]
+    for formats, one in planned:
+        print(f"{one.name} {formats}: {one.refused or f'{len(one.plans)} choices'}")
+    kernels = len({(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()})
+    print(f"{len(planned)} problems, {sum(len(one.plans) for _, one in planned)} choices, {kernels} kernels to compile for {name}")
+
+
+def products(text: str) -> list[tuple[tuple[int, ...], int]]:
+    """4096x4096,6144x4096 or 4096,1024,1024x4096 as (out features of each weight, in features), launch by launch."""
+    one = r"\d+(?:,\d+,\d+)?x\d+"
+    if text and not re.fullmatch(rf"{one}(,{one})*", text):
+        raise InvalidArgument(f"--linear {text!r}; give out features x in features, such as 6144x4096 or 4096,1024,1024x4096")
+    pairs = [found.split("x") for found in re.findall(one, text)]
+    return [(tuple(map(int, outs.split(","))), int(width)) for outs, width in pairs]
+
+
+def _steps(text: str) -> list[tuple[int, int, int, int, int]]:
+    """8x64/8x128x16384 as batch, query heads, KV heads, head size, tokens."""
+    found = [re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+)", word) for word in words(text)]
+    if None in found:
+        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head size x tokens: 8x64/8x128x16384")
+    return [(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5])) for m in found if m]

@@ -1,0 +1,84 @@
+"""Plans by other choices than the analytic one, as `halfbyte tune` measures them: each is right, and gives its bits again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_cases import poisoned, same_bits
+from gpu_place import PLACE
+from test_gpu_graphs import Captured, needs_gpu
+from test_gpu_linear import judge
+
+import halfbyte as hb
+from halfbyte.bench.caches import Promise, held_by
+from halfbyte.bench.splits import attend, call_of
+from halfbyte.device import describe
+from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.plans.choices import decode_choices, linear_choices, with_decode_choice, with_linear_choice
+from halfbyte.plans.decode_attention import GluonPlan, gluon_plan
+from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.linear_wgmma import tuned_linear
+
+
+@needs_gpu
+@pytest.mark.compile_first
+@pytest.mark.parametrize(
+    ("name", "rows", "features", "width"),
+    [
+        ("int4_g128", 3, (1000, 200, 40), 1024),
+        ("mxfp4", 1, (12345,), 2176),
+        ("nf4", 16, (12345,), 2176),
+        ("int8_col", 8, (1000, 200, 40), 1024),
+        ("int4_sym_g128", 40, (12345,), 2176),
+    ],
+)
+def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
+    gpu = describe("cuda")
+    processors, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
+    rng = torch.Generator(PLACE.device).manual_seed(rows)
+    x = torch.randn(rows, width, generator=rng, device=PLACE.device).bfloat16()
+    weights = [hb.quantize(torch.randn(n, width, generator=rng, device=PLACE.device) * 0.1, name) for n in features]
+    given = {"rows": rows, "width": width, "half": "bf16", "processors": processors, "capability": capability, "pair": True}
+    first = tuned_linear([(w.format, w.shape[0]) for w in weights], **given)  # type: ignore[arg-type]
+    if isinstance(first, str):
+        pytest.skip(first)
+    for choice in linear_choices(first, features, width, processors, capability):
+        plan = with_linear_choice(first, choice, features, width, processors, capability)
+        assert isinstance(plan, GluonLinear), plan
+        with poisoned():
+            once = _linear_on_gpu.run_plan(x, weights, plan)
+        for out, weight in zip(once, weights, strict=True):
+            judge(out, x, weight, None)
+        graph = Captured(lambda plan=plan: _linear_on_gpu.run_plan(x, weights, plan))  # type: ignore[misc]
+        for _ in range(3):
+            assert all(same_bits(a, b) for a, b in zip(graph.replay(), once, strict=True)), choice
+
+
+@needs_gpu
+@pytest.mark.compile_first
+@pytest.mark.parametrize(
+    ("formats", "lengths", "heads"),
+    [(("int8", "int4_g32"), (1, 5000, 64, 777), 2), (("int4", "int4"), (8192,), 1), (("fp8", "fp8"), (100,) * 40, 8)],
+)
+def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: tuple[int, ...], heads: int) -> None:
+    gpu = describe("cuda")
+    processors, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
+    rng = torch.Generator(PLACE.device).manual_seed(heads)
+    batch, longest = len(lengths), max(lengths)
+    cache = hb.KVCache(batch, heads, 128, longest, keys=formats[0], values=formats[1], device=PLACE.device)
+    k, v = torch.randn(2, batch, heads, longest, 128, generator=rng, device=PLACE.device).bfloat16()
+    cache.append(k, v)
+    cache.lengths.copy_(torch.tensor(lengths))
+    q = 4 * torch.randn(batch, 4 * heads, 1, 128, generator=rng, device=PLACE.device).bfloat16()
+    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), processors, capability, True)
+    assert isinstance(first, GluonPlan), first
+    promise = Promise(q, held_by(cache))
+    for choice in decode_choices(first, processors, capability):
+        plan = with_decode_choice(first, choice, processors, capability)
+        assert isinstance(plan, GluonPlan), plan
+        with poisoned():
+            once = attend(q, cache, plan)
+        promise.judge([once]).require(str(choice))
+        graph = Captured(lambda plan=plan: attend(q, cache, plan))  # type: ignore[misc]
+        for _ in range(3):
+            assert same_bits(graph.replay(), once), choice
