@@ -151,13 +151,13 @@ def test_many_cases_have_no_chart_each() -> None:
 
 def test_records_are_told_by_kind() -> None:
     kinds = {
-        "decode attention and appends, with bars": rec(op="append"),
-        "linear layers, with bars": rec(op="linear"),
-        "q, k, v": rec(op="qkv variants"),
+        "Decode attention and appends, with bars": rec(op="append"),
+        "Linear layers, with bars": rec(op="linear"),
+        "Products for q, k and v": rec(op="qkv variants"),
         "w4a16-splitk": rec(op="split-k study", study="w4a16-splitk"),
-        "peers": rec(study="peers"),
-        "decode attention": rec(case=""),
-        "something else": rec(op="something_else", study="of another version"),
+        "Peers": rec(study="peers"),
+        "Decode attention": rec(case=""),
+        "Something else": rec(op="something_else", study="of another version"),
     }
     assert {telling.telling_of(r).title: r for r in kinds.values()} == kinds
     assert next((t.title, len(found)) for t, found in telling.by_telling([*kinds.values(), rec(op="append")])) == (

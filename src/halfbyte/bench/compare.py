@@ -24,7 +24,7 @@ def device_of(r: Record) -> str:
 
 def key(r: Record) -> Key:
     """What two records of the same thing share."""
-    return (device_of(r), r.study, r.op, r.case, describe_shape(r.shape), r.formats, r.implementation)
+    return (device_of(r), r.study, r.op, r.case, describe_shape(dict(sorted(r.shape.items()))), r.formats, r.implementation)
 
 
 def latest(measured: Sequence[Record]) -> list[Record]:

@@ -76,8 +76,9 @@ def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
     from halfbyte.bench.telling import by_telling  # studies take their type of a table from this file
 
     for telling, mine in by_telling(measured):
-        report.heading(f"{telling.title[:1].upper()}{telling.title[1:]}{where}")
-        report.text(*telling.says(mine))
+        report.heading(f"{telling.title}{where}")
+        asked = [f"{telling.asks[:1].upper()}{telling.asks[1:]}."] if telling.asks else []
+        report.text(*asked, *telling.says(mine))
         for chart in telling.charts(mine):
             report.figure(chart)
         headers, rows = telling.table(mine)

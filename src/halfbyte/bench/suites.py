@@ -87,7 +87,7 @@ def overhead() -> Suite:
 
 def peers() -> Suite:
     """Every peer that runs here, on one case each."""
-    return Suite(run_peers.jobs, telling.PEERS, MANY_GRAPHS, telling.PEERS.title)
+    return Suite(run_peers.jobs, telling.PEERS, MANY_GRAPHS, telling.PEERS_MARK)
 
 
 def study(name: str) -> Suite:

@@ -20,36 +20,40 @@ def _nothing(measured: Sequence[Record]) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Telling:
-    """How records of one kind are told: see `studies.Study`; `title` says what they are of."""
+    """How records of one kind are told: see `studies.Study`; `title` says what they are of, `asks` what is asked, if so."""
 
     title: str
     table: Callable[[Sequence[Record]], Table]
     charts: Callable[[Sequence[Record]], Sequence[str]] = _nothing
     says: Callable[[Sequence[Record]], Sequence[str]] = _nothing
     text_columns: int = 2
+    asks: str = ""
 
 
 def _rows_under(headers: Sequence[str], rows: Callable[[Sequence[Record]], Sequence[Sequence[str]]]) -> Callable[..., Table]:
     return lambda measured: (headers, rows(measured))
 
 
-DECODE = Telling("decode attention and appends, with bars", _rows_under(bars.HEADERS, bars.table_rows), figures.of_attention)
+#: What records of peers are marked with, as those of a study are.
+PEERS_MARK = "peers"
+
+DECODE = Telling("Decode attention and appends, with bars", _rows_under(bars.HEADERS, bars.table_rows), figures.of_attention)
 LINEAR = Telling(
-    "linear layers, with bars",
+    "Linear layers, with bars",
     _rows_under(linear_bars.HEADERS, linear_bars.table_rows),
     figures.of_linear,
     lambda measured: (f"Quoted: {quoted.SOURCE}.",),
     text_columns=3,
 )
-QKV = Telling("q, k, v", _rows_under(run_qkv.HEADERS, run_qkv.table_rows), figures.of_variants, text_columns=3)
+QKV = Telling("Products for q, k and v", _rows_under(run_qkv.HEADERS, run_qkv.table_rows), figures.of_variants, text_columns=3)
 
 
-PEERS = Telling("peers", _rows_under(HEADERS, table_rows), figures.of_any, text_columns=3)
+PEERS = Telling("Peers", _rows_under(HEADERS, table_rows), figures.of_any, text_columns=3)
 
 
 def plain(op: str) -> Telling:
     """Any other records of one operation."""
-    title = op.replace("_", " ")
+    title = op.replace("_", " ").capitalize()
     return Telling(title, _rows_under(HEADERS, table_rows), figures.of_any, _ratio_said, text_columns=3)
 
 
@@ -60,7 +64,7 @@ def _ratio_said(measured: Sequence[Record]) -> Sequence[str]:
 
 def of_study(study: studies.Study) -> Telling:
     """A study tells itself."""
-    return Telling(study.name, study.table, study.charts, study.says, study.text_columns)
+    return Telling(study.name, study.table, study.charts, study.says, study.text_columns, study.asks)
 
 
 def telling_of(r: Record) -> Telling:
@@ -71,7 +75,7 @@ def telling_of(r: Record) -> Telling:
         return DECODE
     if r.case and r.op == "linear" and not r.study:
         return LINEAR
-    if r.study == PEERS.title:
+    if r.study == PEERS_MARK:
         return PEERS
     if r.op in (run_qkv.OP, run_qkv.FUSED_OP):
         return QKV
