@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -544,6 +547,19 @@ def test_a_graph_is_timed_pass_by_pass_behind_a_pause(monkeypatch: pytest.Monkey
     assert log == ["before", "a", "b", "c"]
     # Without something to put back the rotation is repeated until the block is long enough: 6 ms here, for 20 ms.
     assert "cuda graph of 12 calls" in make_sampler("x", Work(fns), GPU, dataclasses.replace(BRIEF, block_seconds=20e-3)).method
+
+
+def test_what_a_graph_reads_lives_as_long_as_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    read = torch.zeros(3)
+    alive = weakref.ref(read)
+    sampler = make_sampler("x", Work([partial(torch.clone, read)]), GPU, BRIEF)
+    del read
+    gc.collect()
+    assert alive() is not None
+    del sampler
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,7 @@ class _CudaSampler:
 
     def __init__(self, work: Work, device: Device, effort: Effort) -> None:
         self._device, self._before, self._paired = device.torch, work.before or _nothing, work.paired
+        self._fns = work.fns  # a graph does not keep alive what its kernels read
         with torch.cuda.device(self._device), paired_launches(self._paired):
             once = self._warm_up(work.fns)
             rounds = 1 if work.before else max(1, math.ceil(effort.block_seconds / max(once, 1e-7)))
