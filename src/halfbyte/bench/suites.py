@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfbyte.bench import decode as any_decode
 from halfbyte.bench import linear as any_linear
 from halfbyte.bench import qkv as layers_of_qkv
-from halfbyte.bench import run_bars, run_linear, run_qkv, studies, telling
+from halfbyte.bench import run_bars, run_linear, studies, telling
 from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.linear import LinearShape
 from halfbyte.bench.overhead import CallJob
 from halfbyte.bench.peers import run as run_peers
 from halfbyte.bench.session import Job, Session
+from halfbyte.bench.studies import fused_qkv
 from halfbyte.bench.telling import Telling
 from halfbyte.bench.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte.errors import InvalidArgument
@@ -70,14 +71,9 @@ def _with_bars(session: Session, shapes: Sequence[object], formats: Sequence[str
 
 
 def qkv(weights: Path | None = None, impl: str = "auto") -> Suite:
-    """The variants of quantised attention, on an extract or on the shipped model's weights."""
+    """The study of fused projections, on an extract or on the shipped model's weights."""
     first = layers_of_qkv.shipped_weights(layers_of_qkv.GPT2) if weights is None else layers_of_qkv.extracted_weights(weights)
-
-    def jobs(s: Session) -> Sequence[Job]:
-        layers = [first] if s.options.quick else [first, layers_of_qkv.random_weights(layers_of_qkv.LLAMA)]
-        return run_qkv.jobs(layers, impl, s.device.kind, s.options.quick)
-
-    return Suite(jobs, telling.QKV, MANY_GRAPHS)
+    return replace(study(fused_qkv.STUDY.name), jobs=lambda s: fused_qkv.jobs_on(s, first, impl))
 
 
 def overhead() -> Suite:
@@ -98,7 +94,7 @@ def study(name: str) -> Suite:
 
 def every(session: Session) -> list[Suite]:
     """All of them: the host's overhead and appends are among the bars of a GPU."""
-    first = [decode(session, (), (), (), bars=False), linear(session, (), (), (), bars=False), qkv(), peers()]
+    first = [decode(session, (), (), (), bars=False), linear(session, (), (), (), bars=False), peers()]
     return [*first, *(study(name) for name in studies.QUESTIONS)]
 
 
