@@ -52,10 +52,7 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench decode --output results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench linear --output results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench study w4a16-splitk --output results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench qkv --output results/gpu.jsonl
+	PYTHONPATH=src $(PYTHON) -m halfbyte bench all --output results/gpu.jsonl
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .

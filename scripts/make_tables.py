@@ -1,21 +1,25 @@
 """Write the generated tables of README.md and docs/: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
 
-python scripts/make_tables.py            rewrite the tables, and the chart of the GPU's records
+python scripts/make_tables.py            rewrite the tables, and the charts of the records
 python scripts/make_tables.py --check    exit 1 if a table is out of date
 """
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench import bars, charts, linear_bars, quoted, records, run_qkv
+from halfbyte.bench import bars, charts, compare, linear_bars, quoted, records, run_qkv, studies
+from halfbyte.bench.page import by_machine
 from halfbyte.bench.records import Record
-from halfbyte.bench.studies import w4a16_splitk
+from halfbyte.bench.studies import QUESTIONS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.families import REFUSED, TESTED
 
@@ -154,7 +158,11 @@ def gpu_records() -> list[Record]:
 
 def every_gpu_record() -> list[Record]:
     """All that was measured on a GPU."""
-    path = ROOT / "results" / "gpu.jsonl"
+    return _read("gpu.jsonl")
+
+
+def _read(name: str) -> list[Record]:
+    path = ROOT / "results" / name
     return records.read(path).records if path.exists() else []
 
 
@@ -235,23 +243,73 @@ def linear_verdicts() -> str:
     return f"{bars.count_text(measured)}{missing}.{table}"
 
 
-def split_k() -> str:
-    """The split-K study."""
-    measured = [r for r in every_gpu_record() if r.op == w4a16_splitk.OP]
-    latest = list({(r.case, r.implementation): r for r in measured}.values())
-    if not latest:
-        return NOTHING
-    told = [f"- {r.note}." for r in latest if r.note]
-    return "\n".join([_where(latest), "", markdown(w4a16_splitk.HEADERS, w4a16_splitk.table_rows(latest)), "", *told])
+# ------------------------------------------------------------------------------------------------------------------- studies
+
+STUDIES = "docs/studies"
+#: Longer tables are folded.
+SHOWN_ROWS = 32
 
 
-def qkv() -> str:
-    """The four variants, and one launch for q, k and v against three."""
-    measured = run_qkv.latest(every_gpu_record())
-    if not measured:
-        return NOTHING
-    sources = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}" for r in measured if r.op == run_qkv.OP and r.note)
-    return f"{_where(measured)} {'; '.join(sources)}.\n\n{markdown(run_qkv.HEADERS, run_qkv.table_rows(measured))}"
+def study(name: str) -> str:
+    """A study as it tells itself, machine by machine: where, sentences, table, charts."""
+    told: list[str] = []
+    before = 0
+    for mine, drawn in _drawn(name):
+        told += [*_study_text(name, mine), *_pictures(name, drawn, before + 1)]
+        before += len(drawn)
+    return "\n\n".join(told) or NOTHING
+
+
+def study_charts() -> dict[str, str]:
+    """Every chart of the studies, by the name of its file."""
+    by_study = {name: [svg for _, drawn in _drawn(name) for svg in drawn] for name in QUESTIONS}
+    return {f"{name}-{i}.svg": svg for name, drawn in by_study.items() for i, svg in enumerate(drawn, 1)}
+
+
+@cache
+def _drawn(name: str) -> list[tuple[list[Record], Sequence[str]]]:
+    """A study's records and charts, machine by machine; drawing takes a second, and is done for the text and for the files."""
+    return [(mine, studies.study(name).charts(mine)) for mine in by_machine(study_records(name)).values()]
+
+
+def study_records(name: str) -> list[Record]:
+    """The last record of each thing that a study has measured: on a GPU or, where it ran on none, on a CPU."""
+    of_gpu, of_cpu = ([r for r in map(_marked, _read(file)) if r.study == name] for file in ("gpu.jsonl", "cpu.jsonl"))
+    return compare.latest(of_gpu or of_cpu)
+
+
+def _marked(r: Record) -> Record:
+    """Those of `halfbyte bench qkv` belong to a study, and earlier ones do not say so."""
+    return replace(r, study="fused-qkv") if r.op in (run_qkv.OP, run_qkv.FUSED_OP) else r
+
+
+def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
+    found = studies.study(name)
+    headers, rows = found.table(measured)
+    table = markdown(headers, [[cell.replace("\n", "<br>") for cell in row] for row in rows])
+    said = found.says(measured)
+    told = [" ".join([_where(measured), *_notes(measured, " ".join(said))]), *said]
+    told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
+    if refused := dict.fromkeys(r.refused for r in measured if r.refused):
+        told.append(folded("What has no figure, and why", "\n".join(f"- {why}" for why in refused)))
+    return told
+
+
+def _notes(measured: Sequence[Record], said: str) -> list[str]:
+    """What records note of their cases, unless that is said already, and how many bars were met."""
+    notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in measured if r.note and r.note[1:] not in said)
+    return [*notes, *([f"{bars.count_text(measured)}."] if any(r.bars for r in measured) else [])]
+
+
+def folded(summary: str, text: str) -> str:
+    """Markdown that a reader opens."""
+    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
+    """Links to the charts, described as the charts describe themselves."""
+    described = [html.unescape(svg.partition('aria-label="')[2].partition('"')[0]) for svg in drawn]
+    return [f"![{text}]({Path(STUDIES).name}/{name}-{i}.svg)" for i, text in enumerate(described, first)]
 
 
 def _where(measured: Sequence[Record]) -> str:
@@ -263,21 +321,28 @@ def _where(measured: Sequence[Record]) -> str:
     return f"{devices}; {', '.join(versions)}; {', '.join(dates)}."
 
 
-def write_chart() -> None:
-    """The charts of shares of the roof; none of what was not measured."""
+def write_charts() -> None:
+    """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = bars.shares(gpu_records())
     if reached:
         svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
     for svg in linear_bars.figures(every_gpu_record()):
         (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
+    drawn, folder = study_charts(), ROOT / STUDIES
+    for name, svg in drawn.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(charts.as_image(svg), encoding="utf-8")
+    for path in folder.glob("*.svg"):
+        if path.name not in drawn:  # of records that tell it no more
+            path.unlink()
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
     "docs/decode_attention.md": {"bars": all_bars},
-    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures, "split-k": split_k},
-    "docs/qkv.md": {"qkv": qkv},
+    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures},
+    "docs/studies.md": {name: partial(study, name) for name in QUESTIONS},
 }
 
 
@@ -299,7 +364,7 @@ def main() -> int:
             print(f"{page} is out of date; run `make docs`", file=sys.stderr)
             stale = 1
     if "--check" not in sys.argv[1:]:
-        write_chart()
+        write_charts()
     return stale
 
 

@@ -721,7 +721,7 @@ def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.gpu() == tables.all_bars() == tables.NOTHING
-    tables.write_chart()
+    tables.write_charts()
     assert not (tmp_path / tables.CHART).exists()
     (tmp_path / "docs").mkdir()
     records.append(tmp_path / "results" / "gpu.jsonl", [measured_case(50e-6), record(), measured_case()])
@@ -730,7 +730,7 @@ def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.
     page = tables.all_bars()
     assert "1 bars met, 1 missed, 0 not measured" in page
     assert "met: 95.6 %<br>missed: 3.20x (by 3 %)" in page
-    tables.write_chart()
+    tables.write_charts()
     svg = (tmp_path / tables.CHART).read_text()
     assert "batch 128 x 8,192, int4" in svg
     assert "prefers-color-scheme" in svg

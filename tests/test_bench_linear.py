@@ -413,13 +413,12 @@ def session_judge(layer: Layer, rows: int, ours: Record, beside: list[Record]) -
 def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.linear() == tables.linear_verdicts() == tables.split_k() == tables.qkv() == tables.NOTHING
+    assert tables.linear() == tables.linear_verdicts() == tables.NOTHING
     (tmp_path / "docs").mkdir()
     made = some_records()
     old = dataclasses.replace(made[2], seconds=99e-6)
     study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
-    variants = quick().run([run_qkv.VariantsJob(qkv.random_weights(SHAPE), "auto", ("nf4",))])
-    records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study, *variants])
+    records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study])
     text = tables.linear()
     assert "| 8192 x 8192, 1 row | 11.0, 85 % |" in text
     assert "15.6 humming" in text
@@ -428,20 +427,53 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     assert "missed: 85.5 % (by 5 %)" in tables.linear_verdicts()
     assert "| 8192 x 8192, 1 row | int4_sym_g128 | 11.0 us | 85 % | 3.14x |" in tables.gpu()
     assert tables.all_bars() == tables.NOTHING  # none of attention
-    assert "| small layer | nf4 | naive | 7 |" in tables.qkv()
-    assert "small layer: random weights" in tables.qkv()
     assert "split-k study" not in tables.linear()
-    tables.write_chart()
+    tables.write_charts()
     svg = (tmp_path / tables.LINEAR_CHART).read_text()
     assert all(word in svg for word in ("8192 x 8192", "halfbyte int4", "cuBLAS", linear_bars.QUOTED, "prefers-color-scheme"))
     assert not (tmp_path / tables.CHART).exists()
+
+
+def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables()
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 4)
+    folder = tmp_path / tables.STUDIES
+    folder.mkdir(parents=True)
+    (folder / "memory-7.svg").touch()
+    variants = quick().run([run_qkv.VariantsJob(qkv.random_weights(SHAPE), "auto", ("nf4",))])  # as before they had a study's mark
+    skipped = dataclasses.replace(
+        rec("c", {}, "int4", "x", None), study="int8-splitk", refused="c: too large", op="int8 split-k study"
+    )
+    ours = [rec("split-k study, 8, 1 row", {"M": 1, "N": 8, "K": 8}, INT4, "halfbyte auto", t) for t in (9e-6, 5e-6)]
+    cut = [dataclasses.replace(r, op=w4a16_splitk.OP, study="w4a16-splitk") for r in ours]
+    there = dataclasses.replace(cut[1], environment=dataclasses.replace(cut[1].environment, device="another GPU", driver="1"))
+    on_cpu = dataclasses.replace(cut[1], seconds=77e-6)
+    records.append(tmp_path / "results" / "gpu.jsonl", [*cut, there, *variants, skipped])
+    records.append(tmp_path / "results" / "cpu.jsonl", [on_cpu, dataclasses.replace(on_cpu, study="accuracy")])
+    told = tables.study("w4a16-splitk")
+    assert [line.split("|")[10].strip() for line in told.splitlines() if line.startswith("| split-k")] == ["5.0", "5.0"]
+    assert [line.partition(";")[0] for line in told.splitlines() if "torch" in line] == ["fake", "another GPU"]
+    fused = tables.study("fused-qkv")
+    assert "small layer: random weights. " in fused
+    assert fused.count("| small layer | nf4 | naive | 7 |") == 1
+    assert "<details>" not in fused
+    assert "![small layer: launch by launch](studies/fused-qkv-1.svg)" in fused
+    assert "What has no figure, and why</summary>\n\n- c: too large\n" in tables.study("int8-splitk")
+    assert "fake" in tables.study("accuracy")
+    assert tables.study("memory") == tables.NOTHING
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 3)
+    assert "<summary>Table, 4 rows</summary>\n\n| case |" in tables.study("fused-qkv")
+    tables.write_charts()
+    assert [path.name for path in folder.iterdir()] == ["fused-qkv-1.svg"]
+    assert "prefers-color-scheme" in (folder / "fused-qkv-1.svg").read_text()
 
 
 def test_panels_share_one_legend() -> None:
     svg = charts.panels(
         {"a": {"x": [(1, 2.0), (2, 3.0)]}, "b": {"x": [(1, 1.0)], "y": [(2, 5.0)]}}, x_label="r", y_label="s", title="t"
     )
-    assert svg.count(">x</text>") == svg.count(">y</text>") == 1
+    assert svg.count(">x</text>") == svg.count(">y</text>") == svg.count(">t</text>") == 1
     with pytest.raises(ValueError, match="by_title is empty"):
         charts.panels({}, x_label="r", y_label="s", title="t")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import halfbyte
+from halfbyte.bench.studies import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -45,3 +46,12 @@ def test_commands_in_the_readme_exist() -> None:
     used = set(re.findall(r"^halfbyte (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor"}
     assert used <= known
+
+
+def test_every_study_has_its_section() -> None:
+    """Its question and its command, in the order in which the command line lists them."""
+    sections = (ROOT / "docs" / "studies.md").read_text().split("\n## ")[1:]
+    heads = [section.split("\n\n")[:3] for section in sections]
+    assert heads == [
+        [name, f"{asks[:1].upper()}{asks[1:]}.", f"    halfbyte bench study {name}"] for name, asks in QUESTIONS.items()
+    ]

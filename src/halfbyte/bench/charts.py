@@ -44,7 +44,7 @@ def scatter(
     for point in points:
         check(not log_x or point.x > 0, f"point {point.label!r} has x={point.x}; a logarithmic axis needs x > 0")
         check(not log_y or point.y > 0, f"point {point.label!r} has y={point.y}; a logarithmic axis needs y > 0")
-    with _figure(title or f"{y_label} against {x_label}", 4.2) as (fig, ax, done):
+    with _figure(title or f"{y_label} against {x_label}", 4.8) as (fig, ax, done):
         names = list(dict.fromkeys(p.series for p in points))
         for number, name in enumerate(names):
             mine = [p for p in points if p.series == name]
@@ -70,12 +70,14 @@ def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: M
     with _figure(title or x_label, 0.9 + 0.34 * len(values)) as (_, ax, done):
         names = list(values)
         drawn = ax.barh(range(len(names)), list(values.values()), color=_SERIES[0], height=0.62)
-        ax.bar_label(drawn, [(shown or {}).get(n, f"{values[n]:.4g}") for n in names], padding=4, color=_INK, fontsize=10)
+        written = ax.bar_label(drawn, [(shown or {}).get(n, f"{values[n]:.4g}") for n in names], padding=4, color=_INK, fontsize=10)
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         _frame(ax, x_label, "", title, legend=False)
         ax.grid(axis="y", visible=False)
-        ax.margins(x=0.16)
+        # Browsers set the values in the system's font, which may be wider than matplotlib's.
+        ax.margins(x=max(0.16, 0.024 * max(len(text.get_text()) for text in written)))
+        ax.xaxis.set_major_formatter("{x:,g}")
         ax.tick_params(axis="y", labelcolor=_INK, labelsize=10.5)
     return done.svg
 
@@ -155,7 +157,8 @@ def panels(
     names = list(dict.fromkeys(name for found in by_title.values() for name in found))
     rows = -(-len(by_title) // columns)
     top = max(y for found in by_title.values() for points in found.values() for _, y in points)
-    with _figure_of(title, 0.9 + 2.1 * rows, (rows, columns)) as (fig, axes, done):
+    with _figure_of(title, 1.2 + 2.1 * rows, (rows, columns)) as (fig, axes, done):
+        fig.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11.5, fontweight="bold")
         for i, (ax, (heading, found)) in enumerate(zip(axes, by_title.items(), strict=False)):
             for name, points in found.items():
                 number, style = names.index(name), "--" if name in dashed else "-"
@@ -169,8 +172,8 @@ def panels(
             else:
                 ax.set_ylim(0, 1.06 * top)
             lowest = i + columns >= len(by_title)
-            _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", heading, legend=False)
-            ax.title.set_fontsize(10.5)
+            _frame(ax, x_label if lowest else "", y_label if i % columns == 0 else "", "", legend=False)
+            ax.set_title(heading, loc="left", color=_INK, fontsize=10.5)
         for ax in axes[len(by_title) :]:
             ax.set_visible(False)
         shown = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -243,7 +246,8 @@ def _frame(ax: Any, x_label: str, y_label: str, title: str, legend: bool) -> Non
 
 def _legend(fig: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 5) -> None:
     """Below the plot, where it can hide no data."""
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(labels), columns)}
+    rows = -(-len(labels) // columns)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": -(-len(labels) // rows)}
     fig.legend(handles, labels, **place, frameon=False, fontsize=10, labelcolor=_INK, handlelength=2.6)
 
 

@@ -30,8 +30,8 @@ def write_page(measured: Sequence[Record], title: str, path: Path, against: Sequ
     kept = compare.latest(measured)
     report = Report(f"halfbyte bench: {title}", _subtitle(kept))
     report.facts(_facts(kept)).contents()
-    machines = _by_machine(kept)
-    before = _by_machine(against)
+    machines = by_machine(kept)
+    before = by_machine(against)
     for machine, mine in machines.items():
         if machine in before:
             _changes(report, f"What changed on {machine}", compare.changes(before[machine], mine))
@@ -45,7 +45,7 @@ def write_page(measured: Sequence[Record], title: str, path: Path, against: Sequ
 
 
 def _subtitle(measured: Sequence[Record]) -> str:
-    machines, dates = list(_by_machine(measured)), sorted(r.environment.date for r in measured)
+    machines, dates = list(by_machine(measured)), sorted(r.environment.date for r in measured)
     first, last = dates[0][:10], dates[-1][:10]
     return f"{', '.join(machines)} · {first if first == last else f'{first} to {last}'}"
 
@@ -61,7 +61,8 @@ def _facts(measured: Sequence[Record]) -> dict[str, Cell]:
     return found | {"runs": len({r.environment.date for r in measured})}
 
 
-def _by_machine(measured: Sequence[Record]) -> dict[str, list[Record]]:
+def by_machine(measured: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each machine, by what it is called."""
     found: dict[str, list[Record]] = {}
     for r in measured:
         found.setdefault(compare.device_of(r), []).append(r)

@@ -294,10 +294,3 @@ def _row(r: Record) -> tuple[str, ...]:
         r.note.partition("us a launch: ")[2],
         "; ".join(map(verdict_text, r.bars)) or ("refused" if r.refused else ""),
     )
-
-
-def latest(measured: Sequence[Record]) -> list[Record]:
-    """Of several runs the last record of each case, format and variant."""
-    return list(
-        {(r.case, r.formats, r.implementation): r for r in measured if r.op in (OP, FUSED_OP) and r.implementation}.values()
-    )

@@ -217,7 +217,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         title = "Divergence from the 16-bit run against bits"
         x_label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
         made.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
-    for case, what in ((PLAIN, "as they are"), (BIASED, f"with a bias of {BIAS:.0f} in two channels")):
+    for case, what in ((PLAIN, "as they are"), (BIASED, f"bias of {BIAS:.0f} in two channels")):
         by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
         shown = {name: by_name[name] for name in DRAWN if name in by_name}
         if shown:

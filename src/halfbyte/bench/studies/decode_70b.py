@@ -284,7 +284,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
                 points.append((r.shape["T"] / 1024, 1e3 * r.seconds))
     if not panels:
         return []
-    title = "A decode step of one rank of Llama 2 70B; a line ends where its cache does not fit"
+    title = "One rank of Llama 2 70B; a line ends where its cache does not fit"
     return [charts.panels(panels, x_label="context, K tokens", y_label="ms a step", title=title)]
 
 

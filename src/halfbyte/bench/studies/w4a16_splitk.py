@@ -215,8 +215,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     shapes = {r.case: (r.shape["N"], r.shape["M"]) for r in measured if r.shape}
     by_kernel: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for kernel, cases in found.items():
-        for case, gain in cases.items():
-            size, rows = shapes[case]
+        for rows, size, gain in sorted((shapes[case][1], shapes[case][0], gain) for case, gain in cases.items()):
             by_kernel.setdefault(kernel, {}).setdefault(f"{rows} row{'s' * (rows > 1)}", []).append((size, gain))
     if not by_kernel:
         return []
