@@ -187,7 +187,9 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
             parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
         a = _operand(parts, unit, depth, C)
         x = _x_operand(rings[3].index(slot * C.blocks + unit * depth // 64), unit, depth)
-        done = warpgroup_mma_wait(0, deps=[p])
+        done = none
+        if unit > 0 or C.carried:
+            done = warpgroup_mma_wait(0, deps=[p])
         if C.direct or (unit * depth) % S.group != 0:
             p = warpgroup_mma(a, x, done, is_async=True)
         else:

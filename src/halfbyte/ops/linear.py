@@ -100,7 +100,7 @@ def linear(
     """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
     x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows,
-    on Hopper 64) and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the
+    on Hopper 256) and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the
     same bits alone and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row
     after the other. Raises `InvalidArgument` naming the argument at fault.
     """
@@ -123,7 +123,7 @@ def qkv_projection(
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
     Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch, with one ahead that orders x
-    for 17 to 64 rows on Hopper, and many for very many rows. Each shard keeps its own scales: taking the largest of three tensor
+    for 17 to 256 rows on Hopper, and many for very many rows. Each shard keeps its own scales: taking the largest of three tensor
     scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3

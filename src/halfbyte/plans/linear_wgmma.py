@@ -72,8 +72,10 @@ class WgmmaSpec:
 
     @property
     def carried(self) -> bool:
-        """A step's last product runs on into the next step: not where looking up codes leaves no registers for its sums."""
-        return self.weights[0].kind != "pairs" or self.direct or self.rows < 64
+        """A step's last product runs on into the next step. Not where looking up codes leaves no registers for its sums, nor where
+        the assembler would make it wait (two products of table codes for each 64 k).
+        """
+        return self.weights[0].kind != "pairs" or self.direct or (self.rows < 64 and not self.halved)
 
     @property
     def sums(self) -> int:
