@@ -191,8 +191,8 @@ def bench_peers(
         options = Options(output, quick, pattern, as_json, device, threads)
         _run(options, html, "peers", lambda _: [suites.peers()])
         return
-    if output or quick or pattern or html:
-        raise InvalidArgument("--output, --quick, --filter and --html need --measure; without it the peers are listed")
+    if output or quick or pattern or html or threads is not None:
+        raise InvalidArgument("--output, --quick, --filter, --threads and --html need --measure; without it the peers are listed")
     rows = peers.table_rows(describe(device))
     if as_json:
         print(json.dumps([dict(zip(peers.HEADERS, row, strict=True)) for row in rows], indent=2))
@@ -234,6 +234,8 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
     from halfbyte.bench.session import Session
 
     check_writable(html, "html")
+    if options.output is not None and options.output.is_dir():  # a folder that is missing is made
+        raise InvalidArgument(f"--output {str(options.output)!r} is a folder; give a file to append records to")
     session = Session.start(options)
     suites.run(session, chosen(session))
     if html is not None and session.records:
