@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from halfbyte import cli
-from halfbyte.bench import charts, compare, figures, records, telling
+from halfbyte.bench import charts, compare, figures, records, session, telling
 from halfbyte.bench.compare import Change, changes, latest
 from halfbyte.bench.page import write_page
 from halfbyte.bench.records import Environment, Record, Verdict
@@ -126,6 +126,8 @@ def test_speed_is_over_the_16_bits_of_the_same_run() -> None:
     assert figures.times_16_bit([peer, ours], peer) is None
     elsewhere = dataclasses.replace(peer, environment=dataclasses.replace(GPU, date="2026-02-01"))
     assert figures.times_16_bit([elsewhere, ours], ours) is None
+    assert session.fastest_16_bit([peer, ours], ours) == 4.0
+    assert session.fastest_16_bit([elsewhere, ours], ours) is None
     assert figures.times_16_bit([], dataclasses.replace(ours, peer_seconds=2.5)) == 2.5
     assert figures.times_16_bit([], dataclasses.replace(ours, op="append", peer_seconds=2.5)) is None
 

@@ -128,7 +128,7 @@ def test_all_has_every_command_and_every_study() -> None:
     assert {s.telling.title for s in every} >= {"Decode attention", "Linear", "Peers", *QUESTIONS}
     on_gpu = Session(Options(quick=True), FAKE)
     on_gpu.device = GPU
-    assert [s.telling for s in suites.every(on_gpu)][:3] == [telling.DECODE, telling.LINEAR, telling.QKV]
+    assert [s.telling for s in suites.every(on_gpu)][:3] == [telling.DECODE, telling.LINEAR, telling.PEERS]
 
 
 def test_a_study_is_told_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,11 @@ def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert "two-kernel" in page.read_text()
 
 
+def test_bench_whose_every_result_is_refused_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "overhead", "--device", "cpu", "--json") == 1
+    assert "which needs a GPU" in capsys.readouterr().out
+
+
 def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "bench",

@@ -228,7 +228,7 @@ def bench_report(
 
 
 def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Session], Sequence[Suite]]) -> None:
-    """Measure and tell; exit code 130 after Ctrl-C, 1 when nothing was measured."""
+    """Measure and tell; exit code 130 after Ctrl-C, 1 when nothing was measured, all was refused or the GPU no longer answers."""
     from halfbyte.bench import suites
     from halfbyte.bench.page import write_page
     from halfbyte.bench.session import Session
@@ -244,3 +244,5 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
         raise typer.Exit(130)
     if not session.records:
         raise InvalidArgument(f"filter={options.pattern!r} leaves nothing to measure")
+    if session.broken or all(record.refused for record in session.records):
+        raise typer.Exit(1)
