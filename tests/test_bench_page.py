@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from halfbyte import cli
-from halfbyte.bench import charts, compare, figures, records, telling
+from halfbyte.bench import charts, compare, figures, records, session, telling
 from halfbyte.bench.compare import Change, changes, latest
 from halfbyte.bench.page import write_page
 from halfbyte.bench.records import Environment, Record, Verdict
@@ -64,6 +64,8 @@ def run(*arguments: str) -> int:
         (rec(seconds=1.0), rec(seconds=None, refused="wrong"), "refused now"),
         (rec(seconds=None, refused="wrong"), rec(seconds=1.0), "refused before"),
         (rec(seconds=None, refused="wrong"), rec(seconds=None, refused="wrong"), "same"),
+        (rec(seconds=None, nbytes=5), rec(seconds=None, nbytes=5), "same"),
+        (rec(seconds=None, op="memory", shape={"24 GB x 1": 9}), rec(seconds=None, op="memory", shape={"24 GB x 1": 8}), "changed"),
         (None, rec(), "new"),
         (rec(), None, "gone"),
     ],
@@ -89,6 +91,22 @@ def test_the_latest_record_of_each_thing_is_kept() -> None:
     assert latest(apart) == apart
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (rec(shape={**SHAPE, "programs": 264}), rec(shape={**SHAPE, "programs": 128}, seconds=1e-6)),
+        (rec(shape={**SHAPE, "splits": 2, "launches": 2}), rec(shape={**SHAPE, "splits": 1, "launches": 1}, seconds=1e-6)),
+        (rec(op="memory", shape={"24 GB x 1": 60544}, seconds=None), rec(op="memory", shape={"24 GB x 1": 60512}, seconds=None)),
+    ],
+)
+def test_another_plan_or_answer_is_the_same_thing(old: Record, new: Record) -> None:
+    assert latest([old, new]) == [new]
+    (change,) = changes([old], [new])
+    assert change.marked
+    assert change.verdict in ("faster", "changed")
+    assert len(latest([old, rec(shape={**SHAPE, "B": 64})])) == 2
+
+
 def test_what_changed_most_comes_first() -> None:
     before = [rec("int4", 1.0), rec("int8", 1.0), rec("bf16", 1.0), rec("nf4", 1.0)]
     after = [rec("int4", 1.0), rec("int8", 1.1), rec("bf16", 3.0), rec("fp8", 1.0)]
@@ -108,6 +126,8 @@ def test_speed_is_over_the_16_bits_of_the_same_run() -> None:
     assert figures.times_16_bit([peer, ours], peer) is None
     elsewhere = dataclasses.replace(peer, environment=dataclasses.replace(GPU, date="2026-02-01"))
     assert figures.times_16_bit([elsewhere, ours], ours) is None
+    assert session.fastest_16_bit([peer, ours], ours) == 4.0
+    assert session.fastest_16_bit([elsewhere, ours], ours) is None
     assert figures.times_16_bit([], dataclasses.replace(ours, peer_seconds=2.5)) == 2.5
     assert figures.times_16_bit([], dataclasses.replace(ours, op="append", peer_seconds=2.5)) is None
 
@@ -215,6 +235,10 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "holds no record (",
         ),
         ("not json\n" + json.dumps({}) + "\n", "line 1: not a record"),
+        (
+            rec().to_json().replace(json.dumps(SHAPE, sort_keys=True), "null") + "\n",
+            "line 1: not a record (TypeError: shape is None",
+        ),
     ],
 )
 def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--linear", "4096x4096", "--weights", "int3"], "weights='int3'"),
         (["explain", "--linear", "4096x4096", "--batch", "4"], "--batch describes attention"),
         (["explain", "--rows", "4"], "--rows describes a linear layer"),
+        (["explain", "--heads", ""], "--heads ''; give two whole numbers"),
+        (["explain", "--heads", "0/8"], "heads=0/8; both must be above 0"),
+        (["explain", "--capability", ","], "--capability ','; give two whole numbers, such as 9.0"),
+        (["tune", "--dry-run", "--rows", ","], "--rows names nothing to measure"),
+        (["tune", "--dry-run", "--weights", ""], "--weights names nothing to measure"),
+        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
+        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
+        (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
+        (["bench", "peers", "--threads", "1"], "--threads and --html need --measure"),
+        (["bench", "study", "memory", "-o", "."], "--output '.' is a folder"),
         (["bench", "decode", "--heads", "32"], "--heads '32'"),
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
@@ -142,6 +152,11 @@ def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(name in shown for name in ("naive", "projection-fused", "semi-fused", "two-kernel"))
     assert "weights of demo, layer 5" in shown
     assert "two-kernel" in page.read_text()
+
+
+def test_bench_whose_every_result_is_refused_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "overhead", "--device", "cpu", "--json") == 1
+    assert "which needs a GPU" in capsys.readouterr().out
 
 
 def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

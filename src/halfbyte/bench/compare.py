@@ -9,11 +9,13 @@ from typing import Literal
 from halfbyte.bench.records import Record
 from halfbyte.bench.session import describe_shape
 
-Verdict = Literal["faster", "slower", "same", "within noise", "refused now", "refused before", "new", "gone"]
+Verdict = Literal["faster", "slower", "same", "within noise", "refused now", "refused before", "changed", "new", "gone"]
 Key = tuple[str, ...]
 
 #: A change is told from this part of the time on, whatever the samples say: clocks and memory differ by as much from day to day.
 LEAST = 0.02
+#: Sizes in a record's shape that say how it ran or what came out, and not what was asked: a new plan changes them.
+_FOUND = {"programs", "resident", "SMs", "launches", "splits", "rung"}
 
 
 def device_of(r: Record) -> str:
@@ -24,7 +26,12 @@ def device_of(r: Record) -> str:
 
 def key(r: Record) -> Key:
     """What two records of the same thing share."""
-    return (device_of(r), r.study, r.op, r.case, describe_shape(dict(sorted(r.shape.items()))), r.formats, r.implementation)
+    return (device_of(r), r.study, r.op, r.case, describe_shape(_asked(r)), r.formats, r.implementation)
+
+
+def _asked(r: Record) -> dict[str, int]:
+    """The sizes of what was asked; contexts that fit, of the study of memory, are an answer."""
+    return {name: size for name, size in sorted(r.shape.items()) if name not in _FOUND and r.op != "memory"}
 
 
 def latest(measured: Sequence[Record]) -> list[Record]:
@@ -61,7 +68,8 @@ class Change:
     @property
     def verdict(self) -> Verdict:
         """What changed. A time is faster or slower when p10 - p90 of before and after do not overlap and the medians are more than
-        2 % apart; samples that overlap are within noise, medians that are not apart the same.
+        2 % apart; samples that overlap are within noise, medians that are not apart the same. What was counted and not timed is
+        changed when a count is another.
         """
         if self.before is None:
             return "new"
@@ -69,13 +77,18 @@ class Change:
             return "gone"
         if self.ratio is None:
             if bool(self.before.refused) == bool(self.after.refused):
-                return "same"
+                return "same" if self.before.seconds or self.after.seconds or self._counts_alike else "changed"
             return "refused now" if self.after.refused else "refused before"
         if abs(self.ratio - 1) <= LEAST:
             return "same"
         if _overlap(self.before, self.after):
             return "within noise"
         return "faster" if self.ratio < 1 else "slower"
+
+    @property
+    def _counts_alike(self) -> bool:
+        """Whether bytes, and with them the sizes that came out, are the same before and after."""
+        return bool(self.before and self.after and (self.before.shape, self.before.nbytes) == (self.after.shape, self.after.nbytes))
 
     @property
     def marked(self) -> bool:

@@ -112,6 +112,8 @@ class Record:
         """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
         data: dict[str, Any] = json.loads(line)
         whole = {"bars": (), "by_layer": (), **data, "environment": Environment(**data["environment"])}
+        if not isinstance(whole["shape"], dict):
+            raise TypeError(f"shape is {whole['shape']!r} and no object")
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
         return Record(**{**whole, "bars": bars, "by_layer": tuple(whole["by_layer"])})
 

@@ -191,8 +191,8 @@ def bench_peers(
         options = Options(output, quick, pattern, as_json, device, threads)
         _run(options, html, "peers", lambda _: [suites.peers()])
         return
-    if output or quick or pattern or html:
-        raise InvalidArgument("--output, --quick, --filter and --html need --measure; without it the peers are listed")
+    if output or quick or pattern or html or threads is not None:
+        raise InvalidArgument("--output, --quick, --filter, --threads and --html need --measure; without it the peers are listed")
     rows = peers.table_rows(describe(device))
     if as_json:
         print(json.dumps([dict(zip(peers.HEADERS, row, strict=True)) for row in rows], indent=2))
@@ -228,12 +228,14 @@ def bench_report(
 
 
 def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Session], Sequence[Suite]]) -> None:
-    """Measure and tell; exit code 130 after Ctrl-C, 1 when nothing was measured."""
+    """Measure and tell; exit code 130 after Ctrl-C, 1 when nothing was measured, all was refused or the GPU no longer answers."""
     from halfbyte.bench import suites
     from halfbyte.bench.page import write_page
     from halfbyte.bench.session import Session
 
     check_writable(html, "html")
+    if options.output is not None and options.output.is_dir():  # a folder that is missing is made
+        raise InvalidArgument(f"--output {str(options.output)!r} is a folder; give a file to append records to")
     session = Session.start(options)
     suites.run(session, chosen(session))
     if html is not None and session.records:
@@ -242,3 +244,5 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
         raise typer.Exit(130)
     if not session.records:
         raise InvalidArgument(f"filter={options.pattern!r} leaves nothing to measure")
+    if session.broken or all(record.refused for record in session.records):
+        raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, human_bytes, integers, pairs, print_table, words
+from halfbyte.cli.shared import Json, human_bytes, integers, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def explain(
     from halfbyte.plans.explain import explanation, linear_explanation
     from halfbyte.plans.tuned import NO_TABLE, table_of
 
-    major, minor = pairs(capability.replace(".", "/") or "0/0", "/", "capability")[0]
+    major, minor = _one_pair(capability, ".", "capability", "9.0") if capability else (0, 0)
     name, processors, capable = this_gpu()
     table = NO_TABLE if sms or capability else table_of(name, processors)
     gpu: dict[str, Any] = {"sm_count": sms or processors, "capability": (major, minor) if capability else capable, "table": table}
@@ -127,7 +127,7 @@ def explain(
     if linear:
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
     else:
-        q_heads, kv_heads = pairs(heads, "/", "heads")[0]
+        q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
         found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, **gpu)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -148,6 +148,15 @@ def _check_belongs(context: typer.Context, linear: bool) -> None:
         if (name in _OF_LINEAR) != linear and source is not None and source.name != "DEFAULT":
             about = "describes attention; leave it out with --linear" if linear else "describes a linear layer; add --linear"
             raise InvalidArgument(f"--{name.replace('_', '-')} {about}")
+
+
+def _one_pair(text: str, separator: str, option: str, example: str) -> tuple[int, int]:
+    """One pair of whole numbers, such as 32/8 or 9.0."""
+    try:
+        first, second = text.split(separator)
+        return int(first), int(second)
+    except ValueError:
+        raise InvalidArgument(f"--{option} {text!r}; give two whole numbers, such as {example}") from None
 
 
 def _features(text: str) -> tuple[list[int], int]:

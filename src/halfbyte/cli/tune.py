@@ -24,6 +24,7 @@ _ROWS, _QUICK_ROWS = "1,2,4,8,16", "1,16"
 
 
 def tune(
+    context: typer.Context,
     linear: Annotated[
         str, typer.Option(help="Weights, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 for q, k and v.")
     ] = "",
@@ -47,8 +48,9 @@ def tune(
     from halfbyte.paths import own_plans
     from halfbyte.plans.tuned import Table
 
-    if not linear and not attention:
+    if not linear and not attention and not _given(context, "formats"):
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
+    _check_used(context, bool(linear), bool(attention))
     asked = (products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
     if dry_run:
         _list(_jobs(*asked, store=Store(Path(), Table("", 0))), quick)
@@ -60,6 +62,18 @@ def tune(
     file = output or own_plans(session.device.name)
     store = Store.open(file, session.device, session.environment.versions, anew=output is None)
     _run(session, _jobs(*asked, store=store), store)
+
+
+def _given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _check_used(context: typer.Context, linear: bool, attention: bool) -> None:
+    """Refuse an option that was given and would not be looked at."""
+    for option, measured, of in (("rows", linear, "linear"), ("weights", linear, "linear"), ("formats", attention, "attention")):
+        if not measured and _given(context, option):
+            raise InvalidArgument(f"--{option} describes --{of}, which is not measured here; add --{of} or leave it out")
 
 
 def _jobs(
@@ -74,6 +88,8 @@ def _jobs(
     from halfbyte.bench.tune import AttentionTuning, LinearTuning
     from halfbyte.formats import weight_format
 
+    for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
+        check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
     for size in (*rows, *(n for features, width in linear for n in (*features, width))):
         check(size > 0, f"rows and features must be above 0; got {size}")
     for features, width in linear:

@@ -34,7 +34,8 @@ def explanation(
 
     `table`: the measured plans of that GPU.
     """
-    for name, size in {"batch": batch, "heads": kv_heads, "dim": dim, "capacity": capacity, "queries": queries}.items():
+    check(min(q_heads, kv_heads) > 0, f"heads={q_heads}/{kv_heads}; both must be above 0")
+    for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
         check(size > 0, f"{name}={size}; it must be above 0")
     check(q_heads % kv_heads == 0, f"heads={q_heads}/{kv_heads}; query heads must be a multiple of KV heads")
     _check_half(dtype)
