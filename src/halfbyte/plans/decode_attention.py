@@ -6,7 +6,7 @@ fixes the number of programs, and each takes its share of the true lengths on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
@@ -97,7 +97,7 @@ class Spec:
     alibi: bool
     softcap: bool
     pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
-    gather: int = 16  # parts of a unit that are added up by themselves; up to twice as many are added in one step
+    gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
 
     @property
     def across(self) -> int:
@@ -174,6 +174,11 @@ def programs(units: int, slots: int) -> int:
     """
     whole = slots // units * units if units <= slots else -(-units // -(-units // slots))
     return whole if 8 * whole >= 7 * slots else slots
+
+
+def neighbours(programs: int, units: int) -> int:
+    """How many parts of a unit are added in the first of two steps: about as many as there are sums to add in the second."""
+    return 16 if programs > 128 * units else 8
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     units = p.batch * p.heads
     count = programs(units, sm_count * per_sm)
+    spec = replace(spec, gather=neighbours(count, units))
     why = f"{count} programs of {warps} warps, {stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
     return GluonPlan(spec, count, units, why)
 
