@@ -73,6 +73,16 @@ def test_what_the_tuned_kernel_leaves_to_the_portable_one(change: dict[str, obje
     assert why in why_not(replace(LAYER, **change))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["int4", "int4_g32", "int8", "fp8", "int8_tensor", "bf16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_as_many_programs_run_on_a_multiprocessor_as_are_meant_to(name: str, dim: int) -> None:
+    """Shared memory has no room for one more, whatever registers the compiler finds; 1 KB of each program's is the driver's."""
+    found = tuned(replace(LAYER, keys=name, values=name, dim=dim, value_dim=dim))
+    together = round(found.programs / 132)
+    needed = found.spec.shared_bytes + 1024
+    assert together * needed <= 227 << 10 < (together + 1) * needed
+
+
 @pytest.mark.parametrize("parts", [33, 66, 132, 264, 296])
 def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
     first = neighbours(parts, 1)

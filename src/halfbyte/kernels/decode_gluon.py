@@ -211,8 +211,8 @@ def decode(
             if h == heads:
                 h = 0
                 b += 1
-        # The next unit's first requests must not overtake a warp that still reads sums from where they go: the ring.
-        barrier()
+        if C.reuses_ring:
+            barrier()  # the next unit's first requests must not overtake a warp that still reads sums from where they go
 
 
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:

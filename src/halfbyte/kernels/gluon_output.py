@@ -42,9 +42,9 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = S.operands
     A: gl.constexpr = S.groups * N
     m, l, z, o = state
-    barrier()
     shape: gl.constexpr = [S.groups * W * S.rows, R, N]
     if C.reuses_ring:
+        barrier()  # other warps may still read their last tile
         red = reinterpret(ring, gl.float32, shape, PLAIN)
     else:
         red = gl.allocate_shared_memory(gl.float32, shape, PLAIN)
