@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from halfbyte import plans
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, programs, side
+from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, neighbours, programs, side
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
@@ -74,6 +74,22 @@ def test_what_the_tuned_kernel_leaves_to_the_portable_one(change: dict[str, obje
     assert why in why_not(replace(LAYER, **change))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["int4", "int4_g32", "int8", "fp8", "int8_tensor", "bf16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_as_many_programs_run_on_a_multiprocessor_as_are_meant_to(name: str, dim: int) -> None:
+    """Shared memory has no room for one more, whatever registers the compiler finds; 1 KB of each program's is the driver's."""
+    found = tuned(replace(LAYER, keys=name, values=name, dim=dim, value_dim=dim))
+    together = round(found.programs / 132)
+    needed = found.spec.shared_bytes + 1024
+    assert together * needed <= 227 << 10 < (together + 1) * needed
+
+
+@pytest.mark.parametrize("parts", [33, 66, 132, 264, 296])
+def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
+    first = neighbours(parts, 1)
+    assert first / 3 < -(-parts // first) < 3 * first
+
+
 def test_an_old_gpu_is_refused() -> None:
     assert "compute capability 7.5" in why_not(LAYER, (7, 5))
 
@@ -95,10 +111,11 @@ def test_programs_by_hand(units: int, slots: int, expected: int) -> None:
 
 
 def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
-    found = tuned(replace(LAYER, batch=1, heads=3))
-    assert found.programs == 264
-    assert (found.units, found.counters) == (3, 3 + 2 * 17)
-    assert found.floats == 2 * 264 * found.spec.part_floats
+    for units, neighbourhoods in ((1, 17), (3, 33)):
+        found = tuned(replace(LAYER, batch=1, heads=units))
+        assert found.programs == 264
+        assert (found.units, found.counters) == (units, units + 2 * neighbourhoods)
+        assert found.floats == 2 * 264 * found.spec.part_floats
 
 
 @pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_dense": False}, 32), ({"page": 64}, 32), ({"window": True}, 32)])

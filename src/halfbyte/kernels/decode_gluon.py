@@ -138,6 +138,10 @@ def decode(
         for i in range(C.stages - 1):
             fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, t_end, lo, hi, C)
 
+        # Who shares this unit, while its first tile is on the way.
+        part_first = program_at(start, programs, total)
+        part_last = program_at(start + cost - 1, programs, total)
+
         q, sums, factor = query_operands(loaded, KS, C)
         if C.softcap:
             owed = sm_scale / softcap
@@ -197,8 +201,6 @@ def decode(
         whole = (begin == 0) & (end == cost)
         if not whole:
             write_part(Part, part_slot(program, begin == 0), m, l, v, VS, C)
-            part_first = program_at(start, programs, total)
-            part_last = program_at(start + cost - 1, programs, total)
             whole, m, l, v = gather(Part, Count, unit, batch * heads, part_first, part_last, VS, C)
         if whole:
             write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
@@ -209,8 +211,8 @@ def decode(
             if h == heads:
                 h = 0
                 b += 1
-        # The next unit's first requests must not overtake a warp that still reads sums from where they go: the ring.
-        barrier()
+        if C.reuses_ring:
+            barrier()  # the next unit's first requests must not overtake a warp that still reads sums from where they go
 
 
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
@@ -265,8 +267,6 @@ def _scale_strides(plane: Plane) -> tuple[int, int, int]:
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
-#: And on that one.
-_ONCE = "8 bytes, read once a unit: 32 rows fill the registers, and with tiles of half the size the loop is 18 % longer"
 
 
 def configurations() -> list[Configuration]:
@@ -291,5 +291,5 @@ def _configurations(call: Call) -> Iterator[Configuration]:
             rest = (spec, plan.programs, call.out, call.lse, part, count)
             full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
             target = 10 * capability[0]
-            name, why = f"{call.name}-{capability[0]}x", _FULL if full else _ONCE if group == 32 else ""
+            name, why = f"{call.name}-{capability[0]}x", _FULL if full else ""
             yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

@@ -11,6 +11,9 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.compat import barrier, reinterpret
 from halfbyte.kernels.gluon_operands import PLAIN, mma_layout, owed_by, sum_layout
 
+#: Parts of a unit that are added in one step; more are added in two.
+ONE_STEP = gl.constexpr(32)
+
 
 @gluon.constexpr_function
 def _bits(n):
@@ -39,9 +42,9 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = S.operands
     A: gl.constexpr = S.groups * N
     m, l, z, o = state
-    barrier()
     shape: gl.constexpr = [S.groups * W * S.rows, R, N]
     if C.reuses_ring:
+        barrier()  # other warps may still read their last tile
         red = reinterpret(ring, gl.float32, shape, PLAIN)
     else:
         red = gl.allocate_shared_memory(gl.float32, shape, PLAIN)
@@ -256,24 +259,25 @@ def gather(Part, Count, unit, units, first, last, S: gl.constexpr, C: gl.constex
     """
     program = gl.program_id(0)
     state = _nothing(S, C)
+    counter = unit
     count = last - first + 1
-    step = 1
-    there = True
-    if count > 2 * C.gather:
+    begin = first
+    two_steps = count > ONE_STEP
+    if two_steps:
         begin = first + (program - first) // C.gather * C.gather
-        neighbours = gl.minimum(last - begin + 1, C.gather)
+        count = gl.minimum(last - begin + 1, C.gather)
         # Where neighbourhoods begin, C.gather programs lie between them, unless one is the first of its unit: it counts apart.
-        there = _last_of(Count + units + 2 * (begin // C.gather) + gl.where(begin == first, 1, 0), neighbours)
-        if there:
-            m, l, v = _sum_parts(Part, begin, 1, neighbours, first, S, C)
+        counter = units + 2 * (begin // C.gather) + gl.where(begin == first, 1, 0)
+    whole = _last_of(Count + counter, count)
+    if whole:
+        state = _sum_parts(Part, begin, 1, count, first, S, C)
+        if two_steps:
+            m, l, v = state
             barrier()  # all have read the part that the sum takes the place of
             write_part(Part, part_slot(begin, begin == first), m, l, v, S, C)
-        step = C.gather
-        count = (count + C.gather - 1) // C.gather
-    whole = False
-    if there:
-        whole = _last_of(Count + unit, count)
-        if whole:
-            state = _sum_parts(Part, first, step, count, first, S, C)
+            sums = (last - first + C.gather) // C.gather
+            whole = _last_of(Count + unit, sums)
+            if whole:
+                state = _sum_parts(Part, first, C.gather, sums, first, S, C)
     m, l, v = state
     return whole, m, l, v

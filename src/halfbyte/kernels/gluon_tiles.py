@@ -53,8 +53,11 @@ def tiles_of(lo, hi, C: gl.constexpr):
 
 @gluon.jit
 def quotient(a, b):
-    """floor(a / b) of what fits fp32 exactly, at a third of the time of an integer division."""
-    q = ((a.to(gl.float32) + 0.5) / b.to(gl.float32)).to(gl.int32)
+    """floor(a / b) of what fits fp32 exactly, at a quarter of the time of an integer division."""
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b.to(gl.float32)], dtype=gl.float32, is_pure=True, pack=1
+    )
+    q = ((a.to(gl.float32) + 0.5) * inverse).to(gl.int32)
     q -= (q * b > a).to(gl.int32)
     return q + (q * b + b <= a).to(gl.int32)
 
@@ -62,7 +65,7 @@ def quotient(a, b):
 @gluon.jit
 def share(program, programs, total):
     """Where the work of a program begins: floor(program * total / programs), in 32 bits."""
-    whole = total // programs
+    whole = (total.to(gl.uint32) // programs.to(gl.uint32)).to(gl.int32)
     return program * whole + quotient(program * (total - whole * programs), programs)
 
 
@@ -80,8 +83,9 @@ def deal(lo, hi, batch, heads, C: gl.constexpr):
         total = costs
     else:
         every = gl.arange(0, C.batch, layout=lengths_layout(C))
-        ends = gl.associative_scan(gl.where(every < batch, costs, 0), 0, _add)
-        total = gl.max(ends, axis=0)
+        costs = gl.where(every < batch, costs, 0)
+        total = gl.sum(costs, axis=0)  # not the last of `ends`: what follows from it need not wait for the scan
+        ends = gl.associative_scan(costs, 0, _add)
     programs = gl.minimum(gl.num_programs(0), gl.maximum(total // TILE_COST, 1))
     x = share(program, programs, total)
     x_end = gl.minimum(share(program + 1, programs, total), total)

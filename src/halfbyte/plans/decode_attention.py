@@ -6,7 +6,7 @@ fixes the number of programs, and each takes its share of the true lengths on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
@@ -97,7 +97,8 @@ class Spec:
     alibi: bool
     softcap: bool
     pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
-    gather: int = 16  # parts of a unit that are added up by themselves; up to twice as many are added in one step
+    gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
+    apart: bool = False  # warps are summed in memory of their own and not in the ring
 
     @property
     def across(self) -> int:
@@ -136,8 +137,8 @@ class Spec:
 
     @property
     def reuses_ring(self) -> bool:
-        """Whether the ring of keys is large enough to sum the warps in."""
-        return 2 * self.stages * self.tile * self.keys.padded >= self._sum_bytes
+        """Whether warps are summed in the ring of keys, which must be large enough for that."""
+        return not self.apart and 2 * self.stages * self.tile * self.keys.padded >= self._sum_bytes
 
     @property
     def _sum_bytes(self) -> int:
@@ -174,6 +175,11 @@ def programs(units: int, slots: int) -> int:
     """
     whole = slots // units * units if units <= slots else -(-units // -(-units // slots))
     return whole if 8 * whole >= 7 * slots else slots
+
+
+def neighbours(programs: int, units: int) -> int:
+    """How many parts of a unit are added in the first of two steps: about as many as there are sums to add in the second."""
+    return 16 if programs > 128 * units else 8
 
 
 @dataclass(frozen=True)
@@ -283,6 +289,12 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     units = p.batch * p.heads
     count = programs(units, sm_count * per_sm)
+    # With 168 registers or fewer a third program would fit in where the ring is small, and do harm: the next call's programs,
+    # which start early, would crowd the multiprocessors that end first. Sums of their own take that place.
+    apart = replace(spec, apart=True)
+    if per_sm * (apart.shared_bytes + 1024) <= limit:
+        spec = apart
+    spec = replace(spec, gather=neighbours(count, units))
     why = f"{count} programs of {warps} warps, {stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
     return GluonPlan(spec, count, units, why)
 
