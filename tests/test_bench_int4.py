@@ -43,7 +43,7 @@ def quick(device: Device = FAKE, **options: Any) -> Session:
 
 
 def tuned(batch: int, formats: str = "int4") -> GluonPlan:
-    call = Call("bf16", batch, 1, 8, 1, 128, 128, 8192, formats, formats, 0, True, *[False] * 6)
+    call = Call("bf16", batch, 1, 8, 1, 128, 128, 8192, formats, formats, 0, True, *[False] * 4)
     plan = gluon_plan(call, 132, (9, 0), True)
     assert isinstance(plan, GluonPlan)
     return plan
@@ -230,7 +230,7 @@ def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None
         assert apart in ({"keys", "values"}, {"stages"}, {"tokens", "stages"}, {"programs"}, {"pair"})
         assert after.spec.shared_bytes <= max(plan.spec.shared_bytes, before.spec.shared_bytes)
     assert climbed[0].spec.keys.staged
-    assert not climbed[0].spec.keys.dense
+    assert climbed[0].spec.keys.apart == 0
     assert (climbed[0].spec.tokens, climbed[0].spec.stages, climbed[0].programs) == (16, 2, 512)
 
 

@@ -95,7 +95,7 @@ def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_splitk_counts_the_programs_that_have_work() -> None:
-    p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False, False, False)
+    p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
     assert isinstance(plan, GluonPlan)
     found = splitk.cuts(plan, (1, 4, 16, 64), 1024)

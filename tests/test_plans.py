@@ -19,7 +19,7 @@ from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly,
 
 H200 = (132, (9, 0))
 LAYER = Problem(
-    *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False, False, False),
+    *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
     deterministic_batch=False,
 )
 
@@ -118,20 +118,20 @@ def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
         assert found.floats == 2 * 264 * found.spec.part_floats
 
 
-@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_dense": False}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
+@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_apart": 0}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
 def test_tiles_of_many_rows_are_larger_where_addresses_are_simple(change: dict[str, object], tokens: int) -> None:
     rows = replace(LAYER, keys="int4", values="int4", group=16)
     assert tuned(replace(rows, **change)).spec.tokens == tokens  # type: ignore[arg-type]
 
 
 def test_a_side_says_how_its_words_are_read() -> None:
-    int4 = side(format_of("int4_g32"), 128, False)
+    int4 = side(format_of("int4_g32"), 128)
     assert isinstance(int4, Side)
     assert (int4.words, int4.planes, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
-    odd = side(format_of("int8"), 80, True)
+    odd = side(format_of("int8"), 80, 1, 0)
     assert isinstance(odd, Side)
     assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
-    assert side(format_of("int8_tensor"), 64, True) == replace(odd, words=32, padded=32, scale="tensor", staged=False)
+    assert side(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scales_apart=1)
 
 
 def test_levels_are_named_where_they_are_explained() -> None:

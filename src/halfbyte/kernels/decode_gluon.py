@@ -45,6 +45,7 @@ from halfbyte.kernels.gluon_tiles import (
     fetch,
     load_query,
     make_rings,
+    page_of_tile,
     place_of,
     program_at,
     query_operands,
@@ -130,13 +131,16 @@ def decode(
         t_begin = tile0 + tile_at(begin, tiles)
         t_end = tile0 + tile_at(end, tiles)
 
-        k_at = place_of(K, KScale, KOffset, Pages, b, h, pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch, C)
-        v_at = place_of(V, VScale, VOffset, Pages, b, h, pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch, C)
+        k_sizes = (pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
+        v_sizes = (pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
+        k_at = place_of(K, KScale, KOffset, Pages, b, h, k_sizes, KS, C)
+        v_at = place_of(V, VScale, VOffset, Pages, b, h, v_sizes, VS, C)
+        page = page_of_tile(k_at, t_begin, hi, C)
         # The queries first: behind the ring's requests they would wait for all of those.
         group: gl.constexpr = C.rows // C.queries
         loaded = load_query(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
         for i in range(C.stages - 1):
-            fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, C)
 
         # Who shares this unit, while its first tile is on the way.
         part_first = program_at(start, programs, total)
@@ -174,14 +178,14 @@ def decode(
         for tile in range(t_begin, t_end):
             async_copy.wait_group(C.stages - 2)
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, C)
             token = tile * C.tile + row
             if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
-                s = raw_scores(k_rings, slot, q, sums, factor, KS, C)
+                s = raw_scores(k_rings, slot, h, q, sums, factor, KS, C)
                 s = adjust(s, token, position, slopes, softcap, C)
-                state = accumulate(v_rings, slot, s, True, state, True, VS, C)
+                state = accumulate(v_rings, slot, h, s, True, state, True, VS, C)
             else:
-                s = raw_scores(k_rings, slot, q, sums, factor, KS, C)
+                s = raw_scores(k_rings, slot, h, q, sums, factor, KS, C)
                 s = adjust(s, token, position, slopes, softcap, C)
                 there = (token >= lo) & (token < hi)
                 if C.queries == 1:
@@ -191,7 +195,7 @@ def decode(
                     if C.window:
                         visible = visible & (token > position - window)
                     s = gl.where(visible, s, float("-inf"))
-                state = accumulate(v_rings, slot, s, there, state, False, VS, C)
+                state = accumulate(v_rings, slot, h, s, there, state, False, VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
 
@@ -278,9 +282,11 @@ def _configurations(call: Call) -> Iterator[Configuration]:
     k, v, (batch, query_heads, queries, dim) = call.keys, call.values, call.q.shape
     page = 0 if call.page_table is None else k.codes.shape[2]
     o, group = call.options, query_heads // k.heads
+    apart = 1 if k.codes.stride(2) == k.codes.shape[3] else k.heads
     problem = Problem(
         *("bf16", batch, k.heads, group, queries, dim, v.dim, call.capacity, k.format.name, v.format.name, page),
-        *(True, False, False, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
+        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
+        *(apart, apart, apart, apart),
     )
     lean = queries == 1 and o.alibi_slopes is None and o.softcap is None
     for capability in ((8, 0), (9, 0), (10, 0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.compiling import empty, plane
 from halfbyte.planes import AttentionOptions, Plane
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, and
+#: the order of tokens and heads in memory.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -33,6 +34,9 @@ _SAMPLE = (
     ("int8", "int8", 64, 8, 1, 32, ""),
     ("fp16", "bf16", 192, 4, 3, 0, "alibi softcap sinks"),
     ("int8_g64", "fp16", 64, 4, 128, 0, ""),
+    ("int4", "int4", 128, 8, 1, 0, "tokens-first"),
+    ("int8", "int4_g32", 128, 16, 1, 64, "tokens-first"),
+    ("int4", "int4", 128, 8, 1, 64, ""),
 )
 
 
@@ -65,6 +69,8 @@ def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int,
     dtype, batch, heads, capacity = torch.bfloat16, 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
     k, v = (plane(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
+    if "tokens-first" in options:
+        k, v = (_tokens_first(plane) for plane in (k, v))
     q = empty(batch, heads * group, queries, dim, dtype=dtype)
     of_heads, of_batch = empty(heads * group, dtype=torch.float32), empty(batch)
     given = AttentionOptions(
@@ -81,3 +87,9 @@ def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int,
     table = empty(batch, capacity // page) if page else None
     lse = empty(*q.shape[:3], dtype=torch.float32)
     return Call(name, q, k, v, of_batch, table, given, empty(*q.shape, dtype=dtype), lse, capacity)
+
+
+def _tokens_first(plane: Plane) -> Plane:
+    """The same over memory in the order tokens, heads."""
+    tensors = {name: getattr(plane, name) for name in ("codes", "scales", "offsets")}
+    return replace(plane, **{n: t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()})

@@ -1,7 +1,7 @@
 """The tuned decode kernel: scores of a tile, its online softmax, and its product with the values."""
 
-# ruff: noqa: RUF005, SIM108, B007, E741
-# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+# ruff: noqa: RET505, RUF005, SIM108, B007, E741
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if` with an `else`.
 
 from __future__ import annotations
 
@@ -13,7 +13,22 @@ from halfbyte.kernels.gluon_operands import key_operands, mma_layout, movmatrix,
 
 
 @gluon.jit
-def raw_scores(rings, slot, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
+def _scales_of(ring, slot, head, g: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or offsets) of one group of a tile's tokens in fp32, [W, T, 1]."""
+    mma: gl.constexpr = mma_layout(C)
+    if not S.paired:
+        return ring.index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32)
+    else:
+        word = ring.index(slot).slice(g // 2, 1, dim=2).load(mma)
+        if S.groups > 1:
+            word = word >> (g % 2 * 16)
+        else:  # a word has the scales of two heads
+            word = word >> (head % 2 * 16)
+        return word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [W, T, R], scales and offsets of the keys included.
 
     `sums`: of q by group, times what offsets are owed (int8: raw). `factor`: what scaled codes are owed.
@@ -32,11 +47,11 @@ def raw_scores(rings, slot, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
         if S.scale != "token":
             total = dot * factor
         elif S.groups == 1:
-            total = dot * (rings[1].index(slot).load(mma).to(gl.float32) * factor)
+            total = dot * (_scales_of(rings[1], slot, head, g, S, C) * factor)
         else:
-            total += dot * rings[1].index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32)
+            total += dot * _scales_of(rings[1], slot, head, g, S, C)
         if S.offset:
-            shift += rings[2].index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32) * sums[g]
+            shift += _scales_of(rings[2], slot, head, g, S, C) * sums[g]
     if S.groups > 1:
         total = total * factor
     if S.offset:
@@ -66,7 +81,7 @@ def _log2(x):
 
 
 @gluon.jit
-def accumulate(rings, slot, s, ok, state, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """One tile's online softmax and its product with the values. state: (m, l, z by group, o by group and operand)."""
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -77,7 +92,7 @@ def accumulate(rings, slot, s, ok, state, whole: gl.constexpr, S: gl.constexpr, 
     weigh = ()
     if S.scale == "token":
         for g in gl.static_range(gl.constexpr(S.groups)):
-            scale = rings[1].index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32)
+            scale = _scales_of(rings[1], slot, head, g, S, C)
             if not whole:
                 scale = gl.where(ok, scale, 0.0)
             weigh = weigh + (scale,)
@@ -106,7 +121,7 @@ def accumulate(rings, slot, s, ok, state, whole: gl.constexpr, S: gl.constexpr, 
             narrow = weight.to(gl.float16)
         if S.shifted:
             if S.offset:
-                offset = rings[2].index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32)
+                offset = _scales_of(rings[2], slot, head, g, S, C)
                 if not whole:
                     offset = gl.where(ok, offset, 0.0)
                 lost = p * offset

@@ -23,15 +23,19 @@ def code_copy_layout(C, words):
 
 
 @gluon.constexpr_function
-def scale_copy_layout(C, groups, staged):
-    """Scales of a token lie side by side; one lane copies 8 bytes (4 if a warp has only 64 scales)."""
-    per_lane = max(1, C.tokens * groups // 32)
-    if not staged:
+def scale_copy_layout(C, S):
+    """Scales of a token lie side by side; one lane copies 8 bytes (4 if a warp has only 64 scales).
+
+    In pairs, tokens lie apart: neighbouring lanes copy neighbouring tokens, 4 bytes at a time.
+    """
+    columns = S.scale_columns
+    per_lane = columns if S.paired else max(1, C.tokens * columns // 32)
+    if not (S.staged or S.paired):
         per_lane = min(8, max(2, per_lane))
-    inner = min(groups, per_lane)
+    inner = min(columns, per_lane)
     outer = max(1, per_lane // inner)
-    across = max(1, groups // inner)
-    order = [2, 1, 0] if groups > 1 else [1, 2, 0]
+    across = max(1, columns // inner)
+    order = [2, 1, 0] if columns > 1 else [1, 2, 0]
     return gl.BlockedLayout([1, outer, inner], [1, 32 // across, across], [C.streams, C.across, 1], order)
 
 

@@ -117,26 +117,26 @@ def tile_at(position, tiles):
 
 
 @gluon.jit
-def _rows_of(layout: gl.constexpr, C: gl.constexpr):
-    """Token of a tile, [W, T, 1], in the layout of a copy."""
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    return w * C.tokens + t
+def _entry_of(token, hi, C: gl.constexpr):
+    """The entry of the page table that says where tokens lie; for those beyond hi, that of the last one before."""
+    return gl.minimum(token, gl.maximum(hi - 1, 0)) // C.page
 
 
 @gluon.jit
-def _page_of(Pages, token, hi, pages, C: gl.constexpr):
-    """(page, row in it) of tokens; a page number out of range, or beyond token hi, reads some page."""
-    entry = gl.minimum(token, gl.maximum(hi - 1, 0)) // C.page
-    number = gl.max_constancy(gl.load(Pages + entry), [1, 2, 1])  # true of whatever is read: neighbours share a page
-    return gl.minimum(gl.maximum(number, 0), pages - 1), token % C.page
+def page_of_tile(at, tile, hi, C: gl.constexpr):
+    """The page that each stream's tokens of a tile lie in, [W], if that is one. at: as `place_of` says."""
+    if not C.one_page:
+        return 0
+    else:
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, code_copy_layout(C, C.keys.padded))))
+        # A table of no pages has no entry to read, and keys that end at 0.
+        return gl.load(at[3] + _entry_of(tile * C.tile + w * C.tokens, hi, C), mask=(w >= 0) & (hi > 0), other=0)
 
 
 @gluon.jit
-def place_of(
-    Codes, Scales, Offsets, Pages, b, h, pages, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch, C: gl.constexpr
-):
+def place_of(Codes, Scales, Offsets, Pages, b, h, sizes, S: gl.constexpr, C: gl.constexpr):
     """Where one side of unit (b, h) lies: codes, scales, offsets and page table, and the strides of pages and tokens."""
+    pages, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch = sizes
     b = b.to(gl.int64)
     h = h.to(gl.int64)
     codes = h * c_head
@@ -144,6 +144,12 @@ def place_of(
     if C.page == 0:
         codes += b * c_batch
         scales += b * s_batch
+    if S.paired:  # in words of two, also where the one that is wanted is the second
+        Scales = Scales.to(gl.pointer_type(gl.int32), bitcast=True)
+        if S.offset:
+            Offsets = Offsets.to(gl.pointer_type(gl.int32), bitcast=True)
+        scales = scales >> 1
+        s_batch = s_batch >> 1
     return (
         Codes + codes,
         Codes if Scales is None else Scales + scales,
@@ -158,21 +164,49 @@ def place_of(
 
 
 @gluon.jit
-def _copy_codes(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.constexpr, C: gl.constexpr):
+    """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [W, T, n].
+
+    What one thread copies lies a few distances apart, the same few for all threads: where the distance is known when compiling, one
+    address is enough for all of it.
+    """
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1])
+    first = tile * C.tile
+    if C.page == 0:
+        return Base + first.to(gl.int64) * step + ((w * C.tokens + (t & ~apart)) * step + c) + (t & apart) * step
+    elif C.one_page:
+        page = gl.convert_layout(page, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None, None]
+        page = gl.minimum(gl.maximum(page, 0), pages - 1)  # a number out of range reads some page
+        inside = (tile * C.streams + w) % (C.page // C.tokens) * C.tokens
+        return Base + page.to(gl.int64) * s_page + ((inside + (t & ~apart)) * step + c) + (t & apart) * step
+    else:
+        token = first + w * C.tokens + t
+        page = gl.load(Pages + _entry_of(token, hi, C))
+        page = gl.max_constancy(page, [1, 2, 1])  # true of whatever is read: neighbours share a page
+        page = gl.minimum(gl.maximum(page, 0), pages - 1)
+        return Base + (page.to(gl.int64) * s_page + token % C.page * step) + c
+
+
+@gluon.jit
+def _rows_of(layout: gl.constexpr, C: gl.constexpr):
+    """Token of a tile, [W, T, 1], in the layout of a copy."""
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    return w * C.tokens + t
+
+
+@gluon.jit
+def _copy_codes(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Codes of one tile into the ring. `whole`: all its tokens lie in [lo, hi); else those outside become zeros."""
     layout: gl.constexpr = code_copy_layout(C, S.padded)
     row = _rows_of(layout, C)
     c = gl.arange(0, S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
-    if C.page == 0 and S.dense:
-        # What one thread copies lies constants apart, so that one address is enough for all of it.
-        apart: gl.constexpr = C.tokens - 32 // min(S.padded // 8, 32)
-        pointers = Base + first.to(gl.int64) * S.words + ((row & ~apart) * S.words + c) + (row & apart) * S.words
-    elif C.page == 0:
-        pointers = Base + (row * step + c) + first.to(gl.int64) * step
-    else:
-        page, inside = _page_of(Pages, first + row, hi, pages, C)
-        pointers = Base + (page.to(gl.int64) * s_page + inside * step) + c
+    if S.apart > 0:
+        step = S.apart * S.words
+    pointers = _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout, C)
     if whole and S.padded == S.words:
         copy_to_shared(ring, pointers)
     elif whole:
@@ -185,23 +219,22 @@ def _copy_codes(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.
 
 
 @gluon.jit
-def _copy_scales(ring, Base, step, tile, lo, hi, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _copy_scales(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or offsets) of one tile into the ring, 0 outside [lo, hi)."""
-    layout: gl.constexpr = scale_copy_layout(C, S.groups, S.staged)
+    columns: gl.constexpr = S.scale_columns
+    layout: gl.constexpr = scale_copy_layout(C, S)
     row = _rows_of(layout, C)
-    g = gl.arange(0, S.groups, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    g = gl.arange(0, columns, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
-    if S.groups > 1 or S.staged:
+    if S.groups > 1 or S.staged or S.paired:
         ok = (row < hi - first) & (row >= lo - first)
-    else:  # copied in pairs, and a pair lies in one page; the mask of the scores takes care of an odd end
+    else:  # copied in pairs of tokens, and a pair lies in one page; the mask of the scores takes care of an odd end
         ok = (row < (hi - first + 1) // 2 * 2) & (row >= (lo - first) // 2 * 2)
-    if not S.staged:
+    if S.paired:
+        step = S.scales_apart * S.groups // 2
+    elif not S.staged:
         step = S.groups  # known when compiling, which proves that neighbours can be copied together
-    if C.page == 0:
-        pointers = Base + (row * step + g) + first.to(gl.int64) * step
-    else:
-        page, inside = _page_of(Pages, first + row, hi, pages, C)
-        pointers = Base + (page.to(gl.int64) * s_page + inside * step) + g
+    pointers = _pointers(Base, step, g, tile, hi, page, Pages, pages, s_page, layout, C)
     if S.staged:
         ring.store(gl.load(pointers, mask=ok & (g >= 0), other=0.0))
     elif whole:
@@ -302,33 +335,38 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     codes = gl.allocate_shared_memory(gl.int16, shape + [S.padded], code_ring_layout(S.padded))
     scales = codes
     offsets = codes
+    dtype: gl.constexpr = gl.int32 if S.paired else gl.float16
     if S.scale == "token":
-        scales = gl.allocate_shared_memory(gl.float16, shape + [S.groups], PLAIN)
+        scales = gl.allocate_shared_memory(dtype, shape + [S.scale_columns], PLAIN)
     if S.offset:
-        offsets = gl.allocate_shared_memory(gl.float16, shape + [S.groups], PLAIN)
+        offsets = gl.allocate_shared_memory(dtype, shape + [S.scale_columns], PLAIN)
     return codes, scales, offsets
 
 
 @gluon.jit
-def _fetch_side(rings, slot, at, tile, lo, hi, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _fetch_side(rings, slot, at, tile, page, lo, hi, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Ask for one tile of one side. at: where its codes, scales, offsets and pages lie, and their strides."""
     Codes, Scales, Offsets, Pages, pages, c_page, c_token, s_page, s_token = at
-    _copy_codes(rings[0].index(slot), Codes, c_token, tile, lo, hi, Pages, pages, c_page, whole, S, C)
+    _copy_codes(rings[0].index(slot), Codes, c_token, tile, lo, hi, page, Pages, pages, c_page, whole, S, C)
     if S.scale == "token":
-        _copy_scales(rings[1].index(slot), Scales, s_token, tile, lo, hi, Pages, pages, s_page, whole, S, C)
+        _copy_scales(rings[1].index(slot), Scales, s_token, tile, lo, hi, page, Pages, pages, s_page, whole, S, C)
     if S.offset:
-        _copy_scales(rings[2].index(slot), Offsets, s_token, tile, lo, hi, Pages, pages, s_page, whole, S, C)
+        _copy_scales(rings[2].index(slot), Offsets, s_token, tile, lo, hi, page, Pages, pages, s_page, whole, S, C)
 
 
 @gluon.jit
-def fetch(k_rings, v_rings, slot, k_at, v_at, tile, end, lo, hi, C: gl.constexpr):
-    """Ask for one tile of keys and values, if it lies before tile `end`."""
+def fetch(k_rings, v_rings, slot, k_at, v_at, tile, page, end, lo, hi, C: gl.constexpr):
+    """Ask for one tile of keys and values, if it lies before tile `end`. Returns `page_of_tile` of the next one.
+
+    That is known by the time it is needed: here, its requests would wait for the page table.
+    """
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
     if (tile * C.tile >= lo) & (tile * C.tile + C.tile <= hi) & (tile < end):
-        _fetch_side(k_rings, slot, k_at, tile, lo, hi, True, KS, C)
-        _fetch_side(v_rings, slot, v_at, tile, lo, hi, True, VS, C)
+        _fetch_side(k_rings, slot, k_at, tile, page, lo, hi, True, KS, C)
+        _fetch_side(v_rings, slot, v_at, tile, page, lo, hi, True, VS, C)
     elif tile < end:
-        _fetch_side(k_rings, slot, k_at, tile, lo, hi, False, KS, C)
-        _fetch_side(v_rings, slot, v_at, tile, lo, hi, False, VS, C)
+        _fetch_side(k_rings, slot, k_at, tile, page, lo, hi, False, KS, C)
+        _fetch_side(v_rings, slot, v_at, tile, page, lo, hi, False, VS, C)
     async_copy.commit_group()
+    return page_of_tile(k_at, tile + 1, hi, C)

@@ -108,14 +108,14 @@ def problem_of(call: Call, deterministic_batch: bool) -> Problem:
         values.format.name,
         0 if table is None else rows,
         _aligned(q, keys.codes) and _aligned(q, values.codes),
-        _staged(keys),
-        _staged(values),
         options.window is not None,
         options.alibi_slopes is not None,
         options.softcap is not None,
         deterministic_batch,
-        _dense_codes(keys),
-        _dense_codes(values),
+        _apart(keys),
+        _apart(values),
+        _scales_apart(keys),
+        _scales_apart(values),
     )
 
 
@@ -127,21 +127,27 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
     return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and codes.shape[0] > 0
 
 
-def _dense_codes(plane: Plane) -> bool:
-    return plane.codes.stride(2) == plane.codes.shape[3]
+def _apart(plane: Plane) -> int:
+    """How many rows apart codes of neighbouring tokens lie, if that is what a kernel is compiled for; else 0."""
+    row, token = plane.codes.shape[3], plane.codes.stride(2)
+    return next((rows for rows in (1, plane.heads) if token == rows * row), 0)
 
 
-def _staged(plane: Plane) -> bool:
-    """Whether the scales of neighbouring tokens cannot be copied together."""
+def _scales_apart(plane: Plane) -> int:
+    """The same of scales, where cp.async can copy them: those of several tokens at once, or two of one token in 4 bytes."""
     s, o = plane.scales, plane.offsets
     if s is None or s.ndim == 1:
-        return False
+        return 1
     stride, groups = s.stride(), s.shape[3] if s.ndim == 4 else 1
     token = stride[1] if s.ndim == 2 else stride[2]
-    together = token == groups and (groups == 1 or stride[3] == 1)
-    apart = 0 if s.ndim == 2 else stride[1]
-    same = o is None or (o.stride() == stride and o.data_ptr() % 16 == 0)
-    return not (together and same and (stride[0] | apart) % 16 == 0 and s.data_ptr() % 16 == 0)
+    head = 0 if s.ndim == 2 else stride[1]
+    addresses = s.data_ptr() | (0 if o is None else o.data_ptr())
+    if (groups > 1 and stride[3] != 1) or (o is not None and o.stride() != stride):
+        return 0
+    if token == groups and (stride[0] | head) % 16 == 0 and addresses % 16 == 0:
+        return 1
+    tokens_first = plane.heads > 1 and head == groups and token == plane.heads * groups
+    return plane.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
 
 
 def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> GluonPlan | TritonTiles:

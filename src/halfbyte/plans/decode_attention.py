@@ -30,8 +30,8 @@ class Side:
     groups  scales of one token and head
     scale   "none"; "tensor", one for everything; "token", read with every token
     offset  x = scale * code + offset
-    staged  scales do not lie token after token (or not aligned), so they pass through registers and not by cp.async
-    dense   codes lie token after token, so distances between them are known when compiling
+    apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
+    scales_apart    the same of scales; where it is 0 they pass through registers and not by cp.async
     """
 
     code: str
@@ -40,8 +40,8 @@ class Side:
     groups: int
     scale: str
     offset: bool
-    staged: bool
-    dense: bool
+    apart: int
+    scales_apart: int
 
     @property
     def planes(self) -> int:
@@ -74,9 +74,24 @@ class Side:
         return self.offset or self.code == "bytes"
 
     @property
+    def staged(self) -> bool:
+        """Whether scales pass through registers."""
+        return self.scale == "token" and self.scales_apart == 0
+
+    @property
+    def paired(self) -> bool:
+        """Whether scales are copied in words of two: of two groups, or of two heads. cp.async copies nothing smaller."""
+        return self.scale == "token" and self.scales_apart > 1
+
+    @property
+    def scale_columns(self) -> int:
+        """What is copied for each token: a scale for each group, or a word for two."""
+        return max(1, self.groups // 2) if self.paired else self.groups
+
+    @property
     def token_bytes(self) -> int:
         """Shared memory of one token."""
-        return 2 * self.padded + 2 * self.groups * ((self.scale == "token") + self.offset)
+        return 2 * self.padded + (4 if self.paired else 2) * self.scale_columns * ((self.scale == "token") + self.offset)
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,11 @@ class Spec:
         return self.warps // self.across
 
     @property
+    def one_page(self) -> bool:
+        """Whether the tokens of a stream in a tile lie in one page."""
+        return self.page > 0 and self.page % self.tokens == 0
+
+    @property
     def tile(self) -> int:
         """Tokens of one tile."""
         return self.streams * self.tokens
@@ -150,7 +170,7 @@ def padded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def side(fmt: Format, dim: int, staged: bool, dense: bool = True) -> Side | str:
+def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side | str:
     """How the tuned kernel reads a plane of `fmt` with heads of `dim`; in words, why it cannot."""
     code = _CODES.get(fmt.code.name)
     if code is None or fmt.token_block:
@@ -164,7 +184,7 @@ def side(fmt: Format, dim: int, staged: bool, dense: bool = True) -> Side | str:
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
     scale = {None: "none", "tensor": "tensor"}.get(fmt.granularity, "token")
-    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", staged and scale == "token", dense)
+    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scales_apart if scale == "token" else 1)
 
 
 def programs(units: int, slots: int) -> int:
@@ -186,10 +206,11 @@ def neighbours(programs: int, units: int) -> int:
 class Problem:
     """One call of decode attention, without its tensors: everything that the choice of a kernel may depend on.
 
-    keys, values    format names; `k_staged`, `v_staged`: scales that cannot be copied by cp.async (strides or alignment)
-    aligned         codes lie in whole 16-byte pieces, token after token
+    keys, values    format names
+    aligned         codes lie in whole 16-byte pieces
     page            tokens of a page; 0: contiguous
-    k_dense, v_dense    codes lie token after token, nothing between them
+    k_apart, v_apart    codes of neighbouring tokens lie so many rows apart: 1, `heads` with tokens first, 0 otherwise
+    k_scales_apart, v_scales_apart  the same of scales; 0, too, where they are not aligned for cp.async
     """
 
     dtype: str
@@ -204,14 +225,14 @@ class Problem:
     values: str
     page: int
     aligned: bool
-    k_staged: bool
-    v_staged: bool
     window: bool
     alibi: bool
     softcap: bool
     deterministic_batch: bool
-    k_dense: bool = True
-    v_dense: bool = True
+    k_apart: int = 1
+    v_apart: int = 1
+    k_scales_apart: int = 1
+    v_scales_apart: int = 1
 
     @property
     def rows(self) -> int:
@@ -235,7 +256,7 @@ def dense_problem(
     """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
     return Problem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
-        *(True, False, False, False, False, False, deterministic_batch),
+        *(True, False, False, False, deterministic_batch),
     )
 
 
@@ -272,8 +293,8 @@ def format_of(name: str) -> Format:
 def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: bool) -> GluonPlan | str:
     """How the tuned kernel runs this problem; in words, why it cannot."""
     refusal = _refusal(p, capability)
-    keys = side(format_of(p.keys), p.dim, p.k_staged, p.k_dense)
-    values = side(format_of(p.values), p.value_dim, p.v_staged, p.v_dense)
+    keys = side(format_of(p.keys), p.dim, p.k_apart, p.k_scales_apart)
+    values = side(format_of(p.values), p.value_dim, p.v_apart, p.v_scales_apart)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows = max(8, padded(p.rows))
@@ -281,7 +302,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         return f"{p.rows} query rows of {max(p.dim, p.value_dim)} a KV head are more than the tuned kernel holds in registers"
     limit = shared_memory_of_block(capability)
     lean = p.queries == 1 and not p.alibi and not p.softcap
-    even = not (p.page or p.window or keys.staged or values.staged) and keys.dense and values.dense
+    even = not (p.page or p.window) and all(s.apart == 1 and s.scales_apart == 1 for s in (keys, values))
     warps, tokens, stages, per_sm = shape_of(keys, values, rows, lean, lean and even, limit)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
     spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags)

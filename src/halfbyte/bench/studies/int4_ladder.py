@@ -132,7 +132,7 @@ def _tile_rungs(planned: Spec) -> dict[str, Spec]:
     """The tuned kernel from its smallest tiles to those of its plan; those before the last have no larger ring."""
     spec = replace(planned, tokens=_TOKENS, stages=_STAGES, keys=_plain(planned.keys), values=_plain(planned.values))
     found = {f"tuned kernel, one launch, tiles of {spec.tile} tokens": spec}
-    spec = replace(spec, keys=replace(spec.keys, dense=planned.keys.dense), values=replace(spec.values, dense=planned.values.dense))
+    spec = replace(spec, keys=replace(spec.keys, apart=planned.keys.apart), values=replace(spec.values, apart=planned.values.apart))
     found["distances of codes known when compiling"] = spec
     spec = replace(spec, keys=planned.keys, values=planned.values)
     found["scales past the registers (cp.async)"] = spec
@@ -147,7 +147,7 @@ def _tile_rungs(planned: Spec) -> dict[str, Spec]:
 
 def _plain(side: Side) -> Side:
     """The same codes and scales; scales pass through registers, and distances of codes are numbers of the launch."""
-    return replace(side, staged=side.scale == "token", dense=False)
+    return replace(side, apart=0, scales_apart=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
