@@ -134,6 +134,29 @@ def test_a_side_says_how_its_words_are_read() -> None:
     assert side(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scales_apart=1)
 
 
+def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
+    near, apart, far = (side(format_of("int4_g32"), 128, 8, n) for n in (1, 8, 0))
+    assert isinstance(near, Side)
+    assert isinstance(apart, Side)
+    assert isinstance(far, Side)
+    assert [(s.staged, s.paired, s.scale_columns) for s in (near, apart, far)] == [
+        (False, False, 4),
+        (False, True, 2),
+        (True, False, 4),
+    ]
+    assert near.token_bytes == apart.token_bytes == far.token_bytes
+    one = side(format_of("int4"), 128, 8, 8)
+    assert isinstance(one, Side)
+    assert (one.scale_columns, one.token_bytes) == (1, 64 + 8)  # the neighbouring head's come along
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens", "one"), [(0, 64, False), (16, 64, False), (64, 64, True), (256, 64, True), (32, 16, True)]
+)
+def test_a_warp_reads_one_page_if_its_tokens_fit_into_one(page: int, tokens: int, one: bool) -> None:
+    assert replace(tuned(LAYER).spec, page=page, tokens=tokens).one_page == one
+
+
 def test_levels_are_named_where_they_are_explained() -> None:
     assert set(plans.GPU_LEVELS) < set(plans.LEVELS["decode_attention"])
 

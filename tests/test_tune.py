@@ -223,6 +223,45 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     assert _decode_on_gpu.problem_of(splits.call_of(q, cache), False) == replace(ATTENTION, keys=formats[0], values=formats[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "first", "shift", "apart", "scales_apart"),
+    [
+        ("int4", 8, False, 0, 1, 1),
+        ("int4", 8, True, 0, 8, 8),
+        ("int4", 8, True, 2, 8, 8),  # scales at multiples of 4 bytes
+        ("int4", 8, True, 1, 8, 0),
+        ("int4", 8, False, 2, 1, 0),
+        ("int4", 3, True, 0, 3, 0),  # the last head has no neighbour to share a word with
+        ("int4_g32", 3, True, 0, 3, 3),
+        ("int8", 1, True, 0, 1, 0),  # its distance of heads, which nobody needs, is 1
+        ("int8_tensor", 8, True, 0, 8, 1),
+        ("int8_token", 8, True, 0, 8, 1),
+    ],
+)
+def test_a_problem_knows_the_order_of_tokens_and_heads(
+    name: str, heads: int, first: bool, shift: int, apart: int, scales_apart: int
+) -> None:
+    def laid_out(t: torch.Tensor | None, shift: int) -> torch.Tensor | None:
+        """The same shape, tokens before heads if they are `first`, `shift` elements into its memory."""
+        if t is None or t.ndim == 1:
+            return t
+        swapped = first and t.ndim > 2
+        shape = t.transpose(1, 2).shape if swapped else t.shape
+        made = t.new_zeros(t.numel() + shift)[shift:].view(shape)
+        return made.transpose(1, 2) if swapped else made
+
+    cache = halfbyte.KVCache(4, heads, 128, 64, keys=name, values=name)
+    planes = [
+        replace(p, codes=laid_out(p.codes, 0), scales=laid_out(p.scales, shift), offsets=laid_out(p.offsets, shift))
+        for p in (cache.keys, cache.values)
+    ]
+    there = halfbyte.KVCache.from_buffers(planes[0], planes[1], cache.lengths)
+    found = _decode_on_gpu.problem_of(splits.call_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there), False)
+    assert (found.k_apart, found.v_apart) == (apart, apart)
+    assert (found.k_scales_apart, found.v_scales_apart) == (scales_apart, scales_apart)
+    assert isinstance(gluon_plan(found, 132, (9, 0), True), GluonPlan)
+
+
 # -------------------------------------------------------------------------------------------------------------------- files
 
 

@@ -231,8 +231,19 @@ def test_nan_in_a_query_stays_in_its_row(impl: str) -> None:
     assert not clean.wrong(out, lse)
 
 
+@pytest.mark.compile_first
+@pytest.mark.parametrize("page", [None, 16, 64, 128])
+@pytest.mark.parametrize(("keys", "values", "heads"), [("int4", "int4", 2), ("int8", "int4_g32", 3), ("int4", "int8", 3)])
+def test_tokens_before_heads(keys: str, values: str, heads: int, page: int | None, impl: str) -> None:
+    """Scales in words of two heads, of two groups, and alone (3 heads, one group); pages of fewer tokens than a warp's, and of more."""
+    for options in (frozenset[str](), frozenset({"window", "starts"})):
+        variant = Variant(keys, values, group=8, page=page, layout="BTHD", options=options)
+        call = build(Case(variant, heads, (1025, 0, 63, 640), slack=page or 1, seed=heads), PLACE.device)
+        assert not call.wrong(*call.run(impl)), options
+
+
 @pytest.mark.skipif(PLACE.dry, reason="where lengths are on the host they are checked there")
-@pytest.mark.parametrize("page", [None, 32])
+@pytest.mark.parametrize("page", [None, 32, 64])
 def test_nonsense_in_lengths_and_tables_reads_nothing_it_should_not(page: int | None, impl: str) -> None:
     """No length or page number leaves the cache, and the sequences that make sense keep the promise."""
     case = Case(Variant("int8", "int4_g32", page=page), 2, (300, 64, 200, 17))
