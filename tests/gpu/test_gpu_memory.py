@@ -235,7 +235,7 @@ def test_nan_in_a_query_stays_in_its_row(impl: str) -> None:
 @pytest.mark.parametrize("page", [None, 16, 64, 128])
 @pytest.mark.parametrize(("keys", "values", "heads"), [("int4", "int4", 2), ("int8", "int4_g32", 3), ("int4", "int8", 3)])
 def test_tokens_before_heads(keys: str, values: str, heads: int, page: int | None, impl: str) -> None:
-    """Scales in words of two heads, of two groups, and alone (3 heads, one group); pages of fewer tokens than a warp's, and of more."""
+    """Scales in words of two heads, of two groups, and alone (3 heads, one group); pages below and above a warp's tokens."""
     for options in (frozenset[str](), frozenset({"window", "starts"})):
         variant = Variant(keys, values, group=8, page=page, layout="BTHD", options=options)
         call = build(Case(variant, heads, (1025, 0, 63, 640), slack=page or 1, seed=heads), PLACE.device)
