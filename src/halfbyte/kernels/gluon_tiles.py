@@ -175,7 +175,8 @@ def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.co
     apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1])
     first = tile * C.tile
     if C.page == 0:
-        return Base + first.to(gl.int64) * step + (((w * C.tokens + t) & ~apart) * step + c) + (t & apart) * step
+        row = w * C.tokens + t
+        return Base + first.to(gl.int64) * step + ((row & ~apart) * step + c) + (row & apart) * step
     elif C.one_page:
         page = gl.convert_layout(page, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None, None]
         page = gl.minimum(gl.maximum(page, 0), pages - 1)  # a number out of range reads some page
