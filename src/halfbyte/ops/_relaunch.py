@@ -122,9 +122,9 @@ def _launch(
         return None
     stream, part, count = workspace
     out, lse = q.new_empty_strided(*e.out), q.new_empty_strided(*e.lse, dtype=torch.float32)
-    made = (out.data_ptr(), lse.data_ptr(), part, count)
-    if (made[0] | made[1] | part | count) % 16:
-        return None  # the kernel was compiled for what the allocator always gave so far
+    made = (out.data_ptr(), lse.data_ptr(), part.data_ptr(), count.data_ptr())
+    if (made[0] | made[1] | made[2] | made[3]) % 16:
+        return None  # no allocator of torch does that, and the kernel may have been compiled for it
     numbers = (o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST))
     e.launch(stream, *addresses[:_BEFORE_RESULTS], *made, *addresses[_BEFORE_RESULTS:], *numbers, *e.sizes, e.spec)
     return out, lse

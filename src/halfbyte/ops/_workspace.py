@@ -47,10 +47,10 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
     return found
 
 
-def shared(device: torch.device, floats: int, counters: int) -> tuple[int, int, int] | None:
-    """The current stream, and the addresses of what eager calls on it share: fp32 numbers, and counters that are zero.
+def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+    """The current stream, and what eager calls on it share: fp32 numbers, holding anything, and int32 zeros to leave behind.
 
-    None while a graph is recorded, and where earlier calls left less than that: then `floats` and `counters` are to be asked.
+    None while a graph is recorded, and where earlier calls have left less than so many of each.
     """
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -58,7 +58,7 @@ def shared(device: torch.device, floats: int, counters: int) -> tuple[int, int, 
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
     if part is None or count is None or part.numel() < floats or count.numel() < counters:
         return None
-    return stream, part.data_ptr(), count.data_ptr()
+    return stream, part, count
 
 
 def _stream(device: torch.device) -> int:
