@@ -420,16 +420,17 @@ def test_gradients_and_subclasses_take_the_long_way(gpu: Gpu) -> None:
     q, cache = query(), cache_of()
     decode_attention(q, cache)
     wanting = q.clone().requires_grad_()
-    assert public._request(wanting, cache, None, AttentionOptions(1.0), "auto") is None
+    assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
     with torch.no_grad():
-        assert public._request(wanting, cache, None, AttentionOptions(1.0), "auto") is not None
-    assert public._request(q.as_subclass(Watched), cache, None, AttentionOptions(1.0), "auto") is None
-    assert public._request(q.float(), cache, None, AttentionOptions(1.0), "auto") is None
+        assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is not None
+    assert public._request(q.as_subclass(Watched), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+    assert public._request(q.float(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
 
 
 def test_compiled_code_does_not_look_for_earlier_calls(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert public._request(query(), cache_of(), None, AttentionOptions(1.0), "auto") is None
+    cache = cache_of()
+    assert public._request(query(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
 
 
 def test_nothing_keeps_a_cache_alive(gpu: Gpu) -> None:

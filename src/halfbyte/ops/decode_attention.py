@@ -145,12 +145,12 @@ def decode_attention(
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
     options = _options(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
-    request = _request(q, cache, query_start, options, impl, deterministic_batch)
+    request = _request(q, cache, cache.lengths, query_start, options, impl, deterministic_batch)
     done = None if request is None else _relaunch.again(request, options)
     if done is None:
         options = _checked(q, cache, options, query_start)
         query_start = None if query_start is None else as_int32(query_start)
-        done = _attend(q, cache, query_start, options, _level(impl, q), deterministic_batch, request)
+        done = _attend(q, cache, cache.lengths, query_start, options, _level(impl, q), deterministic_batch, request)
     return done if return_lse else done[0]
 
 
@@ -187,12 +187,12 @@ def prefill_attention(
     for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
     past = cache.lengths - q.shape[2]
-    before = _attend_or_again(q, cache, past, replace(options, sinks=None, ends=past), impl)
+    before = _attend_or_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl)
 
     chunk = _Chunk(k, v, torch.full_like(cache.lengths, q.shape[2]))
     shifted = None if options.starts is None else (options.starts - past).clamp_min(0)
     own_options = replace(options, sinks=None, starts=shifted, rotate_keys=False)
-    own = _attend_or_again(q, chunk, torch.zeros_like(past), own_options, impl)
+    own = _attend_or_again(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, impl)
     out, lse = _merge([before[0], own[0]], [before[1], own[1]], options.sinks)
     return (out, lse) if return_lse else out
 
@@ -217,17 +217,18 @@ class _Chunk:
 
 
 def _attend_or_again(
-    q: torch.Tensor, cache: Cache, query_start: torch.Tensor, options: AttentionOptions, impl: str
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A call that was checked."""
-    request = _request(q, cache, query_start, options, impl)
+    request = _request(q, cache, lengths, query_start, options, impl)
     done = None if request is None else _relaunch.again(request, options)
-    return _attend(q, cache, query_start, options, _level(impl, q), request=request) if done is None else done
+    return _attend(q, cache, lengths, query_start, options, _level(impl, q), request=request) if done is None else done
 
 
 def _request(
     q: torch.Tensor,
     cache: Cache,
+    lengths: torch.Tensor,
     query_start: torch.Tensor | None,
     options: AttentionOptions,
     impl: str,
@@ -237,13 +238,14 @@ def _request(
     if not _past_dispatcher(q) or q.element_size() > 2:
         return None
     keys, values = cache.keys, cache.values
-    tensors = _relaunch.tensors_of(q, keys, values, cache.lengths, query_start, cache.page_table, options)
+    tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
     return _relaunch.request(tensors, (keys.format, values.format), options, impl, deterministic_batch)
 
 
 def _attend(
     q: torch.Tensor,
     cache: Cache,
+    lengths: torch.Tensor,
     query_start: torch.Tensor | None,
     options: AttentionOptions,
     chosen: str,
@@ -253,10 +255,10 @@ def _attend(
     """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
     if chosen not in ("cpu", "reference") and _past_dispatcher(q):
-        where = (cache.lengths, query_start, cache.page_table)
+        where = (lengths, query_start, cache.page_table)
         return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
     out: tuple[torch.Tensor, torch.Tensor] = _op(
-        *(q, *keys.tensors(), *values.tensors()[:3], cache.lengths, query_start, cache.page_table),
+        *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
         *(o.starts, o.ends, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
         *(keys.format.name, values.format.name, chosen, deterministic_batch),
     )
