@@ -19,6 +19,11 @@ def pair_launches() -> bool:
     return _choice("HALFBYTE_PDL", ("0", "1"), "1") == "1"
 
 
+def as_set() -> tuple[str | None, str | None]:
+    """HALFBYTE_IMPL and HALFBYTE_PDL as they stand in the environment: whether they still are what they were."""
+    return os.environ.get("HALFBYTE_IMPL"), os.environ.get("HALFBYTE_PDL")
+
+
 def stored_plans() -> str:
     """HALFBYTE_PLANS: a file of `halfbyte tune`, the only one to take measured plans from; "0": none; unset or empty is "", those
     that are stored for the GPU and those that come with the library. Read when a problem is planned for the first time.

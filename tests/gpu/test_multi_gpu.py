@@ -24,6 +24,9 @@ def test_tensors_of_another_gpu_than_the_current_one(impl: str) -> None:
     out, lse = call.run(impl)
     assert out.device == lse.device == torch.device("cuda:1")
     assert not call.wrong(out, lse)
+    again = call.run(impl)
+    assert same_bits(again[0], out)
+    assert same_bits(again[1], lse)
     assert torch.cuda.current_device() == 0
     if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
         assert same_bits(out.cpu(), expected[0].cpu())

@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
 
 
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
-OPS = "ops/decode_attention.py"
+OPS, RELAUNCH = "ops/decode_attention.py", "ops/_relaunch.py"
 
 
 def attention(*names: str) -> tuple[str, ...]:
@@ -41,6 +41,10 @@ def pages(*names: str) -> tuple[str, ...]:
 
 def files(*names: str) -> tuple[str, ...]:
     return tuple(f"test_checkpoints.py::{name}" for name in names)
+
+
+def relaunched(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_relaunch.py::{name}" for name in names)
 
 
 def ops(*names: str) -> tuple[str, ...]:
@@ -118,8 +122,8 @@ MUTANTS = [
     Mutant(
         "sinks twice",
         OPS,
-        "replace(options, sinks=None, ends=past), chosen",
-        "replace(options, ends=past), chosen",
+        "replace(options, sinks=None, ends=past), impl",
+        "replace(options, ends=past), impl",
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-sinks]"),
     ),
     Mutant(
@@ -255,8 +259,8 @@ MUTANTS = [
     Mutant(
         "the past's length taken for the cache's",
         OPS,
-        "q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), chosen",
-        "q, cache, past, past, replace(options, sinks=None), chosen",
+        "q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl",
+        "q, cache, past, past, replace(options, sinks=None), impl",
         attention("test_prefill_after_any_past"),
     ),
     Mutant(
@@ -390,5 +394,36 @@ MUTANTS = [
         "rows = rows.index_select(1, weight.perm)",
         "pass",
         ("test_cpu_linear.py::test_act_order[int4_g32]",),
+    ),
+    # -- calls launched like an earlier one
+    Mutant("strides are no fact", RELAUNCH, "t.shape, t.stride(),", "t.shape,", relaunched("test_every_fact_makes_another_call")),
+    Mutant("alignment is no fact", RELAUNCH, ", address % 16)", ")", relaunched("test_every_fact_makes_another_call")),
+    Mutant(
+        "devices are no fact",
+        RELAUNCH,
+        "t.get_device(), address",
+        "address",
+        relaunched("test_a_tensor_of_another_device_makes_another_call"),
+    ),
+    Mutant(
+        "formats by name",
+        RELAUNCH,
+        "id(formats[0]), id(formats[1])",
+        "formats[0].name, formats[1].name",
+        relaunched("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "converted tensors remembered",
+        RELAUNCH,
+        "all(a is b for a, b in zip(r.tensors, used, strict=True))",
+        "True",
+        relaunched("test_what_was_converted_on_the_way_is_not_remembered"),
+    ),
+    Mutant(
+        "the environment is no fact",
+        RELAUNCH,
+        "[impl, *as_set(), ",
+        "[impl, ",
+        relaunched("test_the_environment_makes_another_call"),
     ),
 ]

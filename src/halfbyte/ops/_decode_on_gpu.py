@@ -1,7 +1,7 @@
 """The GPU levels of `decode_attention`: from tensors to a plan, to a workspace, to a launch. Nothing here waits for the device.
 
 In decoding the same call comes once a layer and token, with other addresses only. So what the first such call found out - the plan,
-the compiled kernel, all sizes and strides - is kept beside the cache's planes (`_relaunch`), and later ones only fill in addresses.
+the compiled kernel, all sizes and strides - is kept (`_relaunch`), and later ones only fill in addresses and do not pass here.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ def run(
     level: str,
     deterministic_batch: bool,
     compiled: bool = False,
+    request: _relaunch.Request | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level asked for ("auto": by the best that can).
 
-    `compiled`: called from compiled code, behind whose back nothing may be kept.
+    `compiled`: called from compiled code, behind whose back nothing may be kept. `request`: what to remember this call as.
     """
     out = q.new_empty(*q.shape[:3], values.dim)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        pair = pair_launches()
-        key = None
-        if not compiled:
-            key = _relaunch.key(q, keys, values, lengths, query_start, page_table, options, level, deterministic_batch, pair)
-        if key is None or not _relaunch.launch(key, q, keys, values, lengths, query_start, page_table, options, out, lse):
-            call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
-            plan = plan_of(call, level, deterministic_batch, pair)
-            kernel = launch(call, plan, compiled)
-            if key is not None and isinstance(plan, GluonPlan):
-                _relaunch.remember(key, kernel, plan, q, keys, values, page_table)
+        call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
+        plan = plan_of(call, level, deterministic_batch, pair_launches())
+        kernel = launch(call, plan, compiled)
+    if request is not None and isinstance(plan, GluonPlan):
+        from halfbyte.kernels.decode_gluon import sizes
+
+        used = _relaunch.tensors_of(q, keys, values, call.lengths, call.query_start, call.page_table, call.options)
+        numbers, formats = sizes(q, keys, values, page_table), (keys.format, values.format)
+        _relaunch.remember(request, used, formats, plan, kernel, (out, lse), numbers)
     return out, lse
 
 

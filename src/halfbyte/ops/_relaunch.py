@@ -1,42 +1,70 @@
-"""Launching the tuned kernel again for a call like an earlier one: same cache, same shapes, other addresses.
+"""Launching the tuned kernel again for a call like an earlier one, which needs neither checks nor a plan.
 
-Whatever the kernel was compiled for is in the key: shapes, strides, types, which options are there, and whether addresses are
-multiples of 16. An entry belongs to two planes and goes with them; it holds their memory only as long as they live.
+All that checks, plans and the compiler look at in a tensor are its *facts*: dtype, shape, strides, device, and its address modulo
+16. Calls that agree in these, in their formats, in which options they have and in the environment are the same launch but for
+addresses and the options' numbers. What the first of them found out is kept, and no tensor with it: layers and steps share it.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.ops._workspace import counters, floats
+from halfbyte.formats import Format
+from halfbyte.ops._workspace import shared
 from halfbyte.planes import AttentionOptions, Plane
 from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Spec
+from halfbyte.settings import as_set
 
 Key = tuple[Any, ...]
+#: Every tensor of a call, in the order in which the kernel takes them. So many come before what a launch makes itself.
+Tensors = tuple[torch.Tensor | None, ...]
+_BEFORE_RESULTS = 7
+
+#: Types whose facts are all there is to them: another subclass may want to see the call.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+#: Entries that are kept. A server that sees more kinds of batches than this begins anew.
+_MOST = 1024
 
 
-@dataclass(frozen=True)
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Request(NamedTuple):
+    """A call that may be like an earlier one. Nothing in it has been checked."""
+
+    key: Key
+    tensors: Tensors
+    addresses: list[int | None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
-    """planes: (codes, scales, offsets) of keys and values, codes as words; sizes: all numbers of a launch behind the window."""
+    """What a launch found out.
 
-    owners: tuple[Any, Any]  # weak references to the planes
-    compiled: Any
-    grid: tuple[int, int, int]
-    planes: tuple[Any, ...]
+    launch     the compiled kernel, called with a stream and all arguments
+    out, lse   shapes and strides of the results
+    sizes      the numbers behind those of the options
+    formats    of keys and values: alive, so that nothing else can get their ids, which are in the key
+    """
+
+    launch: Callable[..., None]
+    out: _Layout
+    lse: _Layout
+    floats: int
+    counters: int
     sizes: tuple[int, ...]
     spec: Spec
-    part: int
-    count: int
+    formats: tuple[Format, Format]
 
 
 _known: dict[Key, _Entry] = {}
 
 
-def key(
+def tensors_of(
     q: torch.Tensor,
     keys: Plane,
     values: Plane,
@@ -44,59 +72,81 @@ def key(
     query_start: torch.Tensor | None,
     page_table: torch.Tensor | None,
     o: AttentionOptions,
-    level: str,
-    deterministic_batch: bool,
-    pair: bool,
-) -> Key | None:
-    """What a call must share with an earlier one; None for calls that need more than a launch."""
-    if o.rotate_keys or level not in ("auto", "gluon") or deterministic_batch:
+) -> Tensors:
+    """The tensors of a call."""
+    planes = (keys.codes, keys.scales, keys.offsets, values.codes, values.scales, values.offsets)
+    return (q, *planes, lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks)
+
+
+def request(
+    tensors: Tensors, formats: tuple[Format, Format], o: AttentionOptions, impl: str, deterministic_batch: bool
+) -> Request | None:
+    """A call by what it must share with an earlier one; None where it needs more than a launch, or an argument is of another type.
+
+    Nothing need have been checked: a call that is like a checked one would pass, and no other is found.
+    """
+    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon") or not _PLAIN.issuperset(map(type, tensors)):
         return None
-    vectors = (lengths, query_start, o.starts, o.ends, o.alibi_slopes, o.sinks)
-    seen = tuple(None if t is None else (t.data_ptr() % 16, t.dtype, t.is_contiguous()) for t in vectors)
-    table = None if page_table is None else (page_table.dtype, page_table.shape, page_table.stride(), page_table.data_ptr() % 16)
-    query = (q.shape, q.stride(), q.dtype, q.data_ptr() % 16)
-    where = tuple(None if t is None else t.data_ptr() for p in (keys, values) for t in (p.codes, p.scales, p.offsets))
-    return (id(keys), id(values), where, query, seen, table, o.window is None, o.softcap is None, level, pair)
+    facts: list[Any] = [impl, *as_set(), id(formats[0]), id(formats[1]), o.window is None, o.softcap is None]
+    addresses: list[int | None] = []
+    for t in tensors:
+        if t is None:
+            addresses.append(None)
+            facts.append(None)
+        else:
+            address = t.data_ptr()
+            addresses.append(address)
+            facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    return Request(tuple(facts), tensors, addresses)
 
 
-def launch(
-    key: Key,
-    q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    o: AttentionOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> bool:
-    """Launch as an earlier call did. False when there was none, or it was about planes that are no more."""
-    e = _known.get(key)
-    if e is None or e.owners[0]() is not keys or e.owners[1]() is not values:
-        return False
-    part, count = floats(q.device, e.part), counters(q.device, e.count)
-    e.compiled[e.grid](
-        *(q, *e.planes, out, lse, part, count, lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
-        *(o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST), *e.sizes, e.spec),
-    )
-    return True
+def again(r: Request, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Out and lse of a call like one that was checked and launched before; None: there was none, or a graph is being recorded.
+
+    The numbers of the options must have been checked.
+    """
+    e, q = _known.get(r.key), r.tensors[0]
+    if e is None or q is None:
+        return None
+    if q.get_device() == torch.cuda.current_device():
+        return _launch(e, q, r.addresses, o)
+    with torch.cuda.device_of(q):
+        return _launch(e, q, r.addresses, o)
+
+
+def _launch(
+    e: _Entry, q: torch.Tensor, addresses: list[int | None], o: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    workspace = shared(q.device, e.floats, e.counters)
+    if workspace is None:
+        return None
+    stream, part, count = workspace
+    out, lse = q.new_empty_strided(*e.out), q.new_empty_strided(*e.lse, dtype=torch.float32)
+    made = (out.data_ptr(), lse.data_ptr(), part.data_ptr(), count.data_ptr())
+    if (made[0] | made[1] | made[2] | made[3]) % 16:
+        return None  # no allocator of torch does that, and the kernel may have been compiled for it
+    numbers = (o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST))
+    e.launch(stream, *addresses[:_BEFORE_RESULTS], *made, *addresses[_BEFORE_RESULTS:], *numbers, *e.sizes, e.spec)
+    return out, lse
 
 
 def remember(
-    key: Key, compiled: Any, plan: GluonPlan, q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None
+    r: Request,
+    used: Tensors,
+    formats: tuple[Format, Format],
+    plan: GluonPlan,
+    compiled: Any,
+    results: tuple[torch.Tensor, torch.Tensor],
+    sizes: tuple[int, ...],
 ) -> None:
-    """Keep what a launch found out, unless its tensors were not as the kernel reads them."""
-    from halfbyte.kernels.decode_gluon import sizes
+    """Keep what a launch of the tuned kernel found out, unless it `used` other tensors than were asked for, or of two devices."""
+    from halfbyte.kernels.compat import launcher
 
-    vectors = key[4]
-    dense = all(found is None or found[2] for found in vectors)
-    fp32 = all(found is None or found[1] is torch.float32 for found in vectors[4:])
-    if not (dense and fp32) or (page_table is not None and page_table.stride(1) != 1):
+    as_asked = all(a is b for a, b in zip(r.tensors, used, strict=True))
+    if not (as_asked and all(t is None or t.device == results[0].device for t in used)):
         return
-    planes = tuple(t for p in (keys, values) for t in (p.codes.view(torch.int16), p.scales, p.offsets))
-    owners = tuple(weakref.ref(p, lambda _: _known.pop(key, None)) for p in (keys, values))
-    _known[key] = _Entry(
-        *((owners[0], owners[1]), compiled, (plan.programs, 1, 1), planes, sizes(q, keys, values, page_table), plan.spec),
-        *(plan.floats, plan.counters),
-    )
+    if len(_known) >= _MOST:
+        _known.clear()
+    out, lse = ((tuple(t.shape), t.stride()) for t in results)
+    launch = launcher(compiled, (plan.programs, 1, 1))
+    _known[r.key] = _Entry(launch, out, lse, plan.floats, plan.counters, sizes, plan.spec, formats)

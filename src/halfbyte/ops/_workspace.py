@@ -47,8 +47,23 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
     return found
 
 
+def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+    """The current stream, and what eager calls on it share: fp32 numbers, holding anything, and int32 zeros to leave behind.
+
+    None while a graph is recorded, and where earlier calls have left less than so many of each.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream = _stream(device)
+    part, count = _floats.get((device, stream)), _counters.get((device, stream))
+    if part is None or count is None or part.numel() < floats or count.numel() < counters:
+        return None
+    return stream, part, count
+
+
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    # What `torch.cuda.current_stream(device).cuda_stream` is, without making an object of it.
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def prepare(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import plain_format
 from halfbyte.ops import _decode_on_gpu as gpu
+from halfbyte.ops import _relaunch
 from halfbyte.ops._library import define, level, refuse_capture, say_once
 from halfbyte.planes import AttentionOptions, Cache, Plane
 from halfbyte.plans.decode_attention import format_of
@@ -143,11 +144,14 @@ def decode_attention(
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
-    options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, query_start)
-    query_start = None if query_start is None else as_int32(query_start)
-    chosen = _level(impl, q)
-    out, lse = _attend(q, cache, cache.lengths, query_start, options, chosen, deterministic_batch)
-    return (out, lse) if return_lse else out
+    options = _options(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
+    request = _request(q, cache, cache.lengths, query_start, options, impl, deterministic_batch)
+    done = None if request is None else _relaunch.again(request, options)
+    if done is None:
+        options = _checked(q, cache, options, query_start)
+        query_start = None if query_start is None else as_int32(query_start)
+        done = _attend(q, cache, cache.lengths, query_start, options, _level(impl, q), deterministic_batch, request)
+    return done if return_lse else done[0]
 
 
 def _level(impl: str, q: torch.Tensor) -> str:
@@ -179,17 +183,16 @@ def prefill_attention(
     q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
     stored as each sequence's last L tokens. Options and result as in `decode_attention`; `starts` counts from the cache's start.
     """
-    options = _checked(q, cache, sm_scale, alibi_slopes, window, softcap, sinks, starts, None)
+    options = _checked(q, cache, _options(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts), None)
     for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
-    chosen = _level(impl, q)
     past = cache.lengths - q.shape[2]
-    before = _attend(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), chosen)
+    before = _attend_or_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl)
 
     chunk = _Chunk(k, v, torch.full_like(cache.lengths, q.shape[2]))
     shifted = None if options.starts is None else (options.starts - past).clamp_min(0)
     own_options = replace(options, sinks=None, starts=shifted, rotate_keys=False)
-    own = _attend(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, chosen)
+    own = _attend_or_again(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, impl)
     out, lse = _merge([before[0], own[0]], [before[1], own[1]], options.sinks)
     return (out, lse) if return_lse else out
 
@@ -213,6 +216,32 @@ class _Chunk:
         return Plane(plain_format(self.v.dtype), self.v)
 
 
+def _attend_or_again(
+    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call that was checked."""
+    request = _request(q, cache, lengths, query_start, options, impl)
+    done = None if request is None else _relaunch.again(request, options)
+    return _attend(q, cache, lengths, query_start, options, _level(impl, q), request=request) if done is None else done
+
+
+def _request(
+    q: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor | None,
+    options: AttentionOptions,
+    impl: str,
+    deterministic_batch: bool = False,
+) -> _relaunch.Request | None:
+    """What to remember a call as; None where it is not to be remembered. Tensors may be unchecked."""
+    if not _past_dispatcher(q) or q.element_size() > 2:
+        return None
+    keys, values = cache.keys, cache.values
+    tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
+    return _relaunch.request(tensors, (keys.format, values.format), options, impl, deterministic_batch)
+
+
 def _attend(
     q: torch.Tensor,
     cache: Cache,
@@ -221,11 +250,13 @@ def _attend(
     options: AttentionOptions,
     chosen: str,
     deterministic_batch: bool = False,
+    request: _relaunch.Request | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
-    if _past_dispatcher(q, chosen):
-        return gpu.run(q, keys, values, lengths, query_start, cache.page_table, options, chosen, deterministic_batch)
+    if chosen not in ("cpu", "reference") and _past_dispatcher(q):
+        where = (lengths, query_start, cache.page_table)
+        return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
     out: tuple[torch.Tensor, torch.Tensor] = _op(
         *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
         *(o.starts, o.ends, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
@@ -234,14 +265,13 @@ def _attend(
     return out
 
 
-def _past_dispatcher(q: torch.Tensor, chosen: str) -> bool:
-    """Whether nobody watches a call on the way: neither a compiler nor autograd nor a subclass of Tensor."""
-    plain = type(q) is torch.Tensor and q.is_cuda and q.numel() > 0 and chosen not in ("cpu", "reference")
-    return plain and not torch.compiler.is_compiling() and not (q.requires_grad and torch.is_grad_enabled())
+def _past_dispatcher(q: torch.Tensor) -> bool:
+    """Whether q is on a GPU and nobody watches: neither a compiler nor autograd nor a subclass of Tensor."""
+    plain = not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda and q.numel() > 0
+    return plain and not (q.requires_grad and torch.is_grad_enabled())
 
 
-def _checked(
-    q: torch.Tensor,
+def _options(
     cache: Cache,
     sm_scale: float | None,
     alibi_slopes: torch.Tensor | None,
@@ -249,11 +279,20 @@ def _checked(
     softcap: float | None,
     sinks: torch.Tensor | None,
     starts: torch.Tensor | None,
-    query_start: torch.Tensor | None,
 ) -> AttentionOptions:
-    """The options of a call, after every argument has been looked at."""
+    """The options of a call. Their numbers have been looked at, their tensors not yet."""
     if not isinstance(getattr(cache, "keys", None), Plane):
         raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache or PagedKVCache")
+    if window is not None:
+        window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
+    if softcap is not None:
+        softcap = number("softcap", softcap, 1e-30, 1e30, "a positive finite number, or None for no softcap")
+    scale = cache.keys.dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale, -1e30, 1e30, "a finite number")
+    return AttentionOptions(scale, softcap, alibi_slopes, window, starts, None, sinks, cache.rotate_keys)
+
+
+def _checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: torch.Tensor | None) -> AttentionOptions:
+    """The options as kernels take them, after every tensor has been looked at."""
     keys, batch = cache.keys, cache.lengths.shape[0]
     check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
     check(
@@ -261,22 +300,16 @@ def _checked(
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
     )
     for name, t, size, kind in (
-        ("alibi_slopes", alibi_slopes, q.shape[1], "floating"),
-        ("sinks", sinks, q.shape[1], "floating"),
-        ("starts", starts, batch, "integer"),
+        ("alibi_slopes", o.alibi_slopes, q.shape[1], "floating"),
+        ("sinks", o.sinks, q.shape[1], "floating"),
+        ("starts", o.starts, batch, "integer"),
         ("query_start", query_start, batch, "integer"),
     ):
         if t is not None:
             check_tensor(name, t, (size,), cast(Kind, kind), q.device)
-    starts = None if starts is None else as_int32(starts)
-    if window is not None:
-        window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
-    if softcap is not None:
-        softcap = number("softcap", softcap, 1e-30, 1e30, "a positive finite number, or None for no softcap")
-    scale = q.shape[3] ** -0.5 if sm_scale is None else number("sm_scale", sm_scale, -1e30, 1e30, "a finite number")
-    if cache.rotate_keys:
+    if o.rotate_keys:
         block_size(keys.dim)
-    return AttentionOptions(scale, softcap, alibi_slopes, window, starts, None, sinks, cache.rotate_keys)
+    return o if o.starts is None else replace(o, starts=as_int32(o.starts))
 
 
 def merge_states(

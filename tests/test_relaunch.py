@@ -1,0 +1,501 @@
+"""Calls of attention that are launched like an earlier one: what makes them alike, and that no other call is taken for one.
+
+A CPU stands in for a GPU: kernels are neither compiled nor run, and what they would be launched with is written down.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from halfbyte import KV_FORMATS, KVCache, decode_attention, prefill_attention
+from halfbyte.errors import InvalidArgument
+from halfbyte.kernels.compat import launcher
+from halfbyte.ops import _relaunch, _workspace
+from halfbyte.ops import decode_attention as public
+from halfbyte.planes import AttentionOptions, Plane, new_plane
+
+Change = Callable[["Asked"], "Asked"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything that a request is made of."""
+
+    q: torch.Tensor
+    keys: Plane
+    values: Plane
+    lengths: torch.Tensor
+    query_start: torch.Tensor | None
+    page_table: torch.Tensor | None
+    options: AttentionOptions
+    impl: str = "auto"
+    deterministic_batch: bool = False
+
+    def request(self) -> _relaunch.Request | None:
+        tensors = _relaunch.tensors_of(
+            self.q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options
+        )
+        formats = (self.keys.format, self.values.format)
+        return _relaunch.request(tensors, formats, self.options, self.impl, self.deterministic_batch)
+
+    @property
+    def key(self) -> Any:
+        found = self.request()
+        assert found is not None
+        return found.key
+
+
+def pages(fmt: str) -> Plane:
+    return new_plane(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
+
+
+def full() -> Asked:
+    """A call with every tensor there is, at addresses of its own."""
+    lengths, query_start, starts, ends = (torch.zeros(2, dtype=torch.int32) for _ in range(4))
+    return Asked(
+        *(torch.zeros(2, 8, 1, 64).bfloat16(), pages("int8"), pages("int4_g32"), lengths, query_start),
+        torch.zeros(2, 4, dtype=torch.int32),
+        AttentionOptions(0.5, 30.0, torch.zeros(8), 20, starts, ends, torch.zeros(8)),
+    )
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """The same shape and strides, one element behind an address that is a multiple of 16."""
+    made = t.new_zeros(t.untyped_storage().nbytes() // t.element_size() + 1)[1:].as_strided(t.shape, t.stride())
+    assert made.data_ptr() % 16
+    return made
+
+
+def spread(t: torch.Tensor) -> torch.Tensor:
+    """The same shape with twice the strides."""
+    return t.new_zeros(2 * t.untyped_storage().nbytes()).as_strided(t.shape, [2 * s for s in t.stride()])
+
+
+def longer(t: torch.Tensor) -> torch.Tensor:
+    return t.new_zeros(t.shape[0] + 1, *t.shape[1:])
+
+
+def part(where: str, name: str, change: Callable[[torch.Tensor], Any]) -> Change:
+    """One tensor of a call changed: a field of it, of a plane or of the options."""
+
+    def changed(asked: Asked) -> Asked:
+        owner = getattr(asked, where) if where else asked
+        made = replace(owner, **{name: change(getattr(owner, name))})
+        return replace(asked, **{where: made}) if where else made
+
+    return changed
+
+
+def option(**changes: Any) -> Change:
+    return lambda asked: replace(asked, options=replace(asked.options, **changes))
+
+
+TENSORS = [
+    *(("", name) for name in ("q", "lengths", "query_start", "page_table")),
+    *(("keys", name) for name in ("codes", "scales")),
+    *(("values", name) for name in ("codes", "scales", "offsets")),
+    *(("options", name) for name in ("starts", "ends", "alibi_slopes", "sinks")),
+]
+OTHER_TYPE = {torch.bfloat16: torch.float16, torch.float32: torch.float16, torch.float16: torch.bfloat16}
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "misaligned": misaligned,
+    "strides": spread,
+    "shape": longer,
+    "dtype": lambda t: t.to(OTHER_TYPE.get(t.dtype, torch.int64)),
+}
+MISSING = ("query_start", "page_table", "starts", "ends", "alibi_slopes", "sinks", "offsets")
+CHANGES: dict[str, Change] = {
+    **{f"{name} of {where or 'the call'}: {way}": part(where, name, WAYS[way]) for where, name in TENSORS for way in WAYS},
+    **{f"no {name}": part(where, name, lambda _: None) for where, name in TENSORS if name in MISSING},
+    "format of the keys": lambda a: replace(a, keys=replace(a.keys, format=KV_FORMATS["fp8"])),
+    "format of the values": lambda a: replace(a, values=replace(a.values, format=KV_FORMATS["int4"])),
+    "a format of the same name": lambda a: replace(a, keys=replace(a.keys, format=replace(a.keys.format))),
+    "no window": option(window=None),
+    "no softcap": option(softcap=None),
+    "starts and ends swapped for one": option(ends=None, starts=torch.zeros(3, dtype=torch.int32)),
+    "impl": lambda a: replace(a, impl="gluon"),
+}
+
+
+def test_other_addresses_and_numbers_are_the_same_call() -> None:
+    first, second = full(), full()
+    assert first.key == second.key
+    assert hash(first.key) == hash(second.key)
+    assert first.key == option(sm_scale=0.25, softcap=1.0, window=7)(second).key
+    one, other = first.request(), second.request()
+    assert one is not None
+    assert other is not None
+    assert not {a for a in one.addresses if a} & {a for a in other.addresses if a}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_fact_makes_another_call(change: Change) -> None:
+    asked = full()
+    assert change(asked).key != asked.key
+
+
+@pytest.mark.parametrize(("where", "name"), TENSORS)
+def test_a_tensor_of_another_device_makes_another_call(where: str, name: str) -> None:
+    """As if it were on GPU 5, its address as it is."""
+    asked = full()
+    tensor = getattr(getattr(asked, where) if where else asked, name)
+    before = asked.key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "get_device", lambda t: 5 if t is tensor else -1)
+        assert asked.key != before
+
+
+@pytest.mark.parametrize(("variable", "value"), [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")])
+def test_the_environment_makes_another_call(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = full()
+    monkeypatch.delenv(variable, raising=False)
+    before = asked.key
+    monkeypatch.setenv(variable, value)
+    assert asked.key != before
+
+
+class Watched(torch.Tensor):
+    """A subclass, which wants to see what is done with it."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        option(rotate_keys=True),
+        lambda a: replace(a, deterministic_batch=True),
+        lambda a: replace(a, impl="triton"),
+        lambda a: replace(a, impl=["auto"]),
+        *(part(where, name, lambda t: t.as_subclass(Watched)) for where, name in TENSORS),
+        part("options", "starts", lambda _: [0, 0]),
+        part("", "page_table", lambda _: "abc"),
+    ],
+)
+def test_what_is_never_like_another(change: Change) -> None:
+    assert change(full()).request() is None
+
+
+def test_a_parameter_is_a_tensor() -> None:
+    asked = full()
+    assert part("options", "sinks", lambda t: torch.nn.Parameter(t))(asked).key == asked.key
+
+
+# ------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass
+class Compiled:
+    """A compiled kernel as Triton hands it out. `launched`: arguments of each launch; `hooked`: of those with hooks."""
+
+    launched: list[tuple[Any, ...]] = field(default_factory=list)
+    hooked: list[tuple[Any, ...]] = field(default_factory=list)
+    function: int = 11
+    packed_metadata: tuple[int, ...] = (4, 1, 100)
+
+    def run(self, *args: Any) -> None:
+        self.launched.append(args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, stream: self.hooked.append((grid, stream, args))
+
+
+@dataclass
+class Gpu:
+    """What a CPU pretends: kernels that were launched the long way, and those that were launched again."""
+
+    kernel: Compiled
+    first: list[tuple[Any, Any]] = field(default_factory=list)  # arguments and grid
+    floats: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 18))
+    counters: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 12, dtype=torch.int32))
+    recording: bool = False
+
+    def shared(self, device: torch.device, floats: int, counters: int) -> Any:
+        assert floats <= self.floats.numel()
+        assert counters <= self.counters.numel()
+        return None if self.recording else (7, self.floats, self.counters)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu(Compiled())
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
+        made.first.append(((*args, kwargs["C"]), grid))
+        return made.kernel
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(_relaunch, "_known", {})
+    monkeypatch.setattr(_relaunch, "shared", made.shared)
+    monkeypatch.setattr(public, "_level", lambda impl, q: impl)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
+    return made
+
+
+def cache_of(seed: int = 0, **options: Any) -> KVCache:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", False)
+        cache = KVCache(2, 2, 64, 64, **{"keys": "int8", "values": "int4_g32", **options})
+        cache.append(*torch.randn(2, 2, 2, 40, 64, generator=torch.Generator().manual_seed(seed)))
+    return cache
+
+
+def query(tokens: int = 1) -> torch.Tensor:
+    return torch.randn(2, 8, tokens, 64).bfloat16()
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "numbers": lambda: {"sm_scale": 0.3, "window": 9, "softcap": 20.0},
+    "heads": lambda: {"alibi_slopes": torch.rand(8), "sinks": torch.rand(8)},
+    "places": lambda: {"starts": torch.tensor([1, 2]).int(), "query_start": torch.tensor([30, 31]).int()},
+    "gluon": lambda: {"impl": "gluon"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_same_arguments_at_other_addresses(options: Callable[[], dict[str, Any]], gpu: Gpu) -> None:
+    """Another layer with another query: launched as the long way would have launched it."""
+    decode_attention(query(), cache_of(), **options())
+    q, cache, given = query(), cache_of(1), options()
+    out, lse = decode_attention(q, cache, return_lse=True, **given)
+    assert len(gpu.first) == len(gpu.kernel.launched) == 1
+    _relaunch._known.clear()
+    decode_attention(q, cache, **given)
+    (expected, grid), launched = gpu.first[1], gpu.kernel.launched[0]
+    assert launched[:9] == (*grid, 1, 1, 7, 11, (4, 1, 100), None, None, None)
+    made = (out, lse, gpu.floats, gpu.counters)
+    wanted = [*expected[:7], *made, *expected[11:]]
+    assert list(launched[9:]) == [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in wanted]
+    assert out.shape == q.shape
+    assert out.dtype is q.dtype
+    assert out.is_contiguous()
+    assert lse.shape == q.shape[:3]
+    assert lse.dtype is torch.float32
+    assert lse.is_contiguous()
+
+
+def test_numbers_are_those_of_each_call(gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    decode_attention(q, cache, sm_scale=0.5, window=3, softcap=4.0)
+    decode_attention(q, cache, sm_scale=0.25, window=2**31 - 1, softcap=5.0)
+    (again,) = gpu.kernel.launched
+    assert again[9 + 18 : 9 + 21] == (0.25, 5.0, 2**30)
+
+
+def test_a_prefill_is_launched_again_in_both_parts(gpu: Gpu) -> None:
+    for seed in range(2):
+        k, v = torch.randn(2, 2, 2, 3, 64).bfloat16()
+        prefill_attention(query(3), k, v, cache_of(seed))
+    assert len(gpu.first) == len(gpu.kernel.launched) == 2
+
+
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "q of another batch": (lambda: {"q": query()[:1]}, "q has shape"),
+    "q of three axes": (lambda: {"q": query()[0]}, "q has shape"),
+    "q of no head": (lambda: {"q": query()[:, :0]}, "q has 0 heads"),
+    "q of heads that do not divide": (lambda: {"q": query()[:, :7].contiguous()}, "q has 7 heads"),
+    "q of integers": (lambda: {"q": query().to(torch.int16)}, "q is"),
+    "q a list": (lambda: {"q": [1.0]}, "q is a list"),
+    "no cache": (lambda: {"cache": {}}, "cache is a dict"),
+    "window 0": (lambda: {"window": 0}, "window=0"),
+    "window True": (lambda: {"window": True}, "window=True"),
+    "window 3.0": (lambda: {"window": 3.0}, "window=3.0"),
+    "softcap 0": (lambda: {"softcap": 0.0}, "softcap=0"),
+    "softcap NaN": (lambda: {"softcap": float("nan")}, "softcap=nan"),
+    "sm_scale infinite": (lambda: {"sm_scale": float("inf")}, "sm_scale=inf"),
+    "sm_scale a string": (lambda: {"sm_scale": "1"}, "sm_scale='1'"),
+    "slopes too many": (lambda: {"alibi_slopes": torch.rand(9)}, "alibi_slopes has shape"),
+    "slopes a list": (lambda: {"alibi_slopes": [0.0] * 8}, "alibi_slopes is a list"),
+    "sinks of integers": (lambda: {"sinks": torch.zeros(8).int()}, "sinks is"),
+    "starts floating": (lambda: {"starts": torch.zeros(2)}, "starts is"),
+    "query_start of another batch": (lambda: {"query_start": torch.zeros(3).int()}, "query_start has shape"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD.values(), ids=BAD.keys())
+def test_wrong_arguments_raise_after_a_right_call(bad: Callable[[], dict[str, Any]], message: str, gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    zeros = {name: torch.zeros(2).int() for name in ("starts", "query_start")}
+    right: dict[str, Any] = {
+        **{name: torch.rand(8) for name in ("alibi_slopes", "sinks")},
+        **zeros | {"q": q, "cache": cache, "window": 1, "softcap": 3.0, "sm_scale": 1.0},
+    }
+    for _ in range(2):
+        decode_attention(**right)
+    assert len(gpu.kernel.launched) == 1
+    with pytest.raises(InvalidArgument, match=message):
+        decode_attention(**right | bad())
+    assert len(gpu.kernel.launched) == 1
+
+
+CONVERTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "starts of 64 bits": lambda: {"starts": torch.zeros(2).long()},
+    "query_start of 64 bits": lambda: {"query_start": torch.zeros(2).long()},
+    "slopes of 16 bits": lambda: {"alibi_slopes": torch.rand(8).half()},
+    "sinks not contiguous": lambda: {"sinks": torch.rand(16)[::2]},
+    "deterministic": lambda: {"deterministic_batch": True},
+}
+
+
+@pytest.mark.parametrize("options", CONVERTED.values(), ids=CONVERTED.keys())
+def test_what_was_converted_on_the_way_is_not_remembered(
+    options: Callable[[], dict[str, Any]], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfbyte.ops._decode_on_gpu._launch_triton", lambda *_: None)
+    given = options()
+    for _ in range(2):
+        decode_attention(query(), cache_of(), **given)
+    assert not _relaunch._known
+    assert not gpu.kernel.launched
+
+
+def test_tensors_of_two_devices_are_not_remembered() -> None:
+    """Host memory that is pinned can be read by a GPU; what is not pinned looks the same and cannot."""
+    asked = full()
+    r = asked.request()
+    assert r is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relaunch, "_known", {})
+        there = asked.q.to("meta")
+        plan: Any = None
+        _relaunch.remember(r, r.tensors, (asked.keys.format, asked.values.format), plan, Compiled(), (there, there), ())
+        assert not _relaunch._known
+
+
+def test_another_length_of_lengths_that_is_not_dense(gpu: Gpu) -> None:
+    cache = cache_of()
+    cache.lengths = torch.zeros(4, dtype=torch.int32)[::2]
+    for _ in range(2):
+        decode_attention(query(), cache)
+    assert not _relaunch._known
+    assert len(gpu.first) == 2
+
+
+def test_while_a_graph_is_recorded_calls_take_the_long_way(gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    decode_attention(q, cache)
+    gpu.recording = True
+    decode_attention(q, cache)
+    assert len(gpu.first) == 2
+    assert not gpu.kernel.launched
+    gpu.recording = False
+    decode_attention(q, cache)
+    assert len(gpu.first) == 2
+    assert len(gpu.kernel.launched) == 1
+
+
+def test_memory_that_is_not_aligned_takes_the_long_way(gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    decode_attention(q, cache)
+    gpu.counters = gpu.counters[1:]
+    decode_attention(q, cache)
+    assert len(gpu.first) == 2
+    assert not gpu.kernel.launched
+
+
+def test_another_device_is_made_the_current_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = query(), cache_of()
+    decode_attention(q, cache)
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda t: asked.append(t) or nullcontext())
+    decode_attention(q, cache)
+    assert [t is q for t in asked] == [True]
+    assert len(gpu.kernel.launched) == 1
+
+
+def test_gradients_and_subclasses_take_the_long_way(gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    decode_attention(q, cache)
+    wanting = q.clone().requires_grad_()
+    assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+    with torch.no_grad():
+        assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is not None
+    assert public._request(q.as_subclass(Watched), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+    assert public._request(q.float(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+
+
+def test_compiled_code_does_not_look_for_earlier_calls(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    cache = cache_of()
+    assert public._request(query(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+
+
+def test_nothing_keeps_a_cache_alive(gpu: Gpu) -> None:
+    q, cache = query(), cache_of()
+    for _ in range(2):
+        decode_attention(q, cache)
+    codes = weakref.ref(cache.keys.codes)
+    gpu.first.clear()
+    del cache
+    gc.collect()
+    assert codes() is None
+    assert len(_relaunch._known) == 1
+
+
+def test_so_many_calls_are_remembered_and_then_none(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_relaunch, "_MOST", 3)
+    cache = cache_of()
+    for tokens in (1, 2, 3):
+        decode_attention(query(tokens), cache)
+    assert len(_relaunch._known) == 3
+    decode_attention(query(4), cache)
+    assert len(_relaunch._known) == 1
+
+
+# ------------------------------------------------------------------------------------------------- what it is built on
+
+
+def test_hooks_of_a_profiler_are_called() -> None:
+    kernel = Compiled()
+    launch = launcher(kernel, (3, 1, 1))
+
+    def hook(metadata: Any) -> None: ...
+
+    launch(7, 1, 2)
+    knobs.runtime.launch_exit_hook.add(hook)
+    try:
+        launch(7, 3, 4)
+    finally:
+        knobs.runtime.launch_exit_hook.remove(hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "launch_enter_hook", hook)
+        launch(7, 5, 6)
+        patch.setattr(knobs.runtime, "launch_enter_hook", None)
+        launch(7, 7, 8)
+    assert kernel.launched == [(3, 1, 1, 7, 11, (4, 1, 100), None, None, None, *pair) for pair in ((1, 2), (7, 8))]
+    assert kernel.hooked == [((3, 1, 1), 7, pair) for pair in ((3, 4), (5, 6))]
+
+
+def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, recording = torch.device("cuda", 1), False
+    part, count = torch.zeros(100), torch.zeros(10, dtype=torch.int32)
+    monkeypatch.setattr(_workspace, "_floats", {(device, 7): part})
+    monkeypatch.setattr(_workspace, "_counters", {(device, 7): count})
+    monkeypatch.setattr(_workspace, "_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    stream = 7
+    found = _workspace.shared(device, 100, 10)
+    assert found is not None
+    assert found[0] == 7
+    assert found[1] is part
+    assert found[2] is count
+    assert _workspace.shared(device, 101, 10) is None
+    assert _workspace.shared(device, 100, 11) is None
+    assert _workspace.shared(torch.device("cuda", 0), 100, 10) is None
+    stream = 8
+    assert _workspace.shared(device, 100, 10) is None
+    stream, recording = 7, True
+    assert _workspace.shared(device, 100, 10) is None
