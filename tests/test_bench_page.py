@@ -66,6 +66,20 @@ def run(*arguments: str) -> int:
         (rec(seconds=None, refused="wrong"), rec(seconds=None, refused="wrong"), "same"),
         (rec(seconds=None, nbytes=5), rec(seconds=None, nbytes=5), "same"),
         (rec(seconds=None, op="memory", shape={"24 GB x 1": 9}), rec(seconds=None, op="memory", shape={"24 GB x 1": 8}), "changed"),
+        (rec(seconds=None, refused="wrong", error=1.0), rec(seconds=None, refused="wrong", error=2.0), "same"),
+        (rec(seconds=None, perplexity=2.2623), rec(seconds=None, perplexity=2.2624), "same"),
+        (rec(seconds=None, perplexity=2.26), rec(seconds=None, perplexity=2.28), "changed"),
+        (rec(seconds=None, perplexity=2.26), rec(seconds=None), "changed"),
+        (rec(seconds=None, error=1e-3), rec(seconds=None, error=1.01e-3), "same"),
+        (rec(seconds=None, error=1e-3), rec(seconds=None, error=2e-3), "changed"),
+        (rec(seconds=None, by_layer=(1.0, 1.0)), rec(seconds=None, by_layer=(1.0, 1.5)), "changed"),
+        (rec(seconds=None, by_layer=(1.0, 1.0)), rec(seconds=None, by_layer=(1.0,)), "changed"),
+        (rec(seconds=None, bits=4.5), rec(seconds=None, bits=5.0), "changed"),
+        (
+            rec(seconds=None, bars=(Verdict("gain", 1.0, 1.01, met=True),)),
+            rec(seconds=None, bars=(Verdict("gain", 1.0, 0.99, met=False),)),
+            "changed",
+        ),
         (None, rec(), "new"),
         (rec(), None, "gone"),
     ],
@@ -89,6 +103,39 @@ def test_the_latest_record_of_each_thing_is_kept() -> None:
         rec(case="x"),
     ]
     assert latest(apart) == apart
+
+
+LATER = dataclasses.replace(GPU, date="2026-01-02T00:00:00+00:00")
+
+
+def failure(where: Environment, **more: Any) -> Record:
+    """What a session keeps of a job that raised."""
+    known = {"job": "decode_attention: batch 32", "case": "batch 32", "refused": "batch 32: out of memory"}
+    return Record("decode_attention", {}, "", "", 0, where, **{**known, **more})
+
+
+def test_a_job_that_failed_as_a_whole_and_one_that_did_not_replace_each_other() -> None:
+    fine = [rec(f, job="decode_attention: batch 32") for f in ("int4", "int8")]
+    other = rec(case="batch 64", job="decode_attention: batch 64")
+    assert latest([*fine, other, failure(LATER)]) == [other, failure(LATER)]
+    again = [dataclasses.replace(r, environment=LATER) for r in fine]
+    assert latest([failure(GPU), *again[:1]]) == again[:1]
+    assert latest([failure(GPU), fine[0]]) == [failure(GPU), fine[0]]  # of one run: it failed after the first format
+    # Records of before jobs were written down are known by their case.
+    assert latest([rec(), failure(LATER)]) == [failure(LATER)]
+    assert latest([failure(GPU, job=""), rec(environment=LATER)]) == [rec(environment=LATER)]
+    assert latest([*fine, failure(LATER, study="int4-gqa")]) == [*fine, failure(LATER, study="int4-gqa")]
+
+
+def test_a_job_that_failed_as_a_whole_is_refused_in_all_that_it_measures() -> None:
+    fine = [rec(f, job="decode_attention: batch 32") for f in ("int4", "int8")]
+    assert [(c.verdict, c.record.formats) for c in changes(fine, [failure(LATER)])] == [
+        ("refused now", "int4"),
+        ("refused now", "int8"),
+    ]
+    assert [c.verdict for c in changes([failure(GPU)], fine)] == ["refused before"] * 2
+    assert [c.verdict for c in changes([failure(GPU)], [failure(LATER)])] == ["same"]
+    assert [c.verdict for c in changes([], [failure(LATER)])] == ["new"]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +255,9 @@ def test_the_page_marks_what_changed(tmp_path: Path) -> None:
     assert sum(">faster<" in row and ">0.50<" in row for row in rows) == 2
     assert sum(">same<" in row for row in rows) == 2
     assert "Only among the records of before: CPU, 2 threads." in page
+    quality = [rec(seconds=None, op="quality", case="c", perplexity=value) for value in (2.5, 2.75)]
+    page = write_page(quality[1:], "after", tmp_path / "p.html", quality[:1]).read_text()
+    assert re.search(r">2.5000 perplexity<.*>2.7500 perplexity<.*>changed<", page)
     other = write_page(attention(), "after", tmp_path / "q.html", [rec(environment=CPU)]).read_text()
     assert "The records of before have none of GPU one." in other
 

@@ -81,6 +81,7 @@ def test_suites_share_a_run_and_are_told_apart(tmp_path: Path, capsys: pytest.Ca
         ("c", "second", False),
     ]
     assert records.read(tmp_path / "r.jsonl").records == s.records
+    assert [(r.job, r.of_whole_job) for r in s.records] == [("fake: a", False), ("fake: b", True), ("fake: c", False)]
     assert {r.environment.date for r in s.records} == {s.environment.date}  # one run
     shown = capsys.readouterr().out
     assert "first has 2" in shown

@@ -153,6 +153,15 @@ def _name(c: Change) -> str:
 
 def _change_row(c: Change) -> tuple[Cell, ...]:
     r = c.record
-    times = ("" if found is None else us(found.seconds) for found in (c.before, c.after))
+    figures = ("" if found is None else _figure(found) for found in (c.before, c.after))
     ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-    return (name_of(r), r.formats, r.implementation, *times, ratio, c.verdict)
+    return (name_of(r), r.formats, r.implementation, *figures, ratio, c.verdict)
+
+
+def _figure(r: Record) -> str:
+    """The time of a record in microseconds; of one that has none its perplexity or error, with its name."""
+    if r.seconds is not None or r.refused:
+        return us(r.seconds)
+    if r.perplexity is not None:
+        return f"{r.perplexity:.4f} perplexity"
+    return "" if r.error is None else f"{r.error:.2g} error"

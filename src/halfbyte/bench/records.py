@@ -66,6 +66,7 @@ class Record:
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
     study              the study it belongs to, by its name in `halfbyte.bench.studies`
+    job                what measured it, "operation: name"; a job that failed as a whole leaves one record that knows nothing else
     perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
     by_layer           relative error layer by layer, of hidden states or of attention's output
     """
@@ -98,10 +99,16 @@ class Record:
     bars: tuple[Verdict, ...] = ()
     note: str = ""
     study: str = ""
+    job: str = ""
     perplexity: float | None = None
     change: float | None = None
     bits: float | None = None
     by_layer: tuple[float, ...] = ()
+
+    @property
+    def of_whole_job(self) -> bool:
+        """Whether this says that a job failed before it knew what it measures."""
+        return bool(self.refused) and not (self.shape or self.formats or self.implementation)
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from halfbyte.bench import records
 from halfbyte.bench.checks import Accuracy
-from halfbyte.bench.progress import Steps
+from halfbyte.bench.progress import Steps, job_name
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
 from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
@@ -151,7 +151,7 @@ class Session:
             for job in steps.over(jobs):
                 try:
                     for record in job.measure(self):
-                        self.keep(record)
+                        self.keep(replace(record, job=job_name(job)))
                 except Exception as error:
                     self.keep(self.failed(job, error))
                     if not self._recovered():
@@ -165,7 +165,8 @@ class Session:
 
     def failed(self, job: Job, error: Exception) -> Record:
         """The record of a job that raised."""
-        return Record(job.op, {}, "", "", 0, self.environment, refused=f"{job.name}: {reason(error)}", case=job.name)
+        why = f"{job.name}: {reason(error)}"
+        return Record(job.op, {}, "", "", 0, self.environment, refused=why, case=job.name, job=job_name(job))
 
     def _recovered(self) -> bool:
         """Whether this can go on after a failure; a kernel that broke the GPU's context has ended the run."""
@@ -293,7 +294,7 @@ def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
     measured = list(measured)
     rows: list[tuple[str, ...]] = []
     for r in measured:
-        head = (describe_shape(r.shape), r.formats, r.implementation)
+        head = (describe_shape(r.shape) or r.case, r.formats, r.implementation)
         error = "" if r.error is None else f"{r.error:.2g}"
         if r.seconds is None or r.p10 is None or r.p90 is None:
             rows.append((*head, "refused", "", "", "", "", error))
