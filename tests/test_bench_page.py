@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from halfbyte.bench.page import write_page
 from halfbyte.bench.records import Environment, Record, Verdict
 from halfbyte.errors import InvalidArgument
 
+DEMO = Path(__file__).parents[1] / "results" / "demo.jsonl"
 GPU = Environment("GPU one", "580.1", 8, {"torch": "2"}, "abc123", "halfbyte bench decode", "2026-01-01T00:00:00+00:00")
 CPU = dataclasses.replace(GPU, device="CPU", driver="", threads=2, command="halfbyte bench linear")
 SHAPE = {"B": 32, "Hq": 8, "H": 1, "D": 128, "T": 8192}
@@ -285,9 +287,14 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "holds no record (",
         ),
         ("not json\n" + json.dumps({}) + "\n", "line 1: not a record"),
+        (json.dumps({"op": "linear", "environment": dataclasses.asdict(GPU)}) + "\n", "(it has no 'shape')"),
+        (
+            DEMO.read_text(),
+            "line 1: a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report",
+        ),
         (
             rec().to_json().replace(json.dumps(SHAPE, sort_keys=True), "null") + "\n",
-            "line 1: not a record (TypeError: shape is None",
+            "line 1: not a record, as `halfbyte bench ... --output` writes them (TypeError: shape is None",
         ),
     ],
 )
@@ -305,6 +312,21 @@ def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, 
 def test_nothing_is_read_for_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "report", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "no" / "r.html")) == 1
     assert "must be a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["bench", "decode", "--quick", "--html"], ["bench", "report", "none.jsonl", "-o"], ["demo", "--report"]]
+)
+def test_nothing_is_measured_for_charts_that_cannot_be_drawn(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(*command, str(tmp_path / "r.html")) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (
+        "",
+        "halfbyte: charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'\n",
+    )
 
 
 def test_every_device_has_a_name_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -506,6 +507,24 @@ def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeyp
     session.run(jobs)
     assert session.interrupted
     assert len(read(home / "found.json").entries) == 1
+
+
+def test_two_processes_that_tune_at_once_keep_the_entries_of_both(home: Path) -> None:
+    file, problems = home / "plans" / "gpu.json", [replace(PROBLEM, rows=2**n) for n in range(6)]
+    one, other = (store_at(file) for _ in range(2))  # both have read the file before either has written
+    one.add(problems[0], entry(CHOICE))
+    other.add(problems[1], entry(None))
+    assert read(file).entries.keys() == {key_of(p) for p in problems[:2]}
+    assert other.table.entries.keys() == read(file).entries.keys()
+    other.add(problems[0], entry(None))  # the later measurement of one problem
+    assert read(file).entries[key_of(problems[0])].choice is None
+
+    threads = [threading.Thread(target=store_at(file).add, args=(p, entry(None))) for p in problems]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(file).entries.keys() == {key_of(p) for p in problems}
 
 
 def test_a_store_keeps_its_file_and_no_other(home: Path) -> None:

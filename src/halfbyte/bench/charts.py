@@ -36,6 +36,14 @@ class Point:
     series: str = ""
 
 
+def check_installed() -> None:
+    """Raise `Unsupported` where charts cannot be drawn: to be asked before something is measured for hours to be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
+
+
 def scatter(
     points: Sequence[Point], *, x_label: str, y_label: str, title: str = "", log_x: bool = False, log_y: bool = False
 ) -> str:
@@ -267,11 +275,10 @@ def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]
 @contextmanager
 def _figure_of(description: str, height: float, grid: tuple[int, int]) -> Iterator[tuple[Any, list[Any], _Done]]:
     """A figure 7.6 inches wide and its axes, row by row; on leaving, `done.svg` holds the element, described for screen readers."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
+    check_installed()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     options = {
         "svg.fonttype": "none",
         "svg.hashsalt": description,

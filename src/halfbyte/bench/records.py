@@ -161,8 +161,18 @@ def read(path: Path | str) -> Records:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):  # no line break after it: the write did not finish
                 return Records(records, f"{path}: the last line ({len(line)} bytes) was cut while being written; skipped")
-            raise DamagedRecords(f"{path}, line {number}: not a record ({type(error).__name__}: {error})") from error
+            raise DamagedRecords(f"{path}, line {number}: {_told(line, error)}") from error
     return Records(records)
+
+
+def _told(line: bytes, error: Exception) -> str:
+    """What a line is that is no record."""
+    with contextlib.suppress(ValueError):
+        data = json.loads(line)
+        if isinstance(data, dict) and {"kv", "perplexity"} <= data.keys():
+            return "a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report writes a page"
+    missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return f"not a record, as `halfbyte bench ... --output` writes them ({missing})"
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_writable, integers, pairs, print_table, words
+from halfbyte.cli.shared import Json, check_page, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def bench_report(
     from halfbyte.bench.page import write_page
     from halfbyte.bench.records import read_all
 
-    check_writable(output, "output")
+    check_page(output, "output")
     after, notices = read_all(files)
     before, more = read_all(against or [])
     for notice in (*notices, *more):
@@ -233,7 +233,7 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
     from halfbyte.bench.page import write_page
     from halfbyte.bench.session import Session
 
-    check_writable(html, "html")
+    check_page(html, "html")
     if options.output is not None and options.output.is_dir():  # a folder that is missing is made
         raise InvalidArgument(f"--output {str(options.output)!r} is a folder; give a file to append records to")
     session = Session.start(options)
