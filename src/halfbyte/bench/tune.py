@@ -7,12 +7,10 @@ sampled in turn; then the analytic plan and the two fastest others once more, wi
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,9 +26,10 @@ from halfbyte.bench.linear_peers import copies_of
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
+from halfbyte.bench.store import Store
 from halfbyte.bench.timing import NOT_CAPTURED, Effort, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
 from halfbyte.device import Device
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._workspace import prepare
@@ -38,7 +37,7 @@ from halfbyte.plans.choices import Choice, Plan, decode_choices, linear_choices,
 from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem, gluon_plan
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuned import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
+from halfbyte.plans.tuned import Entry, LinearProblem
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
@@ -319,58 +318,6 @@ def better(times: dict[Choice, Timing], first: Choice) -> Choice | None:
     best = min(times, key=lambda c: times[c].median)
     won = times[best].median * (1 + GAIN) < times[first].median and times[best].p90 < times[first].p10
     return best if won else None
-
-
-# ----------------------------------------------------------------------------------------------------------------- storing
-
-
-class Store:
-    """The file that entries go to, each at once, beside those that it holds of the same GPU; other processes may write to it too.
-
-    `anew`: whether a file that is no table of this GPU is replaced, else refused.
-    """
-
-    def __init__(self, file: Path, table: Table, anew: bool = False) -> None:
-        self.file, self.table, self._anew = file, table, anew
-
-    @staticmethod
-    def open(file: Path, device: Device, versions: dict[str, str], anew: bool) -> Store:
-        """A file that is not there yet, or holds a table of this GPU."""
-        store = Store(file, Table(device.name, facts_of(device)[0], {}, versions | {"driver": device.driver}), anew)
-        store.table = replace(store.table, entries=store._stored())
-        return store
-
-    def add(self, problem: LinearProblem | Problem, entry: Entry) -> None:
-        """Store an entry in place of an older one of the same problem, and keep what others have stored since."""
-        with _alone_with(self.file):
-            self.table = replace(self.table, entries={**self.table.entries, **self._stored(), key_of(problem): entry})
-            write(self.file, self.table)
-
-    def _stored(self) -> Mapping[str, Entry]:
-        """What the file holds now. Raises `InvalidArgument` for one that is to be kept and cannot be added to."""
-        if not self.file.exists():
-            return {}
-        try:
-            table = read(self.file)
-            check_gpu(table, self.table.gpu, self.table.processors, str(self.file))
-        except DamagedPlans as error:
-            if not self._anew:
-                raise InvalidArgument(f"output={str(self.file)!r} is kept as it is: {error}; name another file") from error
-            return {}
-        return table.entries
-
-
-@contextlib.contextmanager
-def _alone_with(file: Path) -> Iterator[None]:
-    """No other process that asks for the same file is in such a block at the same time."""
-    import fcntl  # POSIX has it, and every system with a GPU that this runs on; --dry-run does not come here
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # A file beside it: the table itself is another file after every write.
-    with file.with_name(f".{file.name}.lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: what was measured is stored all the same
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
