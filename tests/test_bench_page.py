@@ -237,12 +237,17 @@ def test_records_are_told_by_kind() -> None:
 
 def test_the_page_keeps_machines_apart_and_names_commands(tmp_path: Path) -> None:
     plain = rec("nf4", 1e-3, op="linear", case="", shape={"M": 1}, environment=CPU)
-    page = write_page([*attention(), plain, rec("fp8", None, refused="wrong <result>")], "all", tmp_path / "p.html").read_text()
+    page = write_page(
+        [*attention(), plain, rec("int8", 9e-6, alone=1e-5, kernel_seconds=8e-6), rec("fp8", None, refused="wrong <result>")],
+        "all",
+        tmp_path / "p.html",
+    ).read_text()
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
     assert headings == ["Decode attention and appends, with bars, GPU one", "Linear, CPU, 2 threads", "Where and how"]
     assert page.count("halfbyte bench decode") == 2  # with its section, and among the environments
     assert "# 2026-01-01T00:00, abc123" in page
     assert "Refused: wrong &lt;result&gt;" in page
+    assert "Kernel time: batch 32, int8, halfbyte auto: kernels 8.0 us of 10.0 us a call (CUPTI)" in page
     assert "0 of 2" in page  # bars met
     assert page.count("<svg") == 5  # share, speed, roofline, time by batch; the times of the linear layer
     with pytest.raises(InvalidArgument, match="records is empty"):

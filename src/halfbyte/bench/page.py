@@ -87,7 +87,14 @@ def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
         report.table(headers, [[cell.replace("\n", "; ") for cell in row] for row in rows], caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
         _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
+        _lines(report, "kernel times", [_kernels(r) for r in mine if r.kernel_seconds])
         report.code("\n".join(_commands(mine)), "Made by")
+
+
+def _kernels(r: Record) -> str:
+    """ "batch 32, int4, halfbyte auto: kernels 14.2 us of 15.5 us a call"; without a time alone, of the time that is reported."""
+    call = us(r.alone or r.seconds)
+    return f"{name_of(r)}, {r.formats}, {r.implementation}: kernels {us(r.kernel_seconds)} us of {call} us a call (CUPTI)"
 
 
 def _lines(report: Report, what: str, lines: Sequence[str]) -> None:

@@ -58,6 +58,8 @@ class Record:
     seconds, p10, p90  seconds per call: median, 10th and 90th percentile of `repeats` samples
     nbytes             bytes a call must move at least: what is read and written once
     gb_per_s           nbytes / seconds, in 10^9 bytes per second; roof_gb_per_s: reading as many bytes, in the same run
+    kernel_seconds     the kernels of a call, launches kept apart, without what lies between them: the median over calls of their
+                       sum, as CUPTI records them; None where they were not traced. kernels: the same for each launch of several
     error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
 
     Cases with bars have a name, `case`, and several times. `seconds`, which the bars judge, is `paired` where there is one:
@@ -85,6 +87,8 @@ class Record:
     gb_per_s: float | None = None
     roof_gb_per_s: float | None = None
     roof_share: float | None = None
+    kernel_seconds: float | None = None
+    kernels: dict[str, float] = field(default_factory=dict)
     error: float | None = None
     error_allowed: float | None = None
     error_kind: str = ""

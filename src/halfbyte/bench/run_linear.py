@@ -209,6 +209,9 @@ def measure(session: Session, timed: Sequence[_Timed]) -> None:
             continue
         if mine:
             _fill(session, t, {how: summary(samples[f"{i} {how}"], s.method) for how, s in mine.items()})
+    right = {str(i): Work(t.fns, paired=False) for i, t in enumerate(timed) if t.record.seconds}
+    for name, seconds in session.kernel_seconds(right).items():
+        timed[int(name)].record = replace(timed[int(name)].record, kernel_seconds=seconds)
 
 
 def _fill(session: Session, t: _Timed, times: dict[str, Timing]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from halfbyte.bench import records
+from halfbyte.bench import cupti, records
 from halfbyte.bench.checks import Accuracy
 from halfbyte.bench.progress import Steps, job_name
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
-from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
+from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, Work, is_cold, measure_interleaved, rotation_copies
 from halfbyte.device import Device, describe
 from halfbyte.errors import HalfbyteError, InvalidArgument
 
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; `pattern` is a regular expression over "case formats implementation"."""
+    """What the command line says; `pattern` is a regular expression over "case formats implementation", `kernels`: by CUPTI."""
 
     output: Path | None = None
     quick: bool = False
@@ -77,6 +77,7 @@ class Options:
     json: bool = False
     device: str | None = None
     threads: int | None = None
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -129,6 +130,28 @@ class Session:
     def copies(self, nbytes: int) -> int:
         """How many copies of a working set make a rotation on this device."""
         return rotation_copies(nbytes, self.device)
+
+    @property
+    def no_kernel_times(self) -> str:
+        """Why records say nothing of the kernels' own times, in words; "" where they do. To be asked after samples are taken."""
+        if self.device.kind != "cuda":
+            return "there is no GPU here"
+        return cupti.unavailable() if self.options.kernels else "--no-kernels"
+
+    def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:
+        """The kernels of some calls of each work, where they can be had. Asked after samples are taken: it may disturb them."""
+        if not works or self.no_kernel_times:
+            return {}
+        try:
+            with torch.no_grad(), torch.cuda.device(self.device.torch):
+                return cupti.traced(works)
+        except Exception as error:
+            self._errors.print(f"no kernel times of {', '.join(works)}: {reason(error)}", markup=False)
+            return {}
+
+    def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of."""
+        return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
 
     def wants(self, case: str, formats: str, implementation: str) -> bool:
         """Whether the filter lets this through."""
@@ -184,7 +207,9 @@ class Session:
         judged = [(contender, *self._judge(contender)) for contender in wanted]
         accepted = {str(i): c.fns for i, (c, _, refused) in enumerate(judged) if not refused}
         timings = measure_interleaved(accepted, device=self.device, threads=self.threads, effort=self.effort) if accepted else {}
-        return [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        kernels = self.kernel_seconds({name: Work(fns) for name, fns in accepted.items()})
+        found = [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
 
     def _judge(self, contender: Contender) -> tuple[Accuracy | None, str]:
         """(accuracy, why it is refused): every buffer of the rotation must pass, since every buffer is timed."""
