@@ -31,11 +31,14 @@ Pair = tuple[LinearProblem | Problem, Plan]
 _MOST = 16
 
 
-def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int]) -> int:
-    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch."""
+def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: int = 2) -> int:
+    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch.
+
+    Fewer variants than `fewest` are left to their launches.
+    """
     variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
     processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
-    if processes < 2:  # no gain over compiling at the first launch
+    if processes < 2 or len(variants) < fewest:  # no gain over compiling at the first launch
         return len(variants)
     console = Console(stderr=True)
     with (

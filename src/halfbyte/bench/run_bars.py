@@ -16,10 +16,11 @@ from typing import cast
 
 import torch
 
-from halfbyte.bench import bars
+from halfbyte.bench import bars, foreseen
 from halfbyte.bench.bars import Bar, Figures, Problem, bars_of, formats_of, judge
 from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, given, held_by
 from halfbyte.bench.checks import Accuracy
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import attend, sdpa_variants
 from halfbyte.bench.records import Record
 from halfbyte.bench.session import Job, Session, reason
@@ -69,6 +70,13 @@ class AttentionJob:
     @property
     def name(self) -> str:
         return self.problem.name
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format, where memory is laid out as caches allocate it."""
+        if self.problem.layout == "heads first":
+            for formats in self.formats:
+                if any(session.wants(self.name, formats, f"halfbyte {impl}") for impl in self.impls if impl != "triton"):
+                    yield from foreseen.attention(session.device, self.problem.shape, formats)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The peers' records, then ours; a format that fails is a record too."""

@@ -17,9 +17,10 @@ from typing import cast
 import torch
 
 import halfbyte
-from halfbyte.bench import qkv
+from halfbyte.bench import foreseen, qkv
 from halfbyte.bench.bars import Bar, judge, us, verdict_text
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.cupti import Calls, Kernel, seconds_of
 from halfbyte.bench.linear import promise as promise_of_linear
 from halfbyte.bench.linear_bars import INT4
@@ -33,6 +34,7 @@ from halfbyte.plans import plan
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
 FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)
+QUICK_FORMATS, QUICK_ROWS = (INT4, "nf4"), (1, 16)
 TIMES_NAIVE, TIMES_THREE = 1.25, 1.5
 ONE, THREE = "one launch", "three launches"
 #: What cuBLAS calls the kernel that adds up the parts of a product it has split.
@@ -42,11 +44,12 @@ _AHEAD = "order"
 
 
 def jobs(layers: Sequence[Weights], impl: str, kind: str, quick: bool = False) -> list[Job]:
-    """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick` on a CPU: one format, GPT-2's size."""
+    """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick`: fewer formats, on a CPU GPT-2's size."""
     plan("qkv_projection", impl, kind)
     if quick and kind != "cuda":
         return [*(VariantsJob(given, impl, ("nf4",)) for given in layers), FusedJob(GPT2, impl, (1,), ("nf4",))]
-    return [*(VariantsJob(given, impl) for given in layers), FusedJob(LLAMA, impl)]
+    fused = FusedJob(LLAMA, impl, QUICK_ROWS, QUICK_FORMATS) if quick else FusedJob(LLAMA, impl)
+    return [*(VariantsJob(given, impl) for given in layers), fused]
 
 
 # ------------------------------------------------------------------------------------------------------------- the variants
@@ -227,6 +230,13 @@ class FusedJob:
     def case(self, rows: int) -> str:
         """ "q, k, v of a Llama-3-8B layer, 1 row"."""
         return f"{self.name}, {rows} row{'s' * (rows > 1)}"
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """All weights in one launch, and each in its own."""
+        wanted = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
+        for rows, fmt in wanted if self.impl != "triton" else ():
+            for features in (self.shape.rows, *((n,) for n in dict.fromkeys(self.shape.rows))):
+                yield from foreseen.products(session.device, fmt, features, rows, self.shape.hidden)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Two records for each number of rows and format."""

@@ -264,7 +264,7 @@ class Session:
         self._out.print(
             f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roof.copy(nbytes):,.1f} GB/s, "
-            f"bf16 product of {size} x {size}: {self.roof.matmul(size):.2f} TFLOP/s",
+            f"bf16 product of {size} x {size}: {self.roof.matmul(size):.3g} TFLOP/s",
             highlight=False,
             soft_wrap=True,
         )

@@ -18,10 +18,11 @@ from functools import partial
 import torch
 
 import halfbyte
-from halfbyte.bench import charts
+from halfbyte.bench import charts, foreseen
 from halfbyte.bench.bars import Problem, us
 from halfbyte.bench.caches import Inputs, Promise, fill, given, held_by
 from halfbyte.bench.checks import float64_attention
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import Attend, DecodeShape, sdpa_variants
 from halfbyte.bench.decode_ways import Way, rate_text, time_ways, times_text
 from halfbyte.bench.page import Table
@@ -91,6 +92,12 @@ class CaseJob:
     def name(self) -> str:
         s, more = self.shape, ", ALiBi" * self.alibi + ", outlier keys" * self.outliers
         return f"int8-granularity, {self.heads} {s.q_heads}/{s.kv_heads}, {s.context:,}{more}"
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format, launches kept apart; kernels with ALiBi are others."""
+        for formats in SCALES if not self.alibi else ():
+            if session.wants(self.name, formats, OURS):
+                yield from foreseen.attention(session.device, self.shape, formats, (False,), "fp16")
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Times and error of each format; one that does not fit says how much it needs."""
