@@ -23,6 +23,7 @@ from halfbyte.device import Device
 BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
 FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
 GPU = dataclasses.replace(FAKE, kind="cuda", index=0, sm_count=132)
+HERE = torch.device("cuda:0")
 SPIN = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
 
 
@@ -110,7 +111,7 @@ def test_what_the_profiler_misses_at_its_start_is_traced_again(fake: FakeProfile
 def test_without_all_marks_there_is_nothing(fake: FakeProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
     assert traced({"it": Work([fake.kernel("a")])}) == {}
-    assert cupti.unavailable() == "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"
+    assert cupti.unavailable(HERE) == "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"
 
 
 def test_it_is_said_why_there_are_no_times(fake: FakeProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_it_is_said_why_there_are_no_times(fake: FakeProfiler, monkeypatch: pyte
         with monkeypatch.context() as patch:
             for name, value in replaced.items():
                 patch.setattr(cupti, name, value)
-            return cupti.unavailable()
+            return cupti.unavailable(HERE)
 
     def fails(**_: object) -> None:
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")

@@ -25,10 +25,7 @@ alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times ne
 
 
 def test_cupti_gives_kernel_times_or_says_why_not() -> None:
-    if PLACE.dry:
-        assert cupti.unavailable() == "torch sees no NVIDIA GPU"
-    else:
-        assert cupti.unavailable() == ""
+    assert cupti.unavailable(torch.device(PLACE.device)) == ("torch sees no NVIDIA GPU" if PLACE.dry else "")
 
 
 @needs_gpu
@@ -70,8 +67,7 @@ def test_tracing_kernel_times_leaves_later_times_as_they_were() -> None:
 @needs_gpu
 @alone
 def test_kernel_times_of_variants_are_told_launch_by_launch() -> None:
-    shape = qkv.AttentionShape("small layer", 512, 8, 8, 64, dtype=torch.float16)
-    job = run_qkv.VariantsJob(qkv.random_weights(shape), "auto", ("nf4",))
+    job = run_qkv.VariantsJob(qkv.random_weights(qkv.GPT2), "auto", ("nf4",))
     measured = Session(Options(quick=True, device="cuda"), describe("cuda")).run([job])
     assert [r.refused for r in measured] == [""] * 4
     for r in measured:

@@ -43,14 +43,15 @@ Calls = Sequence[Sequence[Kernel]]
 
 
 @functools.cache
-def unavailable() -> str:
-    """Why kernels' own times cannot be had in this process, in words; "" where they can. The first answer takes seconds."""
+def unavailable(device: torch.device) -> str:
+    """Why kernels' own times cannot be had on a GPU here, in words; "" where they can. The first answer takes seconds."""
     if not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU"
     if ProfilerActivity.CUDA not in supported_activities():
         return "this torch is built without CUPTI"
     try:
-        found = traced({"only marks": Work([lambda: None])})
+        with torch.cuda.device(device):
+            found = traced({"only marks": Work([lambda: None])})
     except Exception as error:
         return f"torch.profiler fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return "" if found else "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"

@@ -136,7 +136,7 @@ class Session:
         """Why records say nothing of the kernels' own times, in words; "" where they do. To be asked after samples are taken."""
         if self.device.kind != "cuda":
             return "there is no GPU here"
-        return cupti.unavailable() if self.options.kernels else "--no-kernels"
+        return cupti.unavailable(self.device.torch) if self.options.kernels else "--no-kernels"
 
     def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:
         """The kernels of some calls of each work, where they can be had. Asked after samples are taken: it may disturb them."""
