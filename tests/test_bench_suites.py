@@ -146,7 +146,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
     assert not s.records
     assert [(70 < count < 110, *rest) for count, *rest in asked] == [(True, (9, 0), suites._WORTH)]
     foreseen = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Foreseen)}
-    assert foreseen == {"AttentionJob", "LayerJob", "FusedJob", "BatchJob", "CaseJob", "StepJob"}
+    assert foreseen == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob"}
 
 
 def test_all_has_every_command_and_every_study() -> None:

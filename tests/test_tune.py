@@ -565,6 +565,11 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
             found = list(compile_ahead.configurations(one.problem, plan, (9, 0)))
             assert [c.name.split()[-1] for c in found] in (["linear"], ["order", "linear"], ["decode"])
             assert all(c.options["launch_pdl"] for c in found)
+    problem, plan = LinearProblem.of([(INT4, 4096)], 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
+    bare, biased = (
+        list(compile_ahead.configurations(one, plan, (9, 0)))[-1] for one in (problem, compile_ahead.BiasedProblem(**vars(problem)))
+    )
+    assert bare.signature != biased.signature
 
 
 # ------------------------------------------------------------------------------------------------------------- command line

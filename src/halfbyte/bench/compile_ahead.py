@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from halfbyte.kernels.compiling import Configuration
 
 Pair = tuple[LinearProblem | Problem, Plan]
+
+
+class BiasedProblem(LinearProblem):
+    """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
+
+
 #: More processes than this wait for each other's memory.
 _MOST = 16
 
@@ -85,8 +91,8 @@ def _products(problem: LinearProblem, plan: GluonLinear, capability: tuple[int, 
 
     launch = linear_gluon.launch if isinstance(plan.spec, Spec) else linear_wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
-    half = "fp16" if problem.half == "fp16" else ""
-    given = (name, problem.rows, features, problem.width, half)
+    options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
+    given = (name, problem.rows, features, problem.width, options)
     yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
 
 

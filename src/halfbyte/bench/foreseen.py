@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from halfbyte.bench.compile_ahead import Pair
+from halfbyte.bench.compile_ahead import BiasedProblem, Pair
 from halfbyte.bench.decode import DecodeShape, parse_formats
 from halfbyte.device import Device
 from halfbyte.formats import weight_format
@@ -27,14 +27,17 @@ class Foreseen(Protocol):
         """Problems of the tuned kernels with the plans that they get on this GPU."""
 
 
-def products(device: Device, formats: str, features: Sequence[int], rows: int, width: int) -> Iterator[Pair]:
-    """x [rows, width], in bf16, times weights of one format in one launch."""
+def products(
+    device: Device, formats: str, features: Sequence[int], rows: int, width: int, half: str = "bf16", biased: bool = False
+) -> Iterator[Pair]:
+    """x [rows, width] times weights of one format in one launch; `biased`: each with a bias."""
     weights, processors = [(weight_format(formats), n) for n in features], device.sm_count or 1
     gpu = {"processors": processors, "capability": device.capability or (0, 0), "table": table_of(device.name, processors)}
     for pair in BOTH:
-        plan, _ = linear_plan(weights, rows=rows, width=width, half="bf16", pair=pair, **gpu)  # type: ignore[arg-type]
+        plan, _ = linear_plan(weights, rows=rows, width=width, half=half, pair=pair, **gpu)  # type: ignore[arg-type]
+        problem = LinearProblem.of(weights, rows, width, half)
         if not isinstance(plan, str):
-            yield LinearProblem.of(weights, rows, width, "bf16"), plan
+            yield BiasedProblem(**vars(problem)) if biased else problem, plan
 
 
 def attention(

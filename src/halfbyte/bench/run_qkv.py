@@ -68,6 +68,13 @@ class VariantsJob:
     def name(self) -> str:
         return self.given.shape.name
 
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """The fused projection of the two-kernel variant."""
+        s, half = self.given.shape, "fp16" if self.given.shape.dtype == torch.float16 else "bf16"
+        for fmt in self.formats if self.impl != "triton" else ():
+            if any(session.wants(self.name, fmt, v.name) for v in VARIANTS):
+                yield from foreseen.products(session.device, fmt, s.rows, s.tokens, s.hidden, half, biased=True)
+
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each variant, whose note has the time of each launch."""
         for fmt in self.formats:
