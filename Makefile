@@ -40,8 +40,8 @@ ON_GPU := PYTHONPATH=src HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
 SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --dist worksteal -p no:benchmark")' 2>/dev/null)
 gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton and pytest
-	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k accuracy_promise
-	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not accuracy_promise" $(SPREAD)
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "accuracy_promise or kernel_times"
+	$(ON_GPU) $(PYTHON) -m pytest tests/gpu -k "not accuracy_promise and not kernel_times" $(SPREAD)
 
 # The first run compiles, so that the tools watch kernels and not a compiler. Without the caching allocator every tensor is an
 # allocation of its own, whose bounds and first writes the tools can see.

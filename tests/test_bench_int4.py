@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.bench import charts, decode_ways, session, splits
+from halfbyte.bench import charts, compare, decode_ways, session, splits
 from halfbyte.bench.bars import Problem
 from halfbyte.bench.caches import Inputs
 from halfbyte.bench.decode import DecodeShape, attend
@@ -219,7 +219,7 @@ def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> 
 
 def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None:
     plan, tiles = tuned(512), portable(512)
-    rungs = list(int4_ladder.climb(plan, tiles, tiles=True).values())
+    rungs = [rung.plan for rung in int4_ladder.climb(plan, tiles, tiles=True).values()]
     assert rungs[:2] == [dataclasses.replace(tiles, num_stages=1, pdl=False), dataclasses.replace(tiles, pdl=False)]
     assert rungs[-1] == plan
     climbed = [r for r in rungs if isinstance(r, GluonPlan)]
@@ -240,16 +240,42 @@ def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
     found = int4_ladder.climb(plan, tiles, tiles=False)
     assert list(found) == [
         "portable kernel, no pipelining",
-        "pipelined in 3 stages",
-        "16 splits, added up by a second launch",
+        "pipelined",
+        "split, added up by a second launch",
         "tuned kernel as planned, one launch",
-        "256 programs in place of 512",
+        "programs as planned",
         "launches overlap",
     ]
-    assert [splits.launches(rung) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
+    assert [splits.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
+    assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 256}, {}]
     alone = splits.unpaired(plan)
     assert isinstance(alone, GluonPlan)
     assert "launches overlap" not in int4_ladder.climb(alone, tiles, tiles=False)
+
+
+def test_rungs_of_two_plans_are_the_same_things() -> None:
+    plan, tiles = tuned(512), portable(512)
+    other = dataclasses.replace(plan, programs=plan.programs // 2), dataclasses.replace(tiles, num_stages=tiles.num_stages + 1)
+    ladders = [int4_ladder.climb(a, b, tiles=True) for a, b in ((plan, tiles), other)]
+    assert list(ladders[0]) == list(ladders[1])
+    assert {name: rung.sizes for name, rung in ladders[0].items()} != {name: rung.sizes for name, rung in ladders[1].items()}
+    case = "int4-ladder, batch 512 x 8,192"
+    runs = [
+        [rec(int4_ladder.OP, case, 512, "int4", name, 10.0, rung=i, **rung.sizes) for i, (name, rung) in enumerate(found.items())]
+        for found in ladders
+    ]
+    assert {c.verdict for c in compare.changes(*runs)} == {"same"}
+    shown = [row[2] for row in int4_ladder.table(runs[0])[1]]
+    assert "pipelined: 3 stages" in shown
+    assert "tiles 2 times the smallest: tiles of 128 tokens, 4 stages" in shown
+
+
+def test_a_ladder_is_that_of_its_last_run() -> None:
+    case = "int4-ladder, batch 32 x 8,192"
+    old = [rec(int4_ladder.OP, case, 32, "int4", name, 10.0, rung=i) for i, name in enumerate("ab", 1)]
+    new = rec(int4_ladder.OP, case, 32, "int4", "a", 5.0, rung=1)
+    new = dataclasses.replace(new, environment=dataclasses.replace(new.environment, date="2030-01-01T00:00:00+00:00"))
+    assert [row[2:4] for row in int4_ladder.table(compare.latest([*old, new]))[1]] == [("a", "5.0")]
 
 
 def test_the_ladder_on_a_cpu_has_rungs_of_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.bench import decode_ways, session
+from halfbyte.bench import compare, decode_ways, session
 from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.records import Environment, Record
 from halfbyte.bench.session import Options, Session
@@ -274,6 +274,19 @@ def test_granularity_tells_times_and_errors() -> None:
         assert f">{text}<" in by_context
         assert f">{text}<" in faster
     assert "INT8 per tensor, outlier keys" in errors
+
+
+def test_granularity_tells_no_error_of_a_result_that_is_refused_since() -> None:
+    measured = of_every_case()
+    later = replace(measured[0].environment, date="2030-01-01T00:00:00+00:00")
+    wrong = {"seconds": None, "refused": "int8: its error exceeds the allowed", "environment": later}
+    again = [replace(r, **wrong) for r in measured if r.op == gran.OP and r.formats == "int8"]  # type: ignore[arg-type]
+    kept = compare.latest([*measured, *again])
+    assert [r.op for r in kept if r.formats == "int8" and not r.refused] == [gran.QUALITY] * 21  # of the run before
+    rows = [row for row in gran.table(kept)[1] if row[1] == "int8"]
+    assert {(row[4], row[9]) for row in rows} == {("refused", "")}
+    assert "token and head" not in gran.says(kept)[1]
+    assert not any("INT8 per token and head" in chart for chart in gran.drawn(kept))
 
 
 def test_the_studies_are_found_by_their_names() -> None:

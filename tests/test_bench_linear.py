@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import halfbyte
 from halfbyte.bench import charts, linear_bars, linear_peers, qkv, quoted, records, run_linear, run_qkv, session
 from halfbyte.bench.checks import BenchmarkRefused
+from halfbyte.bench.cupti import Kernel
 from halfbyte.bench.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form, resident
 from halfbyte.bench.linear_bars import INT4, Layer
 from halfbyte.bench.page import write_page
@@ -309,21 +309,52 @@ def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch)
     assert measured[3].bars[0].value is None
 
 
-def test_a_variant_with_another_number_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = qkv.build(qkv.random_weights(SHAPE), "nf4", torch.device("cpu"))
+def ran(*names: str) -> list[Kernel]:
+    """Kernels of 1, 2, 3 ... us."""
+    return [Kernel(name, 1e-6 * us) for us, name in enumerate(names, 1)]
+
+
+def test_kernels_belong_to_launches() -> None:
     fused = qkv.VARIANTS[-1]
-
-    def seen(names: list[str]) -> Callable[[Any], list[str]]:
-        return lambda work: names
-
-    monkeypatch.setattr(run_qkv, "kernels_of", seen(["projection", "attention"]))
-    assert run_qkv.check_launches(fused, layer) == ""
-    monkeypatch.setattr(run_qkv, "kernels_of", seen(["gemm", "cublasLt::splitKreduce_kernel<32>", "attention"]))
-    assert "cuBLAS splits 1" in run_qkv.check_launches(fused, layer)
+    halves = ran("gemm", "cublasLt::splitKreduce_kernel<32>", "attention")
+    assert run_qkv.by_launch(fused, ran("projection", "attention")) == [[k] for k in ran("projection", "attention")]
+    assert run_qkv.by_launch(fused, halves) == [halves[:2], halves[2:]]
+    ahead = ran("order", "projection", "attention")
+    assert run_qkv.by_launch(fused, ahead) == [ahead[:2], ahead[2:]]
     for names in (["projection", "reduce", "attention"], ["attention"], []):
-        monkeypatch.setattr(run_qkv, "kernels_of", seen(names))
         with pytest.raises(BenchmarkRefused, match=f"launches {len(names)} kernels and is published with 2"):
-            run_qkv.check_launches(fused, layer)
+            run_qkv.by_launch(fused, ran(*names))
+
+
+def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {
+        "naive": [ran(*"abcdefg")] * 3,
+        "projection-fused": [ran("all", "q", "cublasLt::splitKreduce_kernel", "k", "v", "attention")],
+        "semi-fused": [],
+        "two-kernel": [ran("projection", "more", "attention")],
+    }
+    s = quick()
+    monkeypatch.setattr(Session, "traced", lambda _, works: {name: calls[name] for name in works})
+    gpu = dataclasses.replace(FAKE, kind="cuda")
+    records = {v.name: Record(run_qkv.OP, {}, "nf4", v.name, 1, s.environment, seconds=1.0, note="x") for v in qkv.VARIANTS}
+    s.device = gpu
+    told = [run_qkv._with_kernels(s, records[v.name], v, calls[v.name]) for v in qkv.VARIANTS[:3]]
+    assert told[0].kernel_seconds == pytest.approx(28e-6)
+    assert list(told[0].kernels) == [launch.name for launch in qkv.VARIANTS[0].launches]
+    assert told[1].kernels == pytest.approx(
+        {"dequantise q, k, v": 1e-6, "product q": 5e-6, "product k": 4e-6, "product v": 5e-6, "attention": 6e-6}
+    )
+    assert told[1].note == "cuBLAS splits 1 of the products along K, with a second kernel each; x"
+    assert told[2].note == "launches were not counted: torch sees no NVIDIA GPU; x"
+    with pytest.raises(BenchmarkRefused, match="launches 3 kernels"):
+        run_qkv._with_kernels(s, records["two-kernel"], qkv.VARIANTS[3], calls["two-kernel"])
+    headers, rows = run_qkv.table(told)
+    assert (headers[6], rows[0][6], rows[1][9]) == (
+        "us of kernels",
+        "28.0",
+        "dequantise q, k, v 1.0, product q 5.0, product k 4.0, product v 5.0, attention 6.0",
+    )
+    assert run_qkv.table(told[2:])[0] == [h for h in run_qkv.HEADERS if "kernels" not in h]
 
 
 def test_one_launch_for_three_is_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from halfbyte.bench.page import write_page
 from halfbyte.bench.records import Environment, Record, Verdict
 from halfbyte.errors import InvalidArgument
 
+DEMO = Path(__file__).parents[1] / "results" / "demo.jsonl"
 GPU = Environment("GPU one", "580.1", 8, {"torch": "2"}, "abc123", "halfbyte bench decode", "2026-01-01T00:00:00+00:00")
 CPU = dataclasses.replace(GPU, device="CPU", driver="", threads=2, command="halfbyte bench linear")
 SHAPE = {"B": 32, "Hq": 8, "H": 1, "D": 128, "T": 8192}
@@ -66,6 +68,20 @@ def run(*arguments: str) -> int:
         (rec(seconds=None, refused="wrong"), rec(seconds=None, refused="wrong"), "same"),
         (rec(seconds=None, nbytes=5), rec(seconds=None, nbytes=5), "same"),
         (rec(seconds=None, op="memory", shape={"24 GB x 1": 9}), rec(seconds=None, op="memory", shape={"24 GB x 1": 8}), "changed"),
+        (rec(seconds=None, refused="wrong", error=1.0), rec(seconds=None, refused="wrong", error=2.0), "same"),
+        (rec(seconds=None, perplexity=2.2623), rec(seconds=None, perplexity=2.2624), "same"),
+        (rec(seconds=None, perplexity=2.26), rec(seconds=None, perplexity=2.28), "changed"),
+        (rec(seconds=None, perplexity=2.26), rec(seconds=None), "changed"),
+        (rec(seconds=None, error=1e-3), rec(seconds=None, error=1.01e-3), "same"),
+        (rec(seconds=None, error=1e-3), rec(seconds=None, error=2e-3), "changed"),
+        (rec(seconds=None, by_layer=(1.0, 1.0)), rec(seconds=None, by_layer=(1.0, 1.5)), "changed"),
+        (rec(seconds=None, by_layer=(1.0, 1.0)), rec(seconds=None, by_layer=(1.0,)), "changed"),
+        (rec(seconds=None, bits=4.5), rec(seconds=None, bits=5.0), "changed"),
+        (
+            rec(seconds=None, bars=(Verdict("gain", 1.0, 1.01, met=True),)),
+            rec(seconds=None, bars=(Verdict("gain", 1.0, 0.99, met=False),)),
+            "changed",
+        ),
         (None, rec(), "new"),
         (rec(), None, "gone"),
     ],
@@ -89,6 +105,39 @@ def test_the_latest_record_of_each_thing_is_kept() -> None:
         rec(case="x"),
     ]
     assert latest(apart) == apart
+
+
+LATER = dataclasses.replace(GPU, date="2026-01-02T00:00:00+00:00")
+
+
+def failure(where: Environment, **more: Any) -> Record:
+    """What a session keeps of a job that raised."""
+    known = {"job": "decode_attention: batch 32", "case": "batch 32", "refused": "batch 32: out of memory"}
+    return Record("decode_attention", {}, "", "", 0, where, **{**known, **more})
+
+
+def test_a_job_that_failed_as_a_whole_and_one_that_did_not_replace_each_other() -> None:
+    fine = [rec(f, job="decode_attention: batch 32") for f in ("int4", "int8")]
+    other = rec(case="batch 64", job="decode_attention: batch 64")
+    assert latest([*fine, other, failure(LATER)]) == [other, failure(LATER)]
+    again = [dataclasses.replace(r, environment=LATER) for r in fine]
+    assert latest([failure(GPU), *again[:1]]) == again[:1]
+    assert latest([failure(GPU), fine[0]]) == [failure(GPU), fine[0]]  # of one run: it failed after the first format
+    # Records of before jobs were written down are known by their case.
+    assert latest([rec(), failure(LATER)]) == [failure(LATER)]
+    assert latest([failure(GPU, job=""), rec(environment=LATER)]) == [rec(environment=LATER)]
+    assert latest([*fine, failure(LATER, study="int4-gqa")]) == [*fine, failure(LATER, study="int4-gqa")]
+
+
+def test_a_job_that_failed_as_a_whole_is_refused_in_all_that_it_measures() -> None:
+    fine = [rec(f, job="decode_attention: batch 32") for f in ("int4", "int8")]
+    assert [(c.verdict, c.record.formats) for c in changes(fine, [failure(LATER)])] == [
+        ("refused now", "int4"),
+        ("refused now", "int8"),
+    ]
+    assert [c.verdict for c in changes([failure(GPU)], fine)] == ["refused before"] * 2
+    assert [c.verdict for c in changes([failure(GPU)], [failure(LATER)])] == ["same"]
+    assert [c.verdict for c in changes([], [failure(LATER)])] == ["new"]
 
 
 @pytest.mark.parametrize(
@@ -188,12 +237,17 @@ def test_records_are_told_by_kind() -> None:
 
 def test_the_page_keeps_machines_apart_and_names_commands(tmp_path: Path) -> None:
     plain = rec("nf4", 1e-3, op="linear", case="", shape={"M": 1}, environment=CPU)
-    page = write_page([*attention(), plain, rec("fp8", None, refused="wrong <result>")], "all", tmp_path / "p.html").read_text()
+    page = write_page(
+        [*attention(), plain, rec("int8", 9e-6, alone=1e-5, kernel_seconds=8e-6), rec("fp8", None, refused="wrong <result>")],
+        "all",
+        tmp_path / "p.html",
+    ).read_text()
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
     assert headings == ["Decode attention and appends, with bars, GPU one", "Linear, CPU, 2 threads", "Where and how"]
     assert page.count("halfbyte bench decode") == 2  # with its section, and among the environments
     assert "# 2026-01-01T00:00, abc123" in page
     assert "Refused: wrong &lt;result&gt;" in page
+    assert "Kernel time: batch 32, int8, halfbyte auto: kernels 8.0 us of 10.0 us a call (CUPTI)" in page
     assert "0 of 2" in page  # bars met
     assert page.count("<svg") == 5  # share, speed, roofline, time by batch; the times of the linear layer
     with pytest.raises(InvalidArgument, match="records is empty"):
@@ -208,6 +262,9 @@ def test_the_page_marks_what_changed(tmp_path: Path) -> None:
     assert sum(">faster<" in row and ">0.50<" in row for row in rows) == 2
     assert sum(">same<" in row for row in rows) == 2
     assert "Only among the records of before: CPU, 2 threads." in page
+    quality = [rec(seconds=None, op="quality", case="c", perplexity=value) for value in (2.5, 2.75)]
+    page = write_page(quality[1:], "after", tmp_path / "p.html", quality[:1]).read_text()
+    assert re.search(r">2.5000 perplexity<.*>2.7500 perplexity<.*>changed<", page)
     other = write_page(attention(), "after", tmp_path / "q.html", [rec(environment=CPU)]).read_text()
     assert "The records of before have none of GPU one." in other
 
@@ -235,9 +292,14 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "holds no record (",
         ),
         ("not json\n" + json.dumps({}) + "\n", "line 1: not a record"),
+        (json.dumps({"op": "linear", "environment": dataclasses.asdict(GPU)}) + "\n", "(it has no 'shape')"),
+        (
+            DEMO.read_text(),
+            "line 1: a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report",
+        ),
         (
             rec().to_json().replace(json.dumps(SHAPE, sort_keys=True), "null") + "\n",
-            "line 1: not a record (TypeError: shape is None",
+            "line 1: not a record, as `halfbyte bench ... --output` writes them (TypeError: shape is None",
         ),
     ],
 )
@@ -255,6 +317,21 @@ def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, 
 def test_nothing_is_read_for_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "report", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "no" / "r.html")) == 1
     assert "must be a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["bench", "decode", "--quick", "--html"], ["bench", "report", "none.jsonl", "-o"], ["demo", "--report"]]
+)
+def test_nothing_is_measured_for_charts_that_cannot_be_drawn(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(*command, str(tmp_path / "r.html")) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (
+        "",
+        "halfbyte: charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'\n",
+    )
 
 
 def test_every_device_has_a_name_of_its_own() -> None:

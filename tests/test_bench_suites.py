@@ -14,9 +14,10 @@ import torch
 
 import halfbyte
 from halfbyte import cli
-from halfbyte.bench import bars, decode, linear, peers, records, run_bars, run_linear, session, suites, telling
+from halfbyte.bench import bars, compile_ahead, decode, linear, peers, records, run_bars, run_linear, session, suites, telling
 from halfbyte.bench.checks import float64_attention
 from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.foreseen import Foreseen
 from halfbyte.bench.linear import LinearShape
 from halfbyte.bench.peers import Peer, Prepared, attention
 from halfbyte.bench.peers import linear as linear_adapters
@@ -81,6 +82,7 @@ def test_suites_share_a_run_and_are_told_apart(tmp_path: Path, capsys: pytest.Ca
         ("c", "second", False),
     ]
     assert records.read(tmp_path / "r.jsonl").records == s.records
+    assert [(r.job, r.of_whole_job) for r in s.records] == [("fake: a", False), ("fake: b", True), ("fake: c", False)]
     assert {r.environment.date for r in s.records} == {s.environment.date}  # one run
     shown = capsys.readouterr().out
     assert "first has 2" in shown
@@ -120,6 +122,31 @@ def test_a_part_takes_its_own_effort_on_a_gpu() -> None:
     s.device = GPU
     part = s.part(MANY_GRAPHS, "study")
     assert (part.effort, part.roof.effort, part.study, part.records) == (MANY_GRAPHS, MANY_GRAPHS, "study", [])
+
+
+def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the tuned levels, one by one, would take more minutes than the measuring."""
+    pytest.importorskip("triton")
+    s = Session(Options(quick=True), FAKE)
+    s.device = dataclasses.replace(GPU, name="NVIDIA H200")
+    asked: list[tuple[int, tuple[int, int], int]] = []
+
+    def compiled(pairs: Iterable[compile_ahead.Pair], capability: tuple[int, int], fewest: int) -> None:
+        found = list({compile_ahead._variant(*pair): pair for pair in pairs}.values())
+        if not asked:
+            for problem, plan in found[:: len(found) // 8]:  # each is what a launch compiles
+                assert list(compile_ahead.configurations(problem, plan, capability))
+        asked.append((len(found), capability, fewest))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suites, "compile_ahead", compiled)
+    jobs = [suites.Suite(one.jobs, one.telling, one.effort) for one in suites.every(s)]
+    suites.run(s, jobs)
+    assert s.interrupted
+    assert not s.records
+    assert [(70 < count < 110, *rest) for count, *rest in asked] == [(True, (9, 0), suites._WORTH)]
+    foreseen = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Foreseen)}
+    assert foreseen == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob"}
 
 
 def test_all_has_every_command_and_every_study() -> None:

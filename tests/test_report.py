@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from halfbyte.bench import charts
 from halfbyte.bench.charts import Point, bars, lines, scatter
 from halfbyte.bench.labels import Box, place_labels
 from halfbyte.errors import InvalidArgument, Unsupported
@@ -99,6 +100,18 @@ def test_labels_stay_apart() -> None:
     assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= 400 and b.y1 <= 300 for b in boxes)
     naive = [Box(x + 10, y - 6, x + 70, y + 6) for x, y in anchors]
     assert sum(a.overlap(b) for i, a in enumerate(naive) for b in naive[i + 1 :]) > 0  # the case is a hard one
+
+
+def test_lines_of_one_chart_do_not_look_alike() -> None:
+    names = [f"line {i}" for i in range(14)]
+    lines = {name: [(1.0, float(i + 1)), (2.0, float(i + 2))] for i, name in enumerate(names)}
+    labels = {"x_label": "x", "y_label": "y", "title": "t", "dashed": names[:1]}
+    for svg in (charts.panels({"one": lines}, **labels), charts.curves(lines, **labels)):  # type: ignore[arg-type]
+        drawn = re.findall(r'clip-path="[^"]*" style="(fill: none; stroke[^"]*?); stroke-width: (?:1.6|1.8)', svg)
+        assert len(drawn) == 14
+        assert len({re.sub(r"stroke-linecap: \w+", "", style) for style in drawn}) == 14
+    looks = [tuple(map(str, charts._look(i).values())) for i in range(36)]
+    assert len(set(looks)) == 36
 
 
 def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from halfbyte import cli
 from halfbyte.bench import compile_ahead, splits, tune
 from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.session import Options, Session
+from halfbyte.bench.store import Store
 from halfbyte.bench.timing import NOT_CAPTURED, Timing, Work
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
@@ -421,8 +423,8 @@ def products(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GluonLi
     return [halfbyte.linear(x, weight) for weight in weights]
 
 
-def store_at(path: Path) -> tune.Store:
-    return tune.Store(path, Table("NVIDIA H200", 132))
+def store_at(path: Path) -> Store:
+    return Store(path, Table("NVIDIA H200", 132))
 
 
 def test_the_fastest_choice_is_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,23 +549,41 @@ def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeyp
     assert len(read(home / "found.json").entries) == 1
 
 
+def test_two_processes_that_tune_at_once_keep_the_entries_of_both(home: Path) -> None:
+    file, problems = home / "plans" / "gpu.json", [replace(PROBLEM, rows=2**n) for n in range(6)]
+    one, other = (store_at(file) for _ in range(2))  # both have read the file before either has written
+    one.add(problems[0], entry(CHOICE))
+    other.add(problems[1], entry(None))
+    assert read(file).entries.keys() == {key_of(p) for p in problems[:2]}
+    assert other.table.entries.keys() == read(file).entries.keys()
+    other.add(problems[0], entry(None))  # the later measurement of one problem
+    assert read(file).entries[key_of(problems[0])].choice is None
+
+    threads = [threading.Thread(target=store_at(file).add, args=(p, entry(None))) for p in problems]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(file).entries.keys() == {key_of(p) for p in problems}
+
+
 def test_a_store_keeps_its_file_and_no_other(home: Path) -> None:
     device, versions = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, driver="1.2"), {"torch": "9"}
     file = home / "plans.json"
-    store = tune.Store.open(file, device, versions, anew=False)
+    store = Store.open(file, device, versions, anew=False)
     store.add(PROBLEM, entry(CHOICE))
-    store = tune.Store.open(file, device, versions, anew=False)
+    store = Store.open(file, device, versions, anew=False)
     store.add(ATTENTION, entry(None))
     assert len(read(file).entries) == 2
     store.add(PROBLEM, entry(None))
     assert {one.choice for one in read(file).entries.values()} == {None}
     assert read(file).made_with == {"torch": "9", "driver": "1.2"}
     with pytest.raises(InvalidArgument, match=r"output=.* is kept as it is: .* is of NVIDIA H200 with 132"):
-        tune.Store.open(file, replace(device, name="NVIDIA A100"), versions, anew=False)
+        Store.open(file, replace(device, name="NVIDIA A100"), versions, anew=False)
     file.write_text("precious")
     with pytest.raises(InvalidArgument, match="no table of measured plans"):
-        tune.Store.open(file, device, versions, anew=False)
-    assert tune.Store.open(file, device, versions, anew=True).table.entries == {}
+        Store.open(file, device, versions, anew=False)
+    assert Store.open(file, device, versions, anew=True).table.entries == {}
     with pytest.raises(DamagedPlans):
         read(file)
 
@@ -584,6 +604,11 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
             found = list(compile_ahead.configurations(one.problem, plan, (9, 0)))
             assert [c.name.split()[-1] for c in found] in (["linear"], ["order", "linear"], ["decode"])
             assert all(c.options["launch_pdl"] for c in found)
+    problem, plan = LinearProblem.of([(INT4, 4096)], 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
+    bare, biased = (
+        list(compile_ahead.configurations(one, plan, (9, 0)))[-1] for one in (problem, compile_ahead.BiasedProblem(**vars(problem)))
+    )
+    assert bare.signature != biased.signature
 
 
 # ------------------------------------------------------------------------------------------------------------- command line
@@ -615,7 +640,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     )
     assert run(*command, "--formats", "int8,int8_channel+int8") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("4096,1024,1024 x 4096, 1 row int4_sym_g128: ")
+    assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
     assert "300 rows; warp-group products take 17 to 256" in lines[1]
     assert "read by the portable kernel only" in lines[5]
     assert lines[-1].startswith("6 problems, ")
@@ -625,6 +650,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     ("arguments", "named"),
     [
         (["--linear", "4096"], "--linear '4096'"),
+        (["--dry-run", "--json"], "--json prints what was measured"),
         (["--linear", "4096,1024x4096"], "--linear '4096,1024x4096'"),
         (["--linear", "0x4096"], "must be above 0"),
         (["--linear", "64x4100"], "a weight"),

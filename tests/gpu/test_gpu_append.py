@@ -11,7 +11,7 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.bench.run_qkv import kernels_of
+from halfbyte.bench.cupti import names_of
 from halfbyte.planes import Plane
 from halfbyte.reference.rope import apply_rope
 
@@ -151,8 +151,8 @@ def test_a_layer_up_to_its_attention_is_two_kernels(keys: str) -> None:
 
     assert layer().shape == (2, 8, 1, 64)
     if not PLACE.dry:
-        kernels_of(layer)  # the profiler may miss what comes while it starts
-        names = kernels_of(layer)
+        names_of(layer)  # the profiler may miss what comes while it starts
+        names = names_of(layer)
         assert len(names) == 2, names
     layer()
     assert cache.lengths.tolist() == [2 if PLACE.dry else 4] * 2

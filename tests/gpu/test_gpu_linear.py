@@ -15,7 +15,7 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from halfbyte.bench.checks import linear_accuracy
-from halfbyte.bench.run_qkv import kernels_of
+from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
 from halfbyte.plans.linear import GluonLinear
@@ -358,8 +358,8 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
     if not PLACE.dry:
         plan = _tuned_plan(x, [weight], level, False)
         assert isinstance(plan, GluonLinear)
-        kernels_of(product)  # the profiler may miss what comes while it starts
-        names = kernels_of(product)
+        names_of(product)  # the profiler may miss what comes while it starts
+        names = names_of(product)
         assert sum("linear" in name for name in names) == 1
         others = bool(plan.shared) + isinstance(plan.spec, WgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)

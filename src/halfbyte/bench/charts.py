@@ -23,7 +23,14 @@ _INK, _QUIET, _LINE = "#010101", "#020202", "#030303"
 _SERIES = tuple(f"#0{n}0a0b" for n in range(1, 7))
 _VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _LINE: "--line"} | {c: f"--s{n}" for n, c in enumerate(_SERIES, 1)}
 _MARKERS = "osD^vP"
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)))
+#: "--" comes last: it means something of its own in some charts.
+_DASHES: tuple[Any, ...] = ("-", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), "--")
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour, marker and dashes of a series by its place: each of 36 has a look of its own."""
+    turn = number // 6
+    return {"color": _SERIES[number % 6], "marker": _MARKERS[(number + turn) % 6], "ls": _DASHES[turn % 6]}
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,14 @@ class Point:
     x: float
     y: float
     series: str = ""
+
+
+def check_installed() -> None:
+    """Raise `Unsupported` where charts cannot be drawn: to be asked before something is measured for hours to be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
 
 
 def scatter(
@@ -48,14 +63,7 @@ def scatter(
         names = list(dict.fromkeys(p.series for p in points))
         for number, name in enumerate(names):
             mine = [p for p in points if p.series == name]
-            ax.plot(
-                [p.x for p in mine],
-                [p.y for p in mine],
-                _MARKERS[number % 6],
-                color=_SERIES[number % 6],
-                ms=7,
-                label=name or None,
-            )
+            ax.plot([p.x for p in mine], [p.y for p in mine], **_look(number) | {"ls": ""}, ms=7, label=name or None)
         _scales(ax, log_x, log_y)
         _frame(ax, x_label, y_label, title, legend=len(names) > 1)
         ax.margins(0.12)
@@ -123,8 +131,7 @@ def lines(
         check(len(values) == expected, f"series {name!r} has {len(values)} values, expected {expected}")
     with _figure(title or f"{y_label} by {x_label}", 3.9) as (_, ax, done):
         for number, (name, values) in enumerate(series.items()):
-            style = {"color": _SERIES[number % 6], "ls": _DASHES[number // 6 % 6], "marker": _MARKERS[number % 6]}
-            ax.plot(range(len(values)) if x is None else x, values, lw=1.8, ms=4.5, label=name, **style)
+            ax.plot(range(len(values)) if x is None else x, values, lw=1.8, ms=4.5, label=name, **_look(number))
         _scales(ax, log_x, log_y)
         if x is None:
             from matplotlib.ticker import MaxNLocator
@@ -161,9 +168,8 @@ def panels(
         fig.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11.5, fontweight="bold")
         for i, (ax, (heading, found)) in enumerate(zip(axes, by_title.items(), strict=False)):
             for name, points in found.items():
-                number, style = names.index(name), "--" if name in dashed else "-"
-                xs, ys = [x for x, _ in points], [y for _, y in points]
-                ax.plot(xs, ys, style, marker=_MARKERS[number % 6], color=_SERIES[number % 6], lw=1.6, ms=4, label=name)
+                look = _look(names.index(name)) | ({"ls": "--"} if name in dashed else {})
+                ax.plot([x for x, _ in points], [y for _, y in points], lw=1.6, ms=4, label=name, **look)
             ticks = sorted({x for points in found.values() for x, _ in points})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
@@ -267,11 +273,10 @@ def _figure(description: str, height: float) -> Iterator[tuple[Any, Any, _Done]]
 @contextmanager
 def _figure_of(description: str, height: float, grid: tuple[int, int]) -> Iterator[tuple[Any, list[Any], _Done]]:
     """A figure 7.6 inches wide and its axes, row by row; on leaving, `done.svg` holds the element, described for screen readers."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
+    check_installed()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     options = {
         "svg.fonttype": "none",
         "svg.hashsalt": description,
@@ -355,8 +360,7 @@ def roofline(points: Lines, roof: Sequence[tuple[float, float]], *, title: str) 
         xs, ys = zip(*roof, strict=True)
         ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roof of the same runs")
         for number, (name, found) in enumerate(points.items()):
-            look = {"color": _SERIES[number % 6], "marker": _MARKERS[(number + number // 6) % 6]}
-            ax.plot([x for x, _ in found], [y for _, y in found], ls="", ms=5, alpha=0.85, label=name, **look)
+            ax.plot([x for x, _ in found], [y for _, y in found], ms=5, alpha=0.85, label=name, **_look(number) | {"ls": ""})
         _scales(ax, log_x=True, log_y=False)
         ax.set_ylim(0)
         _frame(ax, "MB that a call must read", "GB/s", title, legend=False)
@@ -372,8 +376,8 @@ def curves(lines: Lines, *, x_label: str, y_label: str, title: str, dashed: Sequ
         check(all(x > 0 and y > 0 for x, y in points), f"line {name!r} has points that a logarithmic axis cannot show")
     with _figure(title, 4.4) as (fig, ax, done):
         for number, (name, points) in enumerate(lines.items()):
-            style = {"ls": "--" if name in dashed else "-", "marker": _MARKERS[number % 6], "color": _SERIES[number % 6]}
-            ax.plot([x for x, _ in points], [y for _, y in points], lw=1.8, ms=4.5, label=name, **style)
+            look = _look(number) | ({"ls": "--"} if name in dashed else {})
+            ax.plot([x for x, _ in points], [y for _, y in points], lw=1.8, ms=4.5, label=name, **look)
         _scales(ax, True, True)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])

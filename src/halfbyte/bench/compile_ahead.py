@@ -27,15 +27,24 @@ if TYPE_CHECKING:
     from halfbyte.kernels.compiling import Configuration
 
 Pair = tuple[LinearProblem | Problem, Plan]
+
+
+class BiasedProblem(LinearProblem):
+    """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
+
+
 #: More processes than this wait for each other's memory.
 _MOST = 16
 
 
-def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int]) -> int:
-    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch."""
+def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: int = 2) -> int:
+    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch.
+
+    Fewer variants than `fewest` are left to their launches.
+    """
     variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
     processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
-    if processes < 2:  # no gain over compiling at the first launch
+    if processes < 2 or len(variants) < fewest:  # no gain over compiling at the first launch
         return len(variants)
     console = Console(stderr=True)
     with (
@@ -82,8 +91,8 @@ def _products(problem: LinearProblem, plan: GluonLinear, capability: tuple[int, 
 
     launch = linear_gluon.launch if isinstance(plan.spec, Spec) else linear_wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
-    half = "fp16" if problem.half == "fp16" else ""
-    given = (name, problem.rows, features, problem.width, half)
+    options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
+    given = (name, problem.rows, features, problem.width, options)
     yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
 
 

@@ -73,6 +73,7 @@ def time_ways(
     """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roof."""
     cold = is_cold(len(caches), blank.nbytes, session.device.cache_bytes) or blank.nbytes >= _LARGE * session.device.cache_bytes
     records: dict[str, Record] = {}
+    works: dict[str, Work] = {}
     samplers: dict[str, Sampler] = {}
     if session.device.kind == "cuda":
         prepare(session.device.torch)  # counters for all graphs: one that must clear its own takes longer
@@ -83,7 +84,7 @@ def time_ways(
                 with paired_launches(way.paired):
                     judge([way.call(c) for c in caches]).require(name)
                 work = Work([partial(way.call, c) for c in caches], paired=way.paired)
-                samplers[name] = make_sampler(name, work, session.device, session.effort)
+                samplers[name], works[name] = make_sampler(name, work, session.device, session.effort), work
             except Exception as error:
                 records[name] = _refused(records[name], error)
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
@@ -95,6 +96,8 @@ def time_ways(
                 records[name] = _told(session, records[name], ways[name], accuracy, timing, roof)
             except Exception as error:
                 records[name] = _refused(records[name], error)
+        for name, seconds in session.kernel_seconds({n: work for n, work in works.items() if records[n].seconds}).items():
+            records[name] = replace(records[name], kernel_seconds=seconds)
     return list(records.values())
 
 

@@ -66,7 +66,7 @@ LAYERS = (
     Layer(8192, 8192, "prefill", PREFILL, (INT4, "nf4", "nvfp4"), PREFILL),
 )
 #: What `--quick` measures.
-QUICK_LAYERS = ("4096 x 4096", "8192 x 8192")
+QUICK_LAYERS, QUICK_ROWS = ("4096 x 4096", "8192 x 8192"), (1, 4, 16, 64)
 
 _SHARES: Mapping[tuple[int, int], Mapping[int, float]] = {
     (16384, 16384): {1: 0.94, 4: 0.91, 8: 0.88, 16: 0.78},

@@ -87,7 +87,14 @@ def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
         report.table(headers, [[cell.replace("\n", "; ") for cell in row] for row in rows], caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
         _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
+        _lines(report, "kernel times", [_kernels(r) for r in mine if r.kernel_seconds])
         report.code("\n".join(_commands(mine)), "Made by")
+
+
+def _kernels(r: Record) -> str:
+    """ "batch 32, int4, halfbyte auto: kernels 14.2 us of 15.5 us a call"; without a time alone, of the time that is reported."""
+    call = us(r.alone or r.seconds)
+    return f"{name_of(r)}, {r.formats}, {r.implementation}: kernels {us(r.kernel_seconds)} us of {call} us a call (CUPTI)"
 
 
 def _lines(report: Report, what: str, lines: Sequence[str]) -> None:
@@ -153,6 +160,15 @@ def _name(c: Change) -> str:
 
 def _change_row(c: Change) -> tuple[Cell, ...]:
     r = c.record
-    times = ("" if found is None else us(found.seconds) for found in (c.before, c.after))
+    figures = ("" if found is None else _figure(found) for found in (c.before, c.after))
     ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-    return (name_of(r), r.formats, r.implementation, *times, ratio, c.verdict)
+    return (name_of(r), r.formats, r.implementation, *figures, ratio, c.verdict)
+
+
+def _figure(r: Record) -> str:
+    """The time of a record in microseconds; of one that has none its perplexity or error, with its name."""
+    if r.seconds is not None or r.refused:
+        return us(r.seconds)
+    if r.perplexity is not None:
+        return f"{r.perplexity:.4f} perplexity"
+    return "" if r.error is None else f"{r.error:.2g} error"

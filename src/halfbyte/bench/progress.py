@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _PAST = 3600.0
 
 
+def job_name(job: Job) -> str:
+    """ "linear: 4096 x 4096": what tells a job from the others of its study."""
+    return f"{job.op}: {job.name}"
+
+
 class Steps:
     """A bar on stderr, where that is a terminal; several lists of jobs can share it."""
 
@@ -38,6 +43,6 @@ class Steps:
     def over(self, jobs: Sequence[Job]) -> Iterator[Job]:
         """The jobs one by one, each counted when it is done."""
         for job in jobs:
-            self._bar.update(self._task, description=f"{job.op}: {job.name}")
+            self._bar.update(self._task, description=job_name(job))
             yield job
             self._bar.advance(self._task)

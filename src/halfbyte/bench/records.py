@@ -58,6 +58,8 @@ class Record:
     seconds, p10, p90  seconds per call: median, 10th and 90th percentile of `repeats` samples
     nbytes             bytes a call must move at least: what is read and written once
     gb_per_s           nbytes / seconds, in 10^9 bytes per second; roof_gb_per_s: reading as many bytes, in the same run
+    kernel_seconds     the kernels of a call, launches kept apart, without what lies between them: the median over calls of their
+                       sum, as CUPTI records them; None where they were not traced. kernels: the same for each launch of several
     error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
 
     Cases with bars have a name, `case`, and several times. `seconds`, which the bars judge, is `paired` where there is one:
@@ -66,6 +68,7 @@ class Record:
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
     study              the study it belongs to, by its name in `halfbyte.bench.studies`
+    job                what measured it, "operation: name"; a job that failed as a whole leaves one record that knows nothing else
     perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
     by_layer           relative error layer by layer, of hidden states or of attention's output
     """
@@ -84,6 +87,8 @@ class Record:
     gb_per_s: float | None = None
     roof_gb_per_s: float | None = None
     roof_share: float | None = None
+    kernel_seconds: float | None = None
+    kernels: dict[str, float] = field(default_factory=dict)
     error: float | None = None
     error_allowed: float | None = None
     error_kind: str = ""
@@ -98,10 +103,16 @@ class Record:
     bars: tuple[Verdict, ...] = ()
     note: str = ""
     study: str = ""
+    job: str = ""
     perplexity: float | None = None
     change: float | None = None
     bits: float | None = None
     by_layer: tuple[float, ...] = ()
+
+    @property
+    def of_whole_job(self) -> bool:
+        """Whether this says that a job failed before it knew what it measures."""
+        return bool(self.refused) and not (self.shape or self.formats or self.implementation)
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""
@@ -154,8 +165,18 @@ def read(path: Path | str) -> Records:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):  # no line break after it: the write did not finish
                 return Records(records, f"{path}: the last line ({len(line)} bytes) was cut while being written; skipped")
-            raise DamagedRecords(f"{path}, line {number}: not a record ({type(error).__name__}: {error})") from error
+            raise DamagedRecords(f"{path}, line {number}: {_told(line, error)}") from error
     return Records(records)
+
+
+def _told(line: bytes, error: Exception) -> str:
+    """What a line is that is no record."""
+    with contextlib.suppress(ValueError):
+        data = json.loads(line)
+        if isinstance(data, dict) and {"kv", "perplexity"} <= data.keys():
+            return "a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report writes a page"
+    missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return f"not a record, as `halfbyte bench ... --output` writes them ({missing})"
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:

@@ -60,9 +60,10 @@ class AppendJob:
                 accuracy = _alike(rotation.caches, expected)
                 accuracy.require(f"{self.name} {formats} {name}")
             samples = sample_in_turn(samplers, session.effort)
+            kernels = session.kernel_seconds({"alone": works["alone"]}).get("alone")
         copy = session.roof.copy_seconds(moved)
         times = {name: summary(samples[name], sampler.method) for name, sampler in samplers.items()}
-        return self._record(session, formats, moved, accuracy, times, copy)
+        return replace(self._record(session, formats, moved, accuracy, times, copy), kernel_seconds=kernels)
 
     def _record(
         self, session: Session, formats: str, moved: int, accuracy: Accuracy, times: dict[str, Timing], copy: float

@@ -16,10 +16,11 @@ from typing import cast
 
 import torch
 
-from halfbyte.bench import bars
+from halfbyte.bench import bars, foreseen
 from halfbyte.bench.bars import Bar, Figures, Problem, bars_of, formats_of, judge
 from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, given, held_by
 from halfbyte.bench.checks import Accuracy
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import attend, sdpa_variants
 from halfbyte.bench.records import Record
 from halfbyte.bench.session import Job, Session, reason
@@ -48,8 +49,9 @@ def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
 
     for impl in impls:
         plan("decode_attention", impl, kind)
-    every: list[Job] = [AttentionJob(p, tuple(formats_of(p.name)), tuple(impls)) for p in bars.PROBLEMS]
-    every += [AppendJob(bars.APPEND, tuple(formats_of(bars.APPEND.name))), CallJob()]
+    attention = [AttentionJob(p, tuple(formats_of(p.name)), tuple(impls)) for p in bars.PROBLEMS]
+    # The host's time comes first: CUPTI, which the others ask once they have their samples, may slow launches from then on.
+    every: list[Job] = [CallJob(), *attention, AppendJob(bars.APPEND, tuple(formats_of(bars.APPEND.name)))]
     return [job for job in every if not quick or job.name in bars.QUICK_CASES]
 
 
@@ -68,6 +70,13 @@ class AttentionJob:
     @property
     def name(self) -> str:
         return self.problem.name
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format, where memory is laid out as caches allocate it."""
+        if self.problem.layout == "heads first":
+            for formats in self.formats:
+                if any(session.wants(self.name, formats, f"halfbyte {impl}") for impl in self.impls if impl != "triton"):
+                    yield from foreseen.attention(session.device, self.problem.shape, formats)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The peers' records, then ours; a format that fails is a record too."""
@@ -156,6 +165,7 @@ def with_times(session: Session, record: Record, accuracy: Accuracy, times: Chai
         chained=times.chained.median if times.chained else None,
         paired=times.paired.median if times.paired else None,
         appends=times.appends.median if times.appends else None,
+        kernel_seconds=times.kernels,
         gb_per_s=rate,
         roof_gb_per_s=roof,
         roof_share=rate / roof,
@@ -183,12 +193,13 @@ def with_timing(record: Record, timing: Timing, accuracy: Accuracy) -> Record:
 
 @dataclass
 class ChainTimes:
-    """Times of one call: see `Record`. What could not be measured is None, and `note` says why."""
+    """Times of one call: see `Record`; `kernels`: those of a call alone. What could not be measured is None, `note` says why."""
 
     alone: Timing | None = None
     chained: Timing | None = None
     paired: Timing | None = None
     appends: Timing | None = None
+    kernels: float | None = None
     note: str = ""
 
 
@@ -226,6 +237,7 @@ def time_chain(
     times.alone, times.chained, times.appends = found.get("alone"), found.get("chained"), found.get("appends")
     if "chain" in found and "appends" in found:
         times.paired = subtract(samples["chain"], samples["appends"], found["chain"].method)
+    times.kernels = session.kernel_seconds({"alone": works["alone"]} if times.alone else {}).get("alone")
     return times
 
 
@@ -270,6 +282,7 @@ def measure_peers(session: Session, inputs: Inputs) -> list[Record]:
     problem, ((k, v),) = inputs.problem, inputs.spans
     rotation = [(k, v), *((k.clone(), v.clone()) for _ in range(_copies(session, k.nbytes + v.nbytes, k.nbytes + v.nbytes) - 1))]
     promise = Promise(inputs.q, given(inputs))
+    works: dict[str, Work] = {}
     samplers: dict[str, Sampler] = {}
     records: dict[str, Record] = {}
     with torch.no_grad(), fixed_threads(session.threads):
@@ -279,15 +292,16 @@ def measure_peers(session: Session, inputs: Inputs) -> list[Record]:
                 accuracy = promise.judge([way(inputs.q, *pair) for pair in rotation])
                 accuracy.require(f"{problem.name} {name}")
                 work = Work([partial(way, inputs.q, *pair) for pair in rotation])
-                samplers[name] = make_sampler(name, work, session.device, session.effort)
+                samplers[name], works[name] = make_sampler(name, work, session.device, session.effort), work
                 records[name] = replace(record, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
             except Exception as error:
                 records[name] = replace(record, refused=f"{problem.name} {name}: {reason(error)}")
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
+        kernels = session.kernel_seconds(works)
     for name, taken in samples.items():
         known = records[name]
         accuracy = Accuracy(known.error or 0.0, known.error_allowed or 0.0, known.error_kind)
-        times = ChainTimes(alone=summary(taken, samplers[name].method))
+        times = ChainTimes(alone=summary(taken, samplers[name].method), kernels=kernels.get(name))
         records[name] = with_times(session, known, accuracy, times)
     return list(records.values())
 

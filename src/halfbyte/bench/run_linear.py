@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 import halfbyte
-from halfbyte.bench import linear_peers, quoted
+from halfbyte.bench import foreseen, linear_peers, quoted
 from halfbyte.bench.bars import Figures, judge
 from halfbyte.bench.checks import Accuracy
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.linear import promise
-from halfbyte.bench.linear_bars import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, Layer, bars_of
+from halfbyte.bench.linear_bars import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, QUICK_ROWS, Layer, bars_of
 from halfbyte.bench.linear_peers import EXPANDED, Judge, Peer, copies_of
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
@@ -32,10 +33,11 @@ _FEWEST = 4
 
 
 def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
-    """Everything that has a bar; `quick`: two layers."""
+    """Everything that has a bar; `quick`: two layers, with fewer numbers of rows, each of which has kernels of its own."""
     for impl in impls:
         plan("linear", impl, kind)
-    return [LayerJob(layer, tuple(impls)) for layer in LAYERS if not quick or layer.name in QUICK_LAYERS]
+    few = [replace(layer, rows=QUICK_ROWS) for layer in LAYERS if layer.name in QUICK_LAYERS]
+    return [LayerJob(layer, tuple(impls)) for layer in (few if quick else LAYERS)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class LayerJob:
 
     def _wants(self, session: Session, rows: int, formats: str, impl: str) -> bool:
         return session.wants(self.layer.case(rows), formats, f"halfbyte {impl}")
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format with every number of rows."""
+        for rows, pairs in self.wanted(session).items():
+            for formats in dict.fromkeys(f for f, impl in pairs if impl != "triton"):
+                yield from foreseen.products(session.device, formats, [self.layer.n], rows, self.layer.k)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """By rows: the peers' records, then ours; what fails is a record too."""
@@ -209,6 +217,9 @@ def measure(session: Session, timed: Sequence[_Timed]) -> None:
             continue
         if mine:
             _fill(session, t, {how: summary(samples[f"{i} {how}"], s.method) for how, s in mine.items()})
+    right = {str(i): Work(t.fns, paired=False) for i, t in enumerate(timed) if t.record.seconds}
+    for name, seconds in session.kernel_seconds(right).items():
+        timed[int(name)].record = replace(timed[int(name)].record, kernel_seconds=seconds)
 
 
 def _fill(session: Session, t: _Timed, times: dict[str, Timing]) -> None:

@@ -1,8 +1,9 @@
 """`halfbyte bench qkv`: the four published variants launch by launch, and one launch for q, k and v against three alike.
 
-A variant is timed whole and each of its launches alone, over a rotation of layers larger than the L2 cache. On a GPU the kernels
-that a variant launches are counted with torch.profiler first: a variant that launches another number than it says gets no time.
-Where cuBLAS splits a product along K, its second kernel belongs to that product, is not counted, and is told.
+A variant is timed whole and each of its launches alone, over a rotation of layers larger than the L2 cache. On a GPU CUPTI then
+gives the kernels of a variant: their own times where they stand, between the launches whose results they find in the cache, which a
+launch that is timed alone does not show. A variant that launches another number of kernels than it says gets no time. Where cuBLAS
+splits a product along K, its second kernel belongs to that product, is not counted, and is told.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import cast
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import halfbyte
-from halfbyte.bench import qkv
+from halfbyte.bench import foreseen, qkv
 from halfbyte.bench.bars import Bar, judge, us, verdict_text
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused
+from halfbyte.bench.compile_ahead import Pair
+from halfbyte.bench.cupti import Calls, Kernel, seconds_of
 from halfbyte.bench.linear import promise as promise_of_linear
 from halfbyte.bench.linear_bars import INT4
+from halfbyte.bench.page import Table
 from halfbyte.bench.qkv import GPT2, LLAMA, NAIVE, TWO_KERNEL, VARIANTS, AttentionShape, Layer, Variant, Weights
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
@@ -30,6 +34,7 @@ from halfbyte.plans import plan
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
 FORMATS, FUSED_FORMATS, FUSED_ROWS = ("mxfp4", "nf4", "nvfp4"), (INT4, "nf4", "mxfp4", "nvfp4"), (1, 4, 16)
+QUICK_FORMATS, QUICK_ROWS = (INT4, "nf4"), (1, 16)
 TIMES_NAIVE, TIMES_THREE = 1.25, 1.5
 ONE, THREE = "one launch", "three launches"
 #: What cuBLAS calls the kernel that adds up the parts of a product it has split.
@@ -39,11 +44,12 @@ _AHEAD = "order"
 
 
 def jobs(layers: Sequence[Weights], impl: str, kind: str, quick: bool = False) -> list[Job]:
-    """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick` on a CPU: one format, GPT-2's size."""
+    """The variants on each layer, then the fused projection at Llama-3-8B's size; `quick`: fewer formats, on a CPU GPT-2's size."""
     plan("qkv_projection", impl, kind)
     if quick and kind != "cuda":
         return [*(VariantsJob(given, impl, ("nf4",)) for given in layers), FusedJob(GPT2, impl, (1,), ("nf4",))]
-    return [*(VariantsJob(given, impl) for given in layers), FusedJob(LLAMA, impl)]
+    fused = FusedJob(LLAMA, impl, QUICK_ROWS, QUICK_FORMATS) if quick else FusedJob(LLAMA, impl)
+    return [*(VariantsJob(given, impl) for given in layers), fused]
 
 
 # ------------------------------------------------------------------------------------------------------------- the variants
@@ -61,6 +67,13 @@ class VariantsJob:
     @property
     def name(self) -> str:
         return self.given.shape.name
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """The fused projection of the two-kernel variant."""
+        s, half = self.given.shape, "fp16" if self.given.shape.dtype == torch.float16 else "bf16"
+        for fmt in self.formats if self.impl != "triton" else ():
+            if any(session.wants(self.name, fmt, v.name) for v in VARIANTS):
+                yield from foreseen.products(session.device, fmt, s.rows, s.tokens, s.hidden, half, biased=True)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each variant, whose note has the time of each launch."""
@@ -86,12 +99,13 @@ class VariantsJob:
         taken = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
         warm = _warm(session, rotation)
         times = {key: summary(taken[name], samplers[key].method + warm) for name, key in names.items()}
+        traced = session.traced({v.name: _whole(v, rotation, paired=False) for v in VARIANTS if (v.name, "alone") in times})
         for v in VARIANTS:
             try:
                 for how in ("alone", "chained") if (v.name, "alone") in times else ():
                     for out in samplers[v.name, how].run():
                         right(cast(torch.Tensor, out)).require(f"{v.name} {fmt}, as it was timed,")
-                records[v.name] = _timed(records[v.name], v, times)
+                records[v.name] = _with_kernels(session, _timed(records[v.name], v, times), v, traced.get(v.name, ()))
             except BenchmarkRefused as error:
                 records[v.name] = _refused(records[v.name], error)
         naive = records[NAIVE]
@@ -100,18 +114,17 @@ class VariantsJob:
     def _checked(
         self, session: Session, v: Variant, rotation: Sequence[Layer], right: Callable[[torch.Tensor], Accuracy], fmt: str
     ) -> Record:
-        """A record without a time: right on every layer of the rotation, in as many launches as it says; else refused."""
+        """A record without a time: right on every layer of the rotation, else refused."""
         shape = self.given.shape.sizes | {"launches": len(v.launches)}
         blank = Record(OP, shape, fmt, v.name, rotation[0].nbytes, session.environment, case=self.name)
         try:
             for layer in rotation:
                 accuracy = right(v.run(layer))
                 accuracy.require(f"{v.name} {fmt}")
-            note = check_launches(v, rotation[0]) if session.device.kind == "cuda" else ""
         except Exception as error:
             return _refused(blank, error)
-        note = "; ".join(filter(None, [self.given.source, note]))
-        return replace(blank, note=note, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
+        errors = {"error": accuracy.error, "error_allowed": accuracy.allowed, "error_kind": accuracy.kind}
+        return replace(blank, note=self.given.source, **errors)  # type: ignore[arg-type]
 
 
 def _rotation(session: Session, first: Layer) -> list[Layer]:
@@ -127,10 +140,13 @@ def _warm(session: Session, rotation: Sequence[Layer]) -> str:
 
 def _samplers(session: Session, v: Variant, rotation: Sequence[Layer]) -> dict[tuple[str, str], Sampler]:
     """The whole variant, launches kept apart and overlapping, and each launch alone."""
-    whole = [partial(v.run, layer) for layer in rotation]
-    works = {"alone": Work(whole, paired=False), "chained": Work(whole, paired=True)}
+    works = {"alone": _whole(v, rotation, paired=False), "chained": _whole(v, rotation, paired=True)}
     works |= {launch.name: Work([partial(launch.run, layer) for layer in rotation], paired=False) for launch in v.launches}
     return {(v.name, how): make_sampler(f"{v.name} {how}", work, session.device, session.effort) for how, work in works.items()}
+
+
+def _whole(v: Variant, rotation: Sequence[Layer], paired: bool) -> Work:
+    return Work([partial(v.run, layer) for layer in rotation], paired=paired)
 
 
 def _timed(r: Record, v: Variant, times: Mapping[tuple[str, str], Timing]) -> Record:
@@ -159,30 +175,46 @@ def _refused(r: Record, error: Exception) -> Record:
     return replace(r, refused=f"{r.case} {r.formats} {r.implementation}: {reason(error)}")
 
 
-def check_launches(v: Variant, layer: Layer) -> str:
-    """Raises `BenchmarkRefused` unless a variant launches as many kernels as it says. Returns in words what comes on top."""
-    work = partial(v.run, layer)
-    kernels_of(work)  # the profiler may miss what comes while it starts
-    names = kernels_of(work)
-    own = [name for name in names if _SECOND_HALF not in name and name != _AHEAD]
-    if len(own) != len(v.launches):
+def _with_kernels(session: Session, r: Record, v: Variant, calls: Calls) -> Record:
+    """The record with the kernels of each launch. Raises `BenchmarkRefused` unless each call has as many as the variant says."""
+    if not r.seconds or session.device.kind != "cuda":
+        return r
+    if not calls:
+        return replace(r, note=f"launches were not counted: {session.no_kernel_times or 'CUPTI lost some'}; {r.note}")
+    by_call = [by_launch(v, kernels) for kernels in calls]
+    taken = {
+        launch.name: median(sum(kernel.seconds for kernel in launches[i]) for launches in by_call)
+        for i, launch in enumerate(v.launches)
+    }
+    note = "; ".join(filter(None, [_on_top(calls[0]), r.note]))
+    return replace(r, kernel_seconds=seconds_of(calls), kernels=taken, note=note)
+
+
+def by_launch(v: Variant, kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The kernels of one call by launch. Raises `BenchmarkRefused` unless a variant launches as many as it says."""
+    found: list[list[Kernel]] = []
+    ahead: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.name == _AHEAD:
+            ahead.append(kernel)
+        elif _SECOND_HALF in kernel.name and found:
+            found[-1].append(kernel)
+        else:
+            found.append([*ahead, kernel])
+            ahead = []
+    if len(found) != len(v.launches):
         raise BenchmarkRefused(
-            f"{v.name} launches {len(own)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
-            + (", ".join(own) or "none")
+            f"{v.name} launches {len(found)} kernels and is published with {len(v.launches)} launches; torch.profiler saw: "
+            + (", ".join(kernel.name for kernel in kernels) or "none")
         )
-    halves, ahead = sum(_SECOND_HALF in name for name in names), _AHEAD in names
+    return found
+
+
+def _on_top(kernels: Sequence[Kernel]) -> str:
+    """What a call launches beside what is counted, in words."""
+    halves, ahead = sum(_SECOND_HALF in kernel.name for kernel in kernels), any(kernel.name == _AHEAD for kernel in kernels)
     told = [f"cuBLAS splits {halves} of the products along K, with a second kernel each"] if halves else []
     return "; ".join(told + ["a launch ahead of the fused projection, in its time, puts x in order"] * ahead)
-
-
-def kernels_of(work: Callable[[], object]) -> list[str]:
-    """Names of the kernels that `work` launches on the GPU, without copies and fills of memory."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        work()
-        torch.cuda.synchronize()
-    names = [e.name for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
-    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
 
 
 # ------------------------------------------------------------------------------------------------------------- one launch for three
@@ -205,6 +237,13 @@ class FusedJob:
     def case(self, rows: int) -> str:
         """ "q, k, v of a Llama-3-8B layer, 1 row"."""
         return f"{self.name}, {rows} row{'s' * (rows > 1)}"
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """All weights in one launch, and each in its own."""
+        wanted = [(m, fmt) for fmt in self.formats for m in self.rows if session.wants(self.case(m), fmt, ONE)]
+        for rows, fmt in wanted if self.impl != "triton" else ():
+            for features in (self.shape.rows, *((n,) for n in dict.fromkeys(self.shape.rows))):
+                yield from foreseen.products(session.device, fmt, features, rows, self.shape.hidden)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Two records for each number of rows and format."""
@@ -243,6 +282,9 @@ class FusedJob:
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
         times = {name: summary(taken, samplers[name].method + _warm(session, rotation)) for name, taken in samples.items()}
         made = {name: _fused_record(r, times) for name, r in blanks.items()}
+        apart = {name: Work(calls[name], paired=False) for name, r in made.items() if r.seconds}
+        for name, seconds in session.kernel_seconds(apart).items():
+            made[name] = replace(made[name], kernel_seconds=seconds)
         three, one = made[THREE], made[ONE]
         ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None
         bars = [Bar(case, one.formats, "times_three", TIMES_THREE)] if rows == 1 else []
@@ -273,7 +315,18 @@ def _fused_record(r: Record, times: Mapping[str, Timing]) -> Record:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "format", "variant", "launches", "us alone", "us chained", "x naive, or three", "us of each launch", "verdict")
+_TRACED = ("us of kernels", "us of each launch's kernels, in place")
+HEADERS = (
+    *("case", "format", "variant", "launches", "us alone", "us chained", _TRACED[0], "x naive, or three"),
+    *("us of each launch", _TRACED[1], "verdict"),
+)
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """The rows under their headers; columns of kernels where some were traced."""
+    traced = any(r.kernel_seconds for r in measured)
+    kept = [i for i, header in enumerate(HEADERS) if traced or header not in _TRACED]
+    return [HEADERS[i] for i in kept], [[row[i] for i in kept] for row in table_rows(measured)]
 
 
 def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -290,7 +343,9 @@ def _row(r: Record) -> tuple[str, ...]:
         str(launches),
         us(r.alone),
         us(r.chained),
+        us(r.kernel_seconds),
         f"{r.peer_seconds / r.seconds:.2f}x" if r.peer_seconds and r.seconds else "",
         r.note.partition("us a launch: ")[2],
+        ", ".join(f"{name} {us(seconds)}" for name, seconds in r.kernels.items()),
         "; ".join(map(verdict_text, r.bars)) or ("refused" if r.refused else ""),
     )

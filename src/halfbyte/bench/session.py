@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from halfbyte.bench import records
+from halfbyte.bench import cupti, records
 from halfbyte.bench.checks import Accuracy
-from halfbyte.bench.progress import Steps
+from halfbyte.bench.progress import Steps, job_name
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
-from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, is_cold, measure_interleaved, rotation_copies
+from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, Work, is_cold, measure_interleaved, rotation_copies
 from halfbyte.device import Device, describe
 from halfbyte.errors import HalfbyteError, InvalidArgument
 
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; `pattern` is a regular expression over "case formats implementation"."""
+    """What the command line says; `pattern` is a regular expression over "case formats implementation", `kernels`: by CUPTI."""
 
     output: Path | None = None
     quick: bool = False
@@ -77,6 +77,7 @@ class Options:
     json: bool = False
     device: str | None = None
     threads: int | None = None
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -130,6 +131,28 @@ class Session:
         """How many copies of a working set make a rotation on this device."""
         return rotation_copies(nbytes, self.device)
 
+    @property
+    def no_kernel_times(self) -> str:
+        """Why records say nothing of the kernels' own times, in words; "" where they do. To be asked after samples are taken."""
+        if self.device.kind != "cuda":
+            return "there is no GPU here"
+        return cupti.unavailable(self.device.torch) if self.options.kernels else "--no-kernels"
+
+    def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:
+        """The kernels of some calls of each work, where they can be had. Asked after samples are taken: it may disturb them."""
+        if not works or self.no_kernel_times:
+            return {}
+        try:
+            with torch.no_grad(), torch.cuda.device(self.device.torch):
+                return cupti.traced(works)
+        except Exception as error:
+            self._errors.print(f"no kernel times of {', '.join(works)}: {reason(error)}", markup=False)
+            return {}
+
+    def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of."""
+        return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
+
     def wants(self, case: str, formats: str, implementation: str) -> bool:
         """Whether the filter lets this through."""
         return re.search(self.options.pattern, f"{case} {formats} {implementation}") is not None
@@ -151,7 +174,7 @@ class Session:
             for job in steps.over(jobs):
                 try:
                     for record in job.measure(self):
-                        self.keep(record)
+                        self.keep(replace(record, job=job_name(job)))
                 except Exception as error:
                     self.keep(self.failed(job, error))
                     if not self._recovered():
@@ -165,7 +188,8 @@ class Session:
 
     def failed(self, job: Job, error: Exception) -> Record:
         """The record of a job that raised."""
-        return Record(job.op, {}, "", "", 0, self.environment, refused=f"{job.name}: {reason(error)}", case=job.name)
+        why = f"{job.name}: {reason(error)}"
+        return Record(job.op, {}, "", "", 0, self.environment, refused=why, case=job.name, job=job_name(job))
 
     def _recovered(self) -> bool:
         """Whether this can go on after a failure; a kernel that broke the GPU's context has ended the run."""
@@ -183,7 +207,9 @@ class Session:
         judged = [(contender, *self._judge(contender)) for contender in wanted]
         accepted = {str(i): c.fns for i, (c, _, refused) in enumerate(judged) if not refused}
         timings = measure_interleaved(accepted, device=self.device, threads=self.threads, effort=self.effort) if accepted else {}
-        return [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        kernels = self.kernel_seconds({name: Work(fns) for name, fns in accepted.items()})
+        found = [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
 
     def _judge(self, contender: Contender) -> tuple[Accuracy | None, str]:
         """(accuracy, why it is refused): every buffer of the rotation must pass, since every buffer is timed."""
@@ -238,7 +264,7 @@ class Session:
         self._out.print(
             f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roof.copy(nbytes):,.1f} GB/s, "
-            f"bf16 product of {size} x {size}: {self.roof.matmul(size):.2f} TFLOP/s",
+            f"bf16 product of {size} x {size}: {self.roof.matmul(size):.3g} TFLOP/s",
             highlight=False,
             soft_wrap=True,
         )
@@ -293,7 +319,7 @@ def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
     measured = list(measured)
     rows: list[tuple[str, ...]] = []
     for r in measured:
-        head = (describe_shape(r.shape), r.formats, r.implementation)
+        head = (describe_shape(r.shape) or r.case, r.formats, r.implementation)
         error = "" if r.error is None else f"{r.error:.2g}"
         if r.seconds is None or r.p10 is None or r.p90 is None:
             rows.append((*head, "refused", "", "", "", "", error))

@@ -10,7 +10,9 @@ from halfbyte.bench import decode as any_decode
 from halfbyte.bench import linear as any_linear
 from halfbyte.bench import qkv as layers_of_qkv
 from halfbyte.bench import run_bars, run_linear, studies, telling
+from halfbyte.bench.compile_ahead import compile_ahead
 from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.foreseen import Foreseen
 from halfbyte.bench.linear import LinearShape
 from halfbyte.bench.overhead import CallJob
 from halfbyte.bench.peers import run as run_peers
@@ -19,6 +21,9 @@ from halfbyte.bench.studies import fused_qkv
 from halfbyte.bench.telling import Telling
 from halfbyte.bench.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte.errors import InvalidArgument
+
+#: So many variants take one process as long as many processes take to start.
+_WORTH = 8
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,12 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
     """
     parts = [(suite, session.part(suite.effort, suite.study)) for suite in suites]
     planned = [(part, suite.jobs(part)) for suite, part in parts]
+    if session.device.kind == "cuda":
+        try:
+            _compile(session, planned)
+        except KeyboardInterrupt:
+            session.interrupted = True
+            return
     if any(suite.roofs for suite in suites):
         session.show_roofs()
     if session.device.kind != "cuda" and any(suite.study for suite in suites):
@@ -117,5 +128,13 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
                 break
     for suite, part in parts:
         telling.tell(part, suite.telling)
+    if session.device.kind == "cuda" and (why := session.no_kernel_times):
+        session.say(f"no times of kernels by CUPTI: {why}; times by events stand alone")
     if session.records and session.options.output is not None:
         session.say(f"records appended to {session.options.output}")
+
+
+def _compile(session: Session, planned: Sequence[tuple[Session, Sequence[Job]]]) -> None:
+    """Compile what is known to be launched, where that is so much that starting processes pays."""
+    pairs = [pair for part, jobs in planned for job in jobs if isinstance(job, Foreseen) for pair in job.foreseen(part)]
+    compile_ahead(pairs, session.device.capability or (0, 0), fewest=_WORTH)

@@ -45,7 +45,7 @@ LINEAR = Telling(
     lambda measured: (f"Quoted: {quoted.SOURCE}.",),
     text_columns=3,
 )
-QKV = Telling("Products for q, k and v", _rows_under(run_qkv.HEADERS, run_qkv.table_rows), figures.of_variants, text_columns=3)
+QKV = Telling("Products for q, k and v", run_qkv.table, figures.of_variants, text_columns=3)
 
 
 PEERS = Telling("Peers", _rows_under(HEADERS, table_rows), figures.of_any, text_columns=3)

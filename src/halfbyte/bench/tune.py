@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,9 +26,10 @@ from halfbyte.bench.linear_peers import copies_of
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, with_timing
 from halfbyte.bench.session import Job, Session, reason
+from halfbyte.bench.store import Store
 from halfbyte.bench.timing import NOT_CAPTURED, Effort, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
 from halfbyte.device import Device
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._workspace import prepare
@@ -37,7 +37,7 @@ from halfbyte.plans.choices import Choice, Plan, decode_choices, linear_choices,
 from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem, gluon_plan
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuned import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
+from halfbyte.plans.tuned import Entry, LinearProblem
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
@@ -318,36 +318,6 @@ def better(times: dict[Choice, Timing], first: Choice) -> Choice | None:
     best = min(times, key=lambda c: times[c].median)
     won = times[best].median * (1 + GAIN) < times[first].median and times[best].p90 < times[first].p10
     return best if won else None
-
-
-# ----------------------------------------------------------------------------------------------------------------- storing
-
-
-class Store:
-    """The file that entries go to, each at once, beside those that it holds of the same GPU."""
-
-    def __init__(self, file: Path, table: Table) -> None:
-        self.file, self.table = file, table
-
-    @staticmethod
-    def open(file: Path, device: Device, versions: dict[str, str], anew: bool) -> Store:
-        """A file that is not there yet, or holds a table of this GPU; `anew`: any other is replaced, else refused."""
-        processors, table = facts_of(device)[0], None
-        if file.exists():
-            try:
-                table = read(file)
-                check_gpu(table, device.name, processors, str(file))
-            except DamagedPlans as error:
-                if not anew:
-                    raise InvalidArgument(f"output={str(file)!r} is kept as it is: {error}; name another file") from error
-                table = None
-        made_with = versions | {"driver": device.driver}
-        return Store(file, Table(device.name, processors, table.entries if table else {}, made_with))
-
-    def add(self, problem: LinearProblem | Problem, entry: Entry) -> None:
-        """Store an entry in place of an older one of the same problem."""
-        self.table = replace(self.table, entries={**self.table.entries, key_of(problem): entry})
-        write(self.file, self.table)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_writable, integers, pairs, print_table, words
+from halfbyte.cli.shared import Json, check_page, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few cases, few repeats.")]
 Filter = Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")]
+Kernels = Annotated[bool, typer.Option("--kernels/--no-kernels", help="On a GPU also the kernels' own times, by CUPTI.")]
 Page = Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")]
 Bars = Annotated[bool, typer.Option("--bars", help="The cases that have bars; default on a GPU without sizes or formats.")]
 
@@ -40,6 +41,7 @@ def bench_all(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +49,7 @@ def bench_all(
     from halfbyte.bench import suites
     from halfbyte.bench.session import Options
 
-    options = Options(output, quick, pattern, as_json, device, threads)
+    options = Options(output, quick, pattern, as_json, device, threads, kernels)
     _run(options, html, "everything", suites.every)
 
 
@@ -64,6 +66,7 @@ def bench_decode(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
     bars: Bars = False,
@@ -81,7 +84,7 @@ def bench_decode(
         for t in integers(context or "8192", "context")
         if batch or heads or dim or context
     ]
-    options = Options(output, quick, pattern, as_json, device, threads)
+    options = Options(output, quick, pattern, as_json, device, threads, kernels)
     _run(options, html, "decode attention", lambda s: [suites.decode(s, shapes, words(formats), words(impl), bars)])
 
 
@@ -96,6 +99,7 @@ def bench_linear(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
     bars: Bars = False,
@@ -111,7 +115,7 @@ def bench_linear(
         for n, k in pairs(size or "4096x4096", "x", "size")
         if rows or size
     ]
-    options = Options(output, quick, pattern, as_json, device, threads)
+    options = Options(output, quick, pattern, as_json, device, threads, kernels)
     _run(options, html, "linear layers", lambda s: [suites.linear(s, shapes, words(formats), words(impl), bars)])
 
 
@@ -126,6 +130,7 @@ def bench_qkv(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -133,7 +138,7 @@ def bench_qkv(
     from halfbyte.bench import suites
     from halfbyte.bench.session import Options
 
-    options = Options(output, quick, pattern, as_json, device, threads)
+    options = Options(output, quick, pattern, as_json, device, threads, kernels)
     _run(options, html, "q, k, v", lambda _: [suites.qkv(weights, impl)])
 
 
@@ -145,6 +150,7 @@ def bench_study(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -158,7 +164,7 @@ def bench_study(
             print(f"{known:18} {asks}")
         return
     found = suites.study(name)
-    options = Options(output, quick, pattern, as_json, device, threads)
+    options = Options(output, quick, pattern, as_json, device, threads, kernels)
     _run(options, html, name, lambda _: [found])
 
 
@@ -179,6 +185,7 @@ def bench_peers(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
+    kernels: Kernels = True,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -188,11 +195,12 @@ def bench_peers(
     from halfbyte.device import describe
 
     if measure:
-        options = Options(output, quick, pattern, as_json, device, threads)
+        options = Options(output, quick, pattern, as_json, device, threads, kernels)
         _run(options, html, "peers", lambda _: [suites.peers()])
         return
-    if output or quick or pattern or html or threads is not None:
-        raise InvalidArgument("--output, --quick, --filter, --threads and --html need --measure; without it the peers are listed")
+    if output or quick or pattern or html or threads is not None or not kernels:
+        options_of = "--output, --quick, --filter, --threads, --no-kernels and --html"
+        raise InvalidArgument(f"{options_of} need --measure; without it the peers are listed")
     rows = peers.table_rows(describe(device))
     if as_json:
         print(json.dumps([dict(zip(peers.HEADERS, row, strict=True)) for row in rows], indent=2))
@@ -219,7 +227,7 @@ def bench_report(
     from halfbyte.bench.page import write_page
     from halfbyte.bench.records import read_all
 
-    check_writable(output, "output")
+    check_page(output, "output")
     after, notices = read_all(files)
     before, more = read_all(against or [])
     for notice in (*notices, *more):
@@ -233,7 +241,7 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
     from halfbyte.bench.page import write_page
     from halfbyte.bench.session import Session
 
-    check_writable(html, "html")
+    check_page(html, "html")
     if options.output is not None and options.output.is_dir():  # a folder that is missing is made
         raise InvalidArgument(f"--output {str(options.output)!r} is a folder; give a file to append records to")
     session = Session.start(options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_writable, console, print_table, words
+from halfbyte.cli.shared import Json, check_page, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def demo(
     from halfbyte.evals.demo import demo as run
     from halfbyte.evals.present import append_records
 
-    check_writable(report, "report")
+    check_page(report, "report")
     check_writable(output, "output")
     results = run(report, console())
     if output is not None:
@@ -62,7 +62,7 @@ def evaluate(
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
 
-    check_writable(report, "report")
+    check_page(report, "report")
     check_writable(output, "output")
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)

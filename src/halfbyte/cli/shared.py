@@ -44,6 +44,15 @@ def check_writable(path: Path | None, option: str) -> None:
         raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
 
 
+def check_page(path: Path | None, option: str) -> None:
+    """The same for an HTML page, whose charts must be possible too."""
+    check_writable(path, option)
+    if path is not None:
+        from halfbyte.bench.charts import check_installed
+
+        check_installed()
+
+
 def words(text: str) -> list[str]:
     """The parts of a list between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]

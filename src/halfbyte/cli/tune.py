@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halfbyte.bench.session import Session
-    from halfbyte.bench.tune import Planned, Store, Tuning
+    from halfbyte.bench.store import Store
+    from halfbyte.bench.tune import Planned, Tuning
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -26,25 +27,44 @@ _ROWS, _QUICK_ROWS = "1,2,4,8,16", "1,16"
 def tune(
     context: typer.Context,
     linear: Annotated[
-        str, typer.Option(help="Weights, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 for q, k and v.")
+        str,
+        typer.Option(
+            help="Linear layers, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 is q, k and v in one launch. "
+            "Default, without --attention: those of Llama-3-8B and 70B."
+        ),
     ] = "",
-    rows: Annotated[str, typer.Option(help="Rows of x: 3 and 4, or 9 to 16, share a plan.")] = "",
-    weights: Annotated[str, typer.Option(help="Formats of the weights.")] = "int4_sym_g128",
+    rows: Annotated[
+        str,
+        typer.Option(help=f"Rows of x, default {_ROWS}. A plan is for all rows up to the next power of two: 3 and 4 share one."),
+    ] = "",
+    weights: Annotated[str, typer.Option(help="Formats of the weights, such as int4_g128,mxfp4.")] = "int4_sym_g128",
     attention: Annotated[
-        str, typer.Option(help="Decode steps, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")
+        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")
     ] = "",
     formats: Annotated[str, typer.Option(help="Formats of the cache, such as int8,int8+int4_g32 (keys+values).")] = "int8",
-    quick: Annotated[bool, typer.Option("--quick", help="One weight, two numbers of rows, few choices.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few choices of each plan; without --linear and --attention one layer with 1 and 16 rows."),
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Store the plans in this file and not where halfbyte looks for them.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Store the plans in this file, for HALFBYTE_PLANS, and not where halfbyte looks by itself."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be measured; needs no GPU.")] = False,
-    device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be measured; where there is no GPU, on an H200.")
+    ] = False,
+    device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N; default: the first GPU.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the plans of the tuned kernels on this GPU, and store those that beat the analytic ones."""
+    """Time how else the GPU kernels could run (tiles, stages, programs), and store what beats the plan that the rules give.
+
+    Processes that start later take what is stored by themselves; `halfbyte explain` says which plan a call gets (docs/tuning.md).
+    """
     from halfbyte.bench.session import Options, Session
-    from halfbyte.bench.tune import SCREEN, Store
+    from halfbyte.bench.store import Store
+    from halfbyte.bench.tune import SCREEN
     from halfbyte.paths import own_plans
     from halfbyte.plans.tuned import Table
 
@@ -53,6 +73,7 @@ def tune(
     _check_used(context, bool(linear), bool(attention))
     asked = (products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
     if dry_run:
+        check(not as_json, "--json prints what was measured, and --dry-run measures nothing; leave one of them out")
         _list(_jobs(*asked, store=Store(Path(), Table("", 0))), quick)
         return
     check_writable(output, "output")
@@ -123,15 +144,20 @@ def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
 def _list(jobs: Sequence[Tuning], quick: bool) -> None:
     """What would be measured on the GPU here, else on an H200."""
     from halfbyte.cli.inspect import this_gpu
-    from halfbyte.device import Device
+    from halfbyte.device import Device, gpu_count
 
     name, processors, capability = this_gpu()
     gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, processors)
     planned: list[tuple[str, Planned]] = [(job.formats, one) for job in jobs for one in job.plans(gpu, quick)]
     for formats, one in planned:
-        print(f"{one.name} {formats}: {one.refused or f'{len(one.plans)} choices'}")
+        print(f"{one.name}, {formats}: {one.refused or f'{len(one.plans)} choices'}")
     kernels = len({(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()})
-    print(f"{len(planned)} problems, {sum(len(one.plans) for _, one in planned)} choices, {kernels} kernels to compile for {name}")
+    counted = (("problem", len(planned)), ("choice", sum(len(one.plans) for _, one in planned)), ("kernel", kernels))
+    print(
+        ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counted)
+        + f" to compile, for {name}"
+        + ("" if gpu_count() else "; there is no GPU here")
+    )
 
 
 def products(text: str) -> list[tuple[tuple[int, ...], int]]:

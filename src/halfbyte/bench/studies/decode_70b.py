@@ -17,10 +17,11 @@ from typing import cast
 
 import torch
 
-from halfbyte.bench import charts
+from halfbyte.bench import charts, foreseen
 from halfbyte.bench.bars import Problem
 from halfbyte.bench.caches import Inputs, Promise, Rotation, fill, held_by
 from halfbyte.bench.checks import Accuracy, BenchmarkRefused
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import Attend as Attention
 from halfbyte.bench.decode import attend, sdpa_variants
 from halfbyte.bench.page import Table
@@ -117,6 +118,13 @@ class StepJob:
     @property
     def name(self) -> str:
         return f"batch {self.batch} x {self.context:,}"
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Our attention, launches overlapping."""
+        shape = self.model.rank.shape(self.batch, self.context)
+        for entry in entries(session.device.kind):
+            if entry.formats != PLAIN and session.wants(self.name, entry.formats, entry.implementation):
+                yield from foreseen.attention(session.device, shape, entry.formats, (True,))
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each way, and how far the logits of INT4 are from those of BF16."""

@@ -34,7 +34,7 @@ def jobs_on(session: Session, first: qkv.Weights, impl: str) -> Sequence[Job]:
 
 def table(measured: Sequence[Record]) -> Table:
     """A row for each layer, format and variant, then for each way to compute q, k and v."""
-    return run_qkv.HEADERS, run_qkv.table_rows(measured)
+    return run_qkv.table(measured)
 
 
 def says(measured: Sequence[Record]) -> list[str]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from halfbyte.bench import charts, splits
+from halfbyte.bench import charts, foreseen, splits
 from halfbyte.bench.bars import Problem, us
 from halfbyte.bench.caches import Inputs
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import DecodeShape, attend
 from halfbyte.bench.decode_ways import Way, fastest, measure_ways, rate_text, times_text
 from halfbyte.bench.page import Table
@@ -70,6 +71,12 @@ class BatchJob:
     @property
     def name(self) -> str:
         return self.problem.name
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format as planned; splits of the tuned kernel are numbers of its launch."""
+        for formats in self.formats:
+            if session.wants(self.name, formats, "halfbyte"):
+                yield from foreseen.attention(session.device, self.problem.shape, formats, (False,))
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The peers' records, then ours, which know the fastest peer."""

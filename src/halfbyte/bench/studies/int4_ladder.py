@@ -4,13 +4,14 @@
 differs from the one before by one parameter that the kernels have: stages of the ring, where scales go, how addresses are formed,
 tokens of a tile, programs, paired launches; the first rung of the tuned kernel changes the kernel, and with it the second launch
 that adds splits up. Batch 512 is the published one; at batch 32, where units are fewer than programs, the tiles are as planned.
-The rung after the last has four groups in place of one. On a CPU there are other rungs: the reference, the CPU's, torch in 16 bits.
+The rung after the last has four groups in place of one. Rungs have one name on every GPU; the numbers of a plan are sizes of the
+record. On a CPU there are other rungs: the reference, the CPU's, torch in 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -37,6 +38,8 @@ WHOLE, SHARED = 512, 32
 #: Tokens of a stream of the tuned kernel's first rung, and its stages: the fewest that it has.
 _TOKENS, _STAGES = 16, 2
 
+#: How the sizes that a rung changes are told.
+_SIZES = {"splits": "{} splits", "tile": "tiles of {} tokens", "stages": "{} stages", "programs": "{:,} programs"}
 #: What each rung changes, and its seconds.
 Rungs = Sequence[tuple[str, float | None]]
 
@@ -85,7 +88,7 @@ class LadderJob:
         tuned, portable = (splits.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
         assert isinstance(tuned, GluonPlan) and isinstance(portable, TritonTiles)
         found = climb(tuned, portable, self.tiles)
-        return {name: Way(partial(splits.attend, inputs.q, plan=plan), _paired(plan)) for name, plan in found.items()}
+        return {name: Way(partial(splits.attend, inputs.q, plan=r.plan), _paired(r.plan), r.sizes) for name, r in found.items()}
 
     def _on_cpu(self, session: Session, inputs: Inputs) -> list[Record]:
         """The float64 reference, the CPU's implementation, torch in 16 bits."""
@@ -108,40 +111,49 @@ def _numbered(measured: Sequence[Record]) -> list[Record]:
     return [replace(r, shape={**r.shape, "rung": i}) for i, r in enumerate(measured, 1)]
 
 
-def climb(tuned: GluonPlan, portable: TritonTiles, tiles: bool) -> dict[str, splits.Plan]:
+@dataclass(frozen=True)
+class Rung:
+    """A plan, and the sizes that this rung changes, as a record's shape names them."""
+
+    plan: splits.Plan
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def climb(tuned: GluonPlan, portable: TritonTiles, tiles: bool) -> dict[str, Rung]:
     """The rungs by what each changes, from the portable kernel without stages to the tuned one as planned."""
     whole = replace(portable, splits=1, pdl=False)
-    found: dict[str, splits.Plan] = {
-        "portable kernel, no pipelining": replace(whole, num_stages=1),
-        f"pipelined in {whole.num_stages} stages": whole,
+    found = {
+        "portable kernel, no pipelining": Rung(replace(whole, num_stages=1)),
+        "pipelined": Rung(whole, {"stages": whole.num_stages}),
     }
     if portable.splits > 1:
-        found[f"{portable.splits} splits, added up by a second launch"] = replace(portable, pdl=False)
+        found["split, added up by a second launch"] = Rung(replace(portable, pdl=False), {"splits": portable.splits})
     programs = portable.splits * tuned.units
     apart = replace(tuned.spec, pair=False)
-    for name, spec in (_tile_rungs(apart) if tiles else {"tuned kernel as planned, one launch": apart}).items():
-        found[name] = replace(tuned, spec=spec, programs=programs)
+    for name, (spec, sizes) in (_tile_rungs(apart) if tiles else {"tuned kernel as planned, one launch": (apart, {})}).items():
+        found[name] = Rung(replace(tuned, spec=spec, programs=programs), sizes)
     if tuned.programs != programs:
-        found[f"{tuned.programs} programs in place of {programs:,}"] = replace(tuned, spec=apart)
+        found["programs as planned"] = Rung(replace(tuned, spec=apart), {"programs": tuned.programs})
     if tuned.spec.pair:
-        found["launches overlap"] = tuned
+        found["launches overlap"] = Rung(tuned)
     return found
 
 
-def _tile_rungs(planned: Spec) -> dict[str, Spec]:
+def _tile_rungs(planned: Spec) -> dict[str, tuple[Spec, dict[str, int]]]:
     """The tuned kernel from its smallest tiles to those of its plan; those before the last have no larger ring."""
     spec = replace(planned, tokens=_TOKENS, stages=_STAGES, keys=_plain(planned.keys), values=_plain(planned.values))
-    found = {f"tuned kernel, one launch, tiles of {spec.tile} tokens": spec}
+    found = {"tuned kernel, one launch, smallest tiles": (spec, {"tile": spec.tile})}
     spec = replace(spec, keys=replace(spec.keys, apart=planned.keys.apart), values=replace(spec.values, apart=planned.values.apart))
-    found["distances of codes known when compiling"] = spec
+    found["distances of codes known when compiling"] = (spec, {})
     spec = replace(spec, keys=planned.keys, values=planned.values)
-    found["scales past the registers (cp.async)"] = spec
+    found["scales past the registers (cp.async)"] = (spec, {})
     ring = planned.tokens * planned.stages
     spec = replace(spec, stages=ring // spec.tokens)
-    found[f"{spec.stages} stages in place of {_STAGES}"] = spec
+    found["ring as large as planned"] = (spec, {"stages": spec.stages})
     while spec.tokens < planned.tokens:
         spec = replace(spec, tokens=2 * spec.tokens, stages=ring // (2 * spec.tokens))
-        found[f"tiles of {spec.tile} tokens, {spec.stages} stages"] = spec
+        name = f"tiles {spec.tokens // _TOKENS} times the smallest"
+        found[name] = (spec, {"tile": spec.tile, "stages": spec.stages})
     return found
 
 
@@ -162,12 +174,17 @@ def table(measured: Sequence[Record]) -> Table:
 
 
 def _by_case(measured: Sequence[Record]) -> dict[str, list[Record]]:
-    """Rungs in order, by case."""
+    """Rungs in order, by case: those of its last run, since a step is between two rungs of one run."""
     found: dict[str, list[Record]] = {}
     for r in measured:
         if r.op == OP and "rung" in r.shape:
             found.setdefault(r.case, []).append(r)
-    return {case: sorted(rungs, key=lambda r: r.shape["rung"]) for case, rungs in found.items()}
+    return {case: sorted(_of_last_run(rungs), key=lambda r: r.shape["rung"]) for case, rungs in found.items()}
+
+
+def _of_last_run(rungs: Sequence[Record]) -> list[Record]:
+    last = max(r.environment.date for r in rungs)
+    return [r for r in rungs if r.environment.date == last]
 
 
 def _has_published(measured: Sequence[Record]) -> bool:
@@ -180,7 +197,13 @@ def steps(rungs: Rungs) -> dict[str, float]:
 
 
 def _named(rungs: Sequence[Record]) -> Rungs:
-    return [(r.implementation, r.seconds) for r in rungs]
+    return [(_label(r), r.seconds) for r in rungs]
+
+
+def _label(r: Record) -> str:
+    """ "pipelined: 3 stages": what a rung changes, with its numbers."""
+    numbers = ", ".join(words.format(r.shape[name]) for name, words in _SIZES.items() if name in r.shape)
+    return f"{r.implementation}: {numbers}" if numbers else r.implementation
 
 
 def _rows(rungs: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -189,7 +212,7 @@ def _rows(rungs: Sequence[Record]) -> list[tuple[str, ...]]:
         (
             r.case,
             str(r.shape["rung"]),
-            r.implementation,
+            _label(r),
             us(r.seconds) or "refused",
             rate_text(r.gb_per_s),
             "" if r.roof_share is None else f"{100 * r.roof_share:.1f} %",

@@ -18,10 +18,11 @@ from functools import partial
 import torch
 
 import halfbyte
-from halfbyte.bench import charts
+from halfbyte.bench import charts, foreseen
 from halfbyte.bench.bars import Problem, us
 from halfbyte.bench.caches import Inputs, Promise, fill, given, held_by
 from halfbyte.bench.checks import float64_attention
+from halfbyte.bench.compile_ahead import Pair
 from halfbyte.bench.decode import Attend, DecodeShape, sdpa_variants
 from halfbyte.bench.decode_ways import Way, rate_text, time_ways, times_text
 from halfbyte.bench.page import Table
@@ -91,6 +92,12 @@ class CaseJob:
     def name(self) -> str:
         s, more = self.shape, ", ALiBi" * self.alibi + ", outlier keys" * self.outliers
         return f"int8-granularity, {self.heads} {s.q_heads}/{s.kv_heads}, {s.context:,}{more}"
+
+    def foreseen(self, session: Session) -> Iterator[Pair]:
+        """Every format, launches kept apart; kernels with ALiBi are others."""
+        for formats in SCALES if not self.alibi else ():
+            if session.wants(self.name, formats, OURS):
+                yield from foreseen.attention(session.device, self.shape, formats, (False,), "fp16")
 
     def measure(self, session: Session) -> Iterator[Record]:
         """Times and error of each format; one that does not fit says how much it needs."""
@@ -238,8 +245,10 @@ def _ours(measured: Sequence[Record], case: str, formats: str) -> Record | None:
 
 
 def error_of(measured: Sequence[Record], case: str, formats: str) -> float | None:
-    """The error over what the cache was filled with."""
-    return next((r.error for r in measured if (r.op, r.case, r.formats) == (QUALITY, case, formats)), None)
+    """The error over what the cache was filled with; None unless its run gave a time too: what was wrong gets none."""
+    timed = _ours(measured, case, formats)
+    of = (QUALITY, case, formats, timed.environment.date if timed else "")
+    return next((r.error for r in measured if (r.op, r.case, r.formats, r.environment.date) == of), None)
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
@@ -277,10 +286,10 @@ def _errors(measured: Sequence[Record]) -> dict[str, float]:
     """Errors of the case with outlier keys, and of the same one without them, by what they are of."""
     found: dict[str, float] = {}
     for r in measured:
-        if r.op == QUALITY and r.shape["outliers"] and r.error is not None:
+        if r.op == QUALITY and r.shape["outliers"] and (error := error_of(measured, r.case, r.formats)) is not None:
             plain = error_of(measured, r.case.removesuffix(", outlier keys"), r.formats)
             found |= {} if plain is None else {_told(r.formats): plain}
-            found[f"{_told(r.formats)}, outlier keys"] = r.error
+            found[f"{_told(r.formats)}, outlier keys"] = error
     return found
 
 
@@ -296,7 +305,8 @@ def says(measured: Sequence[Record]) -> list[str]:
         parts = [f"{(r.seconds or 0.0) / (base.seconds or 1.0):.2f} ({SCALES[f]})" for f, r in ours.items()]
         of_bytes = [r.nbytes / base.nbytes for r in ours.values()]
         first += f" and INT8 {', '.join(parts)} of that, in {min(of_bytes):.2f} to {max(of_bytes):.2f} of the bytes"
-    return [f"{first}; the published kernel (RTX 3090) is a little slower with INT8.", _errors_said(measured, base.case)]
+    told = [f"{first}; the published kernel (RTX 3090) is a little slower with INT8.", _errors_said(measured, base.case)]
+    return [sentence for sentence in told if sentence]
 
 
 def _short(case: str) -> str:
@@ -312,8 +322,8 @@ def _errors_said(measured: Sequence[Record], case: str) -> str:
         return ", ".join(f"{error:.2g} ({SCALES[f] or 'FP16'})" for f, error in found.items())
 
     outliers = next((r.case for r in measured if r.op == QUALITY and r.shape["outliers"]), "")
-    beside = f"; at {_short(outliers)}: {of(outliers)}" if outliers else ""
-    return f"The result differs from that over the unquantised cache, relatively, by {of(case)}{beside}."
+    beside = f"; at {_short(outliers)}: {errors}" if outliers and (errors := of(outliers)) else ""
+    return f"The result differs from that over the unquantised cache, relatively, by {of(case)}{beside}." if of(case) else ""
 
 
 STUDY = Study("int8-granularity", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)

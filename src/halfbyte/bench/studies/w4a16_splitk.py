@@ -107,11 +107,12 @@ class SizeJob:
             except Exception as error:
                 records[name] = replace(blank, refused=f"{blank.case} {name}: {reason(error)}")
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
+        kernels = session.kernel_seconds({name: Work(forms[name].calls, paired=False) for name in samplers})
         for name, taken in samples.items():
             r, cold = records[name], is_cold(len(weights), weights[0].nbytes, session.device.cache_bytes)
             timing = summary(taken, samplers[name].method + ("" if cold else ", partly from cache"))
             accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
-            records[name] = replace(with_timing(r, timing, accuracy), alone=timing.median)
+            records[name] = replace(with_timing(r, timing, accuracy), alone=timing.median, kernel_seconds=kernels.get(name))
         yield from (_held_against(r, records.get(SHIPPED)) for r in records.values())
 
     def _blank(self, session: Session, rows: int, name: str, nbytes: int, form: Form) -> Record:

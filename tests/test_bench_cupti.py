@@ -1,0 +1,170 @@
+"""The kernels' own times, from a profiler that is made up: what is traced, how it is taken apart, what is said without."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+from halfbyte.bench import cupti, decode_ways, run_bars, session, suites
+from halfbyte.bench.cupti import Kernel, seconds_of, traced
+from halfbyte.bench.session import Options, Session
+from halfbyte.bench.studies import int4_ladder
+from halfbyte.bench.timing import Effort, Work
+from halfbyte.device import Device
+
+BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
+FAKE = Device("cpu", "fake", memory_bytes=2**30, cache_bytes=0, cores=1, threads=1)
+GPU = dataclasses.replace(FAKE, kind="cuda", index=0, sm_count=132)
+HERE = torch.device("cuda:0")
+SPIN = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
+
+
+class FakeProfiler:
+    """Remembers what is "launched", each kernel a microsecond after the other; gives it as torch.profiler would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[str, float]] = []
+        self.profiles, self.lost, self.reversed = 0, 0, False
+        monkeypatch.setattr(cupti, "profile", self.profile)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda _: self.launch(SPIN, 7.0))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(cupti, "supported_activities", lambda: {ProfilerActivity.CUDA})
+
+    def launch(self, name: str, us: float = 1.0) -> None:
+        self.ran.append((name, us))
+
+    def kernel(self, name: str, us: float = 1.0) -> Callable[[], None]:
+        return lambda: self.launch(name, us)
+
+    @contextlib.contextmanager
+    def profile(self, activities: Sequence[ProfilerActivity]) -> Iterator[SimpleNamespace]:
+        assert list(activities) == [ProfilerActivity.CUDA]
+        self.profiles += 1
+        self.ran.clear()
+        yield SimpleNamespace(events=self.events)
+
+    def events(self) -> list[Any]:
+        kept = self.ran[self.lost if self.profiles == 1 else 0 :]
+        made = [event(name, 100.0 * i, us) for i, (name, us) in enumerate(kept)]
+        # Not every event is a kernel, and they come in any order.
+        return [event("cudaLaunchKernel", 0.0, 5.0, "DeviceType.CPU"), event("Memset (Device)", 1.0, 5.0), *reversed(made)]
+
+
+def event(name: str, start: float, us: float, kind: str = "DeviceType.CUDA") -> Any:
+    span = SimpleNamespace(start=start, elapsed_us=lambda: us)
+    return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=False)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProfiler]:
+    cupti.unavailable.cache_clear()
+    monkeypatch.setattr(session, "QUICK", BRIEF)
+    yield FakeProfiler(monkeypatch)
+    cupti.unavailable.cache_clear()
+
+
+def names(calls: cupti.Calls) -> list[list[str]]:
+    return [[kernel.name for kernel in kernels] for kernels in calls]
+
+
+def test_kernels_are_taken_apart_by_work_and_call(fake: FakeProfiler) -> None:
+    two = [fake.kernel("a", 2.0), lambda: (fake.launch("a", 3.0), fake.launch("b", 4.0))]
+    found = traced({"two": Work(two, before=fake.kernel("restore")), "one": Work([fake.kernel("c", 1.0)], before=fake.kernel("r"))})
+    assert fake.profiles == 1
+    assert names(found["two"]) == [["a"], ["a", "b"]]  # without what puts back, and without what marks
+    assert found["one"] == [[Kernel("c", 1e-6)]]
+    assert seconds_of(found["two"]) == pytest.approx(4.5e-6)  # the median of 2 and 7
+    assert seconds_of([[], []]) is None
+    assert seconds_of([]) is None
+
+
+def test_works_over_one_rotation_find_none_of_it_in_the_cache(fake: FakeProfiler) -> None:
+    rotation = [fake.kernel(f"buffer {i}") for i in range(20)]
+    found = traced({"a": Work(rotation), "b": Work(rotation)})
+    order = [name for calls in found.values() for (name,) in names(calls)]
+    assert order == [f"buffer {i % 20}" for i in range(2 * cupti.CALLS)]
+
+
+def test_launches_are_kept_apart_as_the_work_says(fake: FakeProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_PDL", "1")
+    call = [lambda: fake.launch(os.environ["HALFBYTE_PDL"])]
+    found = traced({"apart": Work(call, paired=False), "as it is": Work(call), "over": Work(call, paired=True)})
+    assert [names(calls) for calls in found.values()] == [[["0"]], [["1"]], [["1"]]]
+
+
+def test_what_the_profiler_misses_at_its_start_is_traced_again(fake: FakeProfiler) -> None:
+    fake.lost = 2
+    assert names(traced({"it": Work([fake.kernel("a")])})["it"]) == [["a"]]
+    assert fake.profiles == 2
+
+
+def test_without_all_marks_there_is_nothing(fake: FakeProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    assert traced({"it": Work([fake.kernel("a")])}) == {}
+    assert cupti.unavailable(HERE) == "CUPTI gives no record of a kernel; another profiler, such as nsys or ncu, may hold it"
+
+
+def test_it_is_said_why_there_are_no_times(fake: FakeProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def because(**replaced: Any) -> str:
+        cupti.unavailable.cache_clear()
+        with monkeypatch.context() as patch:
+            for name, value in replaced.items():
+                patch.setattr(cupti, name, value)
+            return cupti.unavailable(HERE)
+
+    def fails(**_: object) -> None:
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nmore")
+
+    assert because() == ""
+    assert because(supported_activities=lambda: {ProfilerActivity.CPU}) == "this torch is built without CUPTI"
+    assert because(profile=fails) == "torch.profiler fails: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert because() == "torch sees no NVIDIA GPU"
+
+
+def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pytest.CaptureFixture[str]) -> None:
+    work = {"it": Work([fake.kernel("a", 3.0)])}
+    on, off, cpu = (Session(Options(quick=True, kernels=k), FAKE) for k in (True, False, True))
+    on.device = off.device = GPU
+    assert on.kernel_seconds(work) == {"it": pytest.approx(3e-6)}
+    assert (off.no_kernel_times, off.kernel_seconds(work)) == ("--no-kernels", {})
+    assert (cpu.no_kernel_times, cpu.kernel_seconds(work)) == ("there is no GPU here", {})
+    profiles = fake.profiles
+    assert on.kernel_seconds({}) == {}
+    assert fake.profiles == profiles
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    assert on.kernel_seconds({"big one": Work([fails])}) == {}
+    assert "no kernel times of big one: OutOfMemoryError: full" in capsys.readouterr().err
+    suites.run(off, [])
+    assert "no times of kernels by CUPTI: --no-kernels" in capsys.readouterr().out
+
+
+def test_records_have_the_times_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every kind of record that is timed by works; each work is asked for once its samples are taken."""
+    asked: list[str] = []
+
+    def known(_: Session, works: dict[str, Work]) -> dict[str, float | None]:
+        asked.extend(works)
+        return dict.fromkeys(works, 2e-6)
+
+    monkeypatch.setattr(session, "QUICK", BRIEF)
+    monkeypatch.setattr(Session, "kernel_seconds", known)
+    monkeypatch.setattr(decode_ways, "free", lambda _: None)
+    monkeypatch.setattr(run_bars, "free", lambda _: None)
+    measured = Session(Options(quick=True, threads=1), FAKE).run([int4_ladder.LadderJob(2, 48)])
+    assert len(measured) == 3
+    assert {r.kernel_seconds for r in measured if r.seconds} == {2e-6}
+    assert len(asked) >= 3
