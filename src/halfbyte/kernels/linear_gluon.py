@@ -49,12 +49,18 @@ def _output_layout(C):
     return gl.BlockedLayout([C.streams, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
 
 
+@gluon.constexpr_function
+def _row_layout(C):
+    """[tile, rows of x]: a thread writes 8 neighbours of a row of y."""
+    lanes = min(32, C.tile // 8)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
+
+
 @gluon.jit
 def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
     _, scales, _, bias, factor, out, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     if S.groups == 0:
         v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
     v = v * (1.0 / S.unit(C.half))
@@ -62,7 +68,12 @@ def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, 
         v = v * gl.load(factor)
     if Biases[0] is not None:
         v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
-    gl.store(out + (m.to(gl.int64) * N + n), v.to(out.dtype.element_ty), mask=(m < rows) & (n < N))
+    v = v.to(out.dtype.element_ty)
+    if C.sums > 16:
+        v = gl.convert_layout(v, _row_layout(C))
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < rows) & (n < N))
 
 
 @gluon.constexpr_function
@@ -72,18 +83,20 @@ def _loads_in_flight(C):
 
 
 @gluon.jit
-def sum_parts(Part, at, first, last, C: gl.constexpr):
-    """The partial results of programs first..last added in that order, several loads in flight."""
+def sum_parts(Part, at, first, last, own, v, C: gl.constexpr):
+    """The partial results of programs first..last added in that order, several loads in flight; `v` is that of program `own`."""
     together: gl.constexpr = _loads_in_flight(C)
-    total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, cache_modifier=".cg")
+    there = (at >= 0) & (first != own)
+    total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, mask=there, other=0.0, cache_modifier=".cg")
+    total = gl.where(first == own, v, total)
     for begin in range(first + 1, last + 1, together):
         parts = ()
         for y in gl.static_range(together):
-            there = (at >= 0) & (begin + y <= last)
+            there = (at >= 0) & (begin + y <= last) & (begin + y != own)
             base = Part + (2 * (begin + y)).to(gl.int64) * C.part_floats
             parts = parts + (gl.load(base + at, mask=there, other=0.0, cache_modifier=".cg"),)
         for y in gl.static_range(together):
-            total += parts[y]
+            total += gl.where(begin + y == own, v, parts[y])
     return total
 
 
@@ -217,7 +230,7 @@ def linear(
                 arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
                 if arrived == last - first:
                     gl.store(Count + tile, 0)
-                    v = sum_parts(Part, offsets, first, last, C)
+                    v = sum_parts(Part, offsets, first, last, program, v, C)
                     write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
             begin = 0

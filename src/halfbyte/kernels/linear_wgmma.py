@@ -310,7 +310,7 @@ def linear(
             arrived = gl.atomic_add(Count + at_all, 1, sem="acq_rel", scope="gpu")
             if arrived == last - first:
                 gl.store(Count + at_all, 0)
-                v = sum_parts(Part, offsets, first, last, C)
+                v = sum_parts(Part, offsets, first, last, program, acc, C)
                 write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
         now = stop
         step = 0

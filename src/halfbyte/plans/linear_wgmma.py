@@ -93,10 +93,11 @@ class WgmmaSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the rings of codes (the table behind them), scales and x."""
+        """Shared memory of a block: the rings of codes (the table behind them), scales and x, and a tile of y."""
         weight = self.weights[0]
         scales = self.tile * self.columns(weight) * weight.scale_bytes
-        return weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.chunk * self.rows + scales)
+        stages = self.stages * (2 * self.chunk * self.rows + scales)
+        return weight.slots(self) * weight.slot_bytes(self) + stages + 2 * self.tile * self.rows
 
 
 def tuned_linear(
