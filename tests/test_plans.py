@@ -84,6 +84,33 @@ def test_as_many_programs_run_on_a_multiprocessor_as_are_meant_to(name: str, dim
     assert together * needed <= 227 << 10 < (together + 1) * needed
 
 
+@pytest.mark.parametrize(("keys", "values"), [("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"), ("int8", "int4")])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_a_unit_a_multiprocessor_is_one_programs_alone(keys: str, values: str, dim: int) -> None:
+    """Nothing is added up, and its ring leaves no room for the next call's programs."""
+    one = replace(LAYER, batch=128, heads=1, group=8, keys=keys, values=values, dim=dim, value_dim=dim)
+    found = tuned(one)
+    assert found.programs == found.units == 128
+    assert found.spec.shared_bytes + 1024 <= 227 << 10 < 2 * (found.spec.shared_bytes + 1024)
+    for other in (
+        replace(one, batch=64),
+        replace(one, batch=512),
+        replace(one, group=16),
+        replace(one, window=True),
+        replace(one, queries=2),
+    ):
+        assert tuned(other).programs == 256
+
+
+@pytest.mark.parametrize(
+    "change", [{"keys": "int4_g32"}, {"keys": "bf16"}, {"dim": 64, "value_dim": 64}, {"dim": 256, "value_dim": 256}, {"page": 64}]
+)
+def test_where_two_programs_are_faster_than_one_with_a_unit(change: dict[str, object]) -> None:
+    one = replace(LAYER, batch=128, heads=1, group=8, keys="int4", values="int4")
+    assert tuned(one).programs == 128
+    assert tuned(replace(one, **change)).programs == 256  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("parts", [33, 66, 132, 264, 296])
 def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
     first = neighbours(parts, 1)

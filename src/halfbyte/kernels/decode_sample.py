@@ -12,8 +12,8 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.compiling import empty, plane
 from halfbyte.planes import AttentionOptions, Plane
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, and
-#: the order of tokens and heads in memory.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, the
+#: order of tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -37,6 +37,12 @@ _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, "tokens-first"),
     ("int8", "int4_g32", 128, 16, 1, 64, "tokens-first"),
     ("int4", "int4", 128, 8, 1, 64, ""),
+    ("int4", "int4", 128, 8, 1, 0, "many"),
+    ("int8", "int8", 128, 8, 1, 0, "many"),
+    ("int8", "int4", 128, 8, 1, 0, ""),
+    ("int8", "int8", 128, 8, 1, 64, "sinks"),
+    ("fp8", "fp8", 128, 8, 1, 0, "tokens-first"),
+    ("int4", "int4", 256, 8, 1, 0, ""),
 )
 
 
@@ -66,7 +72,7 @@ def sample() -> Iterator[Call]:
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Call:
-    dtype, batch, heads, capacity = torch.bfloat16, 16, 8, 4096
+    dtype, batch, heads, capacity = torch.bfloat16, 64 if "many" in options else 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
     k, v = (plane(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
     if "tokens-first" in options:

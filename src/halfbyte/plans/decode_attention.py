@@ -309,11 +309,14 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     units = p.batch * p.heads
-    count = programs(units, sm_count * per_sm)
+    one = _one_each(spec, lean, units, sm_count, limit)
+    count = programs(units, sm_count * per_sm) if one is None else units
     # With 168 registers or fewer a third program would fit in where the ring is small, and do harm: the next call's programs,
     # which start early, would crowd the multiprocessors that end first. Sums of their own take that place.
     apart = replace(spec, apart=True)
-    if per_sm * (apart.shared_bytes + 1024) <= limit:
+    if one is not None:
+        spec = one
+    elif per_sm * (apart.shared_bytes + 1024) <= limit:
         spec = apart
     spec = replace(spec, gather=neighbours(count, units))
     why = f"{count} programs of {warps} warps, {stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
@@ -345,17 +348,45 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
-    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Rings of
-    100 KB (160, if there is but one) keep enough requests in flight.
+    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Of the
+    stages that fit 100 KB (160, if there is but one program) it takes the most, with 8 rows the fewest that keep 50 KB in flight and
+    leave no room for a program more: with more of them programs end further apart.
     """
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in (keys, values))
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
-    for per_sm, tokens, stages in product((2, 1), (64, 32, 16), (4, 3, 2)):
-        spec = Spec(keys, values, 4, tokens, stages, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
-        ring = stages * spec.tile * (keys.token_bytes + values.token_bytes)
-        light = plain_int4 and narrow and leanest
-        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
-        fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= (1024 if light else 512))
-        if fits and ring <= (100 if per_sm == 2 else 160) << 10 and per_sm * (spec.shared_bytes + 1024) <= shared_limit:
-            return 4, tokens, stages, per_sm
+    light = plain_int4 and narrow and leanest
+    for per_sm, tokens in product((2, 1), (64, 32, 16)):
+        found = {}  # stages, and whether they are enough
+        for stages in (2, 3, 4):
+            spec = Spec(keys, values, 4, tokens, stages, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
+            ring = stages * spec.tile * (keys.token_bytes + values.token_bytes)
+            most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+            fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= (1024 if light else 512))
+            if fits and ring <= (100 if per_sm == 2 else 160) << 10 and per_sm * (spec.shared_bytes + 1024) <= shared_limit:
+                found[stages] = (
+                    padded_rows == 8
+                    and ring >= 50 << 10
+                    and (per_sm + 1) * (replace(spec, apart=True).shared_bytes + 1024) > shared_limit
+                )
+        if found:
+            return 4, tokens, next((stages for stages, enough in found.items() if enough), max(found)), per_sm
     return 4, 16, 2, 1
+
+
+def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> Spec | None:
+    """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
+
+    Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
+    would move in beside it. None where that was slower or hardly faster: groups, heads of 64 and 256, INT4 in pages; and for 16 bits,
+    which was not tried.
+    """
+    sides = (spec.keys, spec.values)
+    whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
+    suits = all(side.groups == 1 and side.planes > 1 and 64 < side.planes * side.padded <= 128 for side in sides)
+    if not whole or not suits or (spec.page and any(side.code == "nibbles" for side in sides)):
+        return None
+    for stages in (2, 3, 4):
+        one = replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages)
+        if one.shared_bytes > limit // 2 and one.shared_bytes + 1024 <= limit:
+            return one
+    return None
