@@ -57,7 +57,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
         (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
         (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
-        (["bench", "peers", "--threads", "1"], "--no-kernels and --html need --measure"),
+        (["bench", "peers", "--threads", "1"], "--kernels and --html need --measure"),
         (["bench", "study", "memory", "-o", "."], "--output '.' is a folder"),
         (["bench", "decode", "--heads", "32"], "--heads '32'"),
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),

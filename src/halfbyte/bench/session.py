@@ -69,7 +69,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; `pattern` is a regular expression over "case formats implementation", `kernels`: by CUPTI."""
+    """What the command line says.
+
+    pattern  a regular expression over "case formats implementation"
+    kernels  times of the kernels by themselves, too, by CUPTI
+    """
 
     output: Path | None = None
     quick: bool = False
@@ -77,7 +81,7 @@ class Options:
     json: bool = False
     device: str | None = None
     threads: int | None = None
-    kernels: bool = True
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -133,10 +137,8 @@ class Session:
 
     @property
     def no_kernel_times(self) -> str:
-        """Why records say nothing of the kernels' own times, in words; "" where they do. To be asked after samples are taken."""
-        if self.device.kind != "cuda":
-            return "there is no GPU here"
-        return cupti.unavailable(self.device.torch) if self.options.kernels else "--no-kernels"
+        """Why the kernels' own times cannot be had, in words; "" where they can. To be asked after samples are taken."""
+        return cupti.unavailable(self.device.torch) if self.device.kind == "cuda" else "there is no GPU here"
 
     def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:
         """The kernels of some calls of each work, where they can be had. Asked after samples are taken: it may disturb them."""
@@ -150,7 +152,9 @@ class Session:
             return {}
 
     def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
-        """Seconds that the kernels of a call take by themselves, for each work that they are known of."""
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless asked for."""
+        if not self.options.kernels:
+            return {}
         return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
 
     def wants(self, case: str, formats: str, implementation: str) -> bool:

@@ -128,7 +128,7 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
                 break
     for suite, part in parts:
         telling.tell(part, suite.telling)
-    if session.device.kind == "cuda" and (why := session.no_kernel_times):
+    if session.options.kernels and (why := session.no_kernel_times):
         session.say(f"no times of kernels by CUPTI: {why}; times by events stand alone")
     if session.records and session.options.output is not None:
         session.say(f"records appended to {session.options.output}")

@@ -29,7 +29,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few cases, few repeats.")]
 Filter = Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")]
-Kernels = Annotated[bool, typer.Option("--kernels/--no-kernels", help="On a GPU also the kernels' own times, by CUPTI.")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="On a GPU also the kernels' own times, by CUPTI; it slows what is timed later.")
+]
 Page = Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")]
 Bars = Annotated[bool, typer.Option("--bars", help="The cases that have bars; default on a GPU without sizes or formats.")]
 
@@ -41,7 +43,7 @@ def bench_all(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -66,7 +68,7 @@ def bench_decode(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
     bars: Bars = False,
@@ -99,7 +101,7 @@ def bench_linear(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
     bars: Bars = False,
@@ -130,7 +132,7 @@ def bench_qkv(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -150,7 +152,7 @@ def bench_study(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -185,7 +187,7 @@ def bench_peers(
     pattern: Filter = "",
     device: Where = None,
     threads: Threads = None,
-    kernels: Kernels = True,
+    kernels: Kernels = False,
     html: Page = None,
     as_json: Json = False,
 ) -> None:
@@ -198,8 +200,8 @@ def bench_peers(
         options = Options(output, quick, pattern, as_json, device, threads, kernels)
         _run(options, html, "peers", lambda _: [suites.peers()])
         return
-    if output or quick or pattern or html or threads is not None or not kernels:
-        options_of = "--output, --quick, --filter, --threads, --no-kernels and --html"
+    if output or quick or pattern or html or threads is not None or kernels:
+        options_of = "--output, --quick, --filter, --threads, --kernels and --html"
         raise InvalidArgument(f"{options_of} need --measure; without it the peers are listed")
     rows = peers.table_rows(describe(device))
     if as_json:

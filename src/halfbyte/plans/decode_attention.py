@@ -348,9 +348,9 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
-    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Of the
-    stages that fit 100 KB (160, if there is but one program) it takes the most, with 8 rows the fewest that keep 50 KB in flight and
-    leave no room for a program more: with more of them programs end further apart.
+    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Stages: the
+    most that fit 100 KB (160, if there is but one program); with 8 rows the fewest that keep 50 KB in flight and leave no room for a
+    program more, as programs end further apart with more of them.
     """
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in (keys, values))
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
@@ -377,8 +377,8 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in beside it. None where that was slower or hardly faster: groups, heads of 64 and 256, INT4 in pages; and for 16 bits,
-    which was not tried.
+    would move in beside it. None where that was slower or hardly faster (groups, heads of 64 and 256, INT4 in pages) or not tried
+    (16 bits).
     """
     sides = (spec.keys, spec.values)
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
