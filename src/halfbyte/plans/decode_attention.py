@@ -348,9 +348,10 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
-    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart. Stages: the
-    most that fit 100 KB (160, if there is but one program); with 8 rows the fewest that keep 50 KB in flight and leave no room for a
-    program more, as programs end further apart with more of them.
+    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart.
+
+    Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
+    no room for a program more: with more stages programs end further apart.
     """
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in (keys, values))
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
