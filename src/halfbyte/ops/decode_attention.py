@@ -299,6 +299,11 @@ def _checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: to
         q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
     )
+    if cache.lengths.device != q.device and not cache.lengths.is_pinned():
+        # Triton raises, but not where the driver lets a GPU read all memory of the host: there it would be taken.
+        raise InvalidArgument(
+            f"lengths are on {cache.lengths.device} and cannot be accessed from {q.device}: move them, or pin their memory"
+        )
     for name, t, size, kind in (
         ("alibi_slopes", o.alibi_slopes, q.shape[1], "floating"),
         ("sinks", o.sinks, q.shape[1], "floating"),
