@@ -13,8 +13,10 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
+from halfbyte.bench.splits import call_of
 from halfbyte.ops import _workspace
-from halfbyte.plans.decode_attention import Spec
+from halfbyte.ops._decode_on_gpu import plan_of
+from halfbyte.plans.decode_attention import GluonPlan, Spec
 
 pytestmark = pytest.mark.compile_first
 
@@ -71,6 +73,34 @@ def test_any_number_of_parts(variant: Variant) -> None:
 def test_units_that_share_programs(variant: Variant, lengths: tuple[int, ...], heads: int) -> None:
     """Neighbours in different units count by themselves; repeats, which overlap, give the same bits whoever comes last."""
     call = build(Case(variant, heads, lengths, slack=7, seed=5), PLACE.device)
+    out, lse = call.run(PLACE.impls[0])
+    assert not call.wrong(out, lse)
+    different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
+    for _ in range(PLACE.size(300, 2)):
+        again = call.run(PLACE.impls[0])
+        different |= differs(again[0], out) | differs(again[1], lse)
+    assert not different
+
+
+ALONE = [
+    Variant("int4", "int4", group=8, batch=32),
+    Variant("int8", "int8", group=4, batch=32, page=64, options=frozenset({"sinks"})),
+    Variant("fp8", "fp8", dim=96, group=2, batch=32, options=frozenset({"starts"})),
+    Variant("int8", "int4", group=8, batch=32, layout="BTHD"),
+]
+
+
+@pytest.mark.parametrize("lengths", [(3 * TILE + 1,), (TILE, 0, 5, 2 * TILE + 7, 4 * TILE - 1)], ids=["alike", "uneven"])
+@pytest.mark.parametrize("variant", ALONE, ids=name_of)
+def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ...]) -> None:
+    """One program with a unit where all are as long; shares that begin and end inside of units where they are not."""
+    processors = 8 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
+    sequences = processors // 4
+    call = build(Case(variant, 4, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
+    if not PLACE.dry:
+        plan = plan_of(call_of(call.q, call.cache), "auto", False, True)
+        assert isinstance(plan, GluonPlan)
+        assert plan.programs == plan.units == 4 * sequences, plan.why
     out, lse = call.run(PLACE.impls[0])
     assert not call.wrong(out, lse)
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)

@@ -319,7 +319,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     elif per_sm * (apart.shared_bytes + 1024) <= limit:
         spec = apart
     spec = replace(spec, gather=neighbours(count, units))
-    why = f"{count} programs of {warps} warps, {stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
+    why = f"{count} programs of {warps} warps, {spec.stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
     return GluonPlan(spec, count, units, why)
 
 
