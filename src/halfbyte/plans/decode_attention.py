@@ -319,7 +319,8 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     elif per_sm * (apart.shared_bytes + 1024) <= limit:
         spec = apart
     spec = replace(spec, gather=neighbours(count, units))
-    why = f"{count} programs of {warps} warps, {spec.stages} stages of {spec.tile} tokens; {units} units (a KV head of a sequence each)"
+    tiles = f"{spec.stages} stages of {spec.tile} tokens"
+    why = f"{count} programs of {warps} warps, {tiles}; {units} units (a KV head of a sequence each)"
     return GluonPlan(spec, count, units, why)
 
 
