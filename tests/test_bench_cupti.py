@@ -155,8 +155,8 @@ def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pyte
     assert "CUPTI" not in capsys.readouterr().out
 
 
-def test_records_have_the_times_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every kind of record that is timed by works; each work is asked for once its samples are taken."""
+def test_ways_to_attend_have_the_times_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is asked for once its samples are taken."""
     asked: list[str] = []
 
     def known(_: Session, works: dict[str, Work]) -> dict[str, float | None]:

@@ -69,6 +69,7 @@ def run(*arguments: str) -> int:
         (rec(seconds=None, nbytes=5), rec(seconds=None, nbytes=5), "same"),
         (rec(seconds=None, op="memory", shape={"24 GB x 1": 9}), rec(seconds=None, op="memory", shape={"24 GB x 1": 8}), "changed"),
         (rec(seconds=None, refused="wrong", error=1.0), rec(seconds=None, refused="wrong", error=2.0), "same"),
+        (rec(seconds=1.0), rec(seconds=None), "changed"),
         (rec(seconds=None, perplexity=2.2623), rec(seconds=None, perplexity=2.2624), "same"),
         (rec(seconds=None, perplexity=2.26), rec(seconds=None, perplexity=2.28), "changed"),
         (rec(seconds=None, perplexity=2.26), rec(seconds=None), "changed"),

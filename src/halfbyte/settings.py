@@ -20,7 +20,7 @@ def pair_launches() -> bool:
 
 
 def as_set() -> tuple[str | None, str | None]:
-    """HALFBYTE_IMPL and HALFBYTE_PDL as they stand in the environment: whether they still are what they were."""
+    """HALFBYTE_IMPL and HALFBYTE_PDL as they stand in the environment, unchecked: equal means that nothing has changed."""
     return os.environ.get("HALFBYTE_IMPL"), os.environ.get("HALFBYTE_PDL")
 
 

@@ -210,9 +210,8 @@ def test_nan_stays_in_its_row(number: int, impl: str) -> None:
 @pytest.mark.parametrize("number", range(len(MARKED)))
 def test_a_graph_gives_the_bits_of_an_eager_call(number: int, impl: str) -> None:
     call, outs = attempt(MARKED[number], impl)
-    call.run(
-        impl
-    )  # without poison, as it will be captured: with very many rows that is cuBLAS, which sets itself up at its first call
+    # Once without poison, as it will be captured: very many rows go to cuBLAS, which sets itself up at its first call.
+    call.run(impl)
     PLACE.sync()
     graph = Captured(lambda: call.run(impl))
     for seed in range(3):

@@ -1,7 +1,7 @@
 """Units that many programs share: their parts are added in one step or in two, and which it is depends on the lengths.
 
-A sequence of n - 1 tiles gives min(n, programs) parts where it is alone. Up to twice `GATHER` parts are added in one step, and of
-more parts 8 or 16 neighbours at first.
+A sequence of n - 1 tiles gives min(n, programs) parts where it is alone. Up to 32 parts are added in one step (`ONE_STEP`),
+and of more parts 8 or 16 neighbours at first.
 """
 
 from __future__ import annotations

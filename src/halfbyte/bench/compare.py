@@ -92,8 +92,8 @@ class Change:
             return "gone"
         if self.ratio is None:
             if bool(self.before.refused) == bool(self.after.refused):
-                told = self.before.refused or self.before.seconds or self.after.seconds
-                return "same" if told or _counts_alike(self.before, self.after) else "changed"
+                timed = bool(self.before.seconds) == bool(self.after.seconds)
+                return "same" if self.before.refused or (timed and _counts_alike(self.before, self.after)) else "changed"
             return "refused now" if self.after.refused else "refused before"
         if abs(self.ratio - 1) <= LEAST:
             return "same"

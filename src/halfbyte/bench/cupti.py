@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from halfbyte.bench.timing import Call, Work, paired_launches
 
-#: Calls of each work that are traced.
+#: Calls of each work that are traced, or as many as its rotation has.
 CALLS = 16
 #: What `torch.cuda._sleep` launches.
 _MARK = "spin_kernel"

@@ -58,7 +58,7 @@ class Record:
     seconds, p10, p90  seconds per call: median, 10th and 90th percentile of `repeats` samples
     nbytes             bytes a call must move at least: what is read and written once
     gb_per_s           nbytes / seconds, in 10^9 bytes per second; roof_gb_per_s: reading as many bytes, in the same run
-    kernel_seconds     the kernels of a call, launches kept apart, without what lies between them: the median over calls of their
+    kernel_seconds     the kernels of a call, traced call by call, without what lies between them: the median over calls of their
                        sum, as CUPTI records them; None where they were not traced. kernels: the same for each launch of several
     error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
 

@@ -22,7 +22,7 @@ from halfbyte.bench.telling import Telling
 from halfbyte.bench.timing import GRAPHS, MANY_GRAPHS, Effort
 from halfbyte.errors import InvalidArgument
 
-#: So many variants take one process as long as many processes take to start.
+#: One process compiles so many variants in the time that many processes take to start.
 _WORTH = 8
 
 
@@ -128,7 +128,8 @@ def run(session: Session, suites: Sequence[Suite]) -> None:
                 break
     for suite, part in parts:
         telling.tell(part, suite.telling)
-    if session.options.kernels and (why := session.no_kernel_times):
+    ended = session.interrupted or session.broken
+    if session.options.kernels and not ended and (why := session.no_kernel_times):
         session.say(f"no times of kernels by CUPTI: {why}; times by events stand alone")
     if session.records and session.options.output is not None:
         session.say(f"records appended to {session.options.output}")

@@ -70,6 +70,7 @@ def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, 
         v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     v = v.to(out.dtype.element_ty)
     if C.sums > 16:
+        # Warp-group products leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
         v = gl.convert_layout(v, _row_layout(C))
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]

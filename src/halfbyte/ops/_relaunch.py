@@ -101,9 +101,9 @@ def request(
 
 
 def again(r: Request, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Out and lse of a call like one that was checked and launched before; None: there was none, or a graph is being recorded.
+    """Out and lse of a call like one that was checked and launched before, whose options' numbers must have been checked.
 
-    The numbers of the options must have been checked.
+    None: there was none, a graph is being recorded, or the workspace is too small by now.
     """
     e, q = _known.get(r.key), r.tensors[0]
     if e is None or q is None:

@@ -219,7 +219,7 @@ class _Chunk:
 def _attend_or_again(
     q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A call that was checked."""
+    """One of prefill's two calls, whose arguments were checked; launched like an earlier one where there was one."""
     request = _request(q, cache, lengths, query_start, options, impl)
     done = None if request is None else _relaunch.again(request, options)
     return _attend(q, cache, lengths, query_start, options, _level(impl, q), request=request) if done is None else done

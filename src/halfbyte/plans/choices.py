@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from halfbyte.plans.decode_attention import GluonPlan, programs, shared_memory_of_block
+from halfbyte.plans.decode_attention import GluonPlan, neighbours, programs, shared_memory_of_block
 from halfbyte.plans.linear import GluonLinear, Spec, cut, fewest_programs, piece, staged
 from halfbyte.plans.linear_wgmma import WgmmaSpec, wgmma_staged
 
@@ -162,6 +162,7 @@ def with_decode_choice(plan: GluonPlan, c: DecodeChoice, processors: int, capabi
     if not 1 <= c.programs <= _MOST_PROGRAMS * processors:
         return f"{c.programs} programs for {plan.units} units on {processors} multiprocessors"
     why = f"{c.programs} programs of {spec.warps} warps, {spec.stages} stages of {spec.tile} tokens; {plan.units} units"
+    spec = replace(spec, gather=neighbours(c.programs, plan.units))
     return replace(plan, spec=spec, programs=c.programs, why=why)
 
 

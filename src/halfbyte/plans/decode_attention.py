@@ -311,14 +311,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     units = p.batch * p.heads
     one = _one_each(spec, lean, units, sm_count, limit)
     count = programs(units, sm_count * per_sm) if one is None else units
-    # With 168 registers or fewer a third program would fit in where the ring is small, and do harm: the next call's programs,
-    # which start early, would crowd the multiprocessors that end first. Sums of their own take that place.
-    apart = replace(spec, apart=True)
-    if one is not None:
-        spec = one
-    elif per_sm * (apart.shared_bytes + 1024) <= limit:
-        spec = apart
-    spec = replace(spec, gather=neighbours(count, units))
+    spec = replace(one or _filled(spec, per_sm, limit), gather=neighbours(count, units))
     tiles = f"{spec.stages} stages of {spec.tile} tokens"
     why = f"{count} programs of {warps} warps, {tiles}; {units} units (a KV head of a sequence each)"
     return GluonPlan(spec, count, units, why)
@@ -365,14 +358,21 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
             most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
             fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= (1024 if light else 512))
             if fits and ring <= (100 if per_sm == 2 else 160) << 10 and per_sm * (spec.shared_bytes + 1024) <= shared_limit:
-                found[stages] = (
-                    padded_rows == 8
-                    and ring >= 50 << 10
-                    and (per_sm + 1) * (replace(spec, apart=True).shared_bytes + 1024) > shared_limit
-                )
+                full = (per_sm + 1) * (_filled(spec, per_sm, shared_limit).shared_bytes + 1024) > shared_limit
+                found[stages] = padded_rows == 8 and ring >= 50 << 10 and full
         if found:
             return 4, tokens, next((stages for stages, enough in found.items() if enough), max(found)), per_sm
     return 4, 16, 2, 1
+
+
+def _filled(spec: Spec, per_sm: int, limit: int) -> Spec:
+    """The spec with sums of warps in memory of their own, where `per_sm` programs have room for it.
+
+    With 168 registers or fewer one program more would fit in where the ring is small, and do harm: the next call's programs, which
+    start early, would crowd the multiprocessors that end first. The sums take that place.
+    """
+    apart = replace(spec, apart=True)
+    return apart if per_sm * (apart.shared_bytes + 1024) <= limit else spec
 
 
 def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> Spec | None:
@@ -380,7 +380,7 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
     would move in beside it. None where that was slower or hardly faster (groups, heads of 64 and 256, INT4 in pages) or not tried
-    (16 bits).
+    (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = (spec.keys, spec.values)
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
