@@ -455,3 +455,11 @@ def test_offset_views_of_an_engine_are_read_at_any_byte() -> None:
         q = r(2, 4, 1, 64)
         for impl in ("cpu", "reference"):
             assert torch.equal(decode_attention(q, moved, impl=impl), decode_attention(q, source, impl=impl))  # type: ignore[arg-type]
+
+
+def test_lengths_elsewhere_than_the_queries_are_refused() -> None:
+    cache = KVCache(1, 1, 64, 8, keys="int8", values="int8")
+    cache.append(torch.randn(1, 1, 2, 64), torch.randn(1, 1, 2, 64))
+    cache.lengths = cache.lengths.to("meta")
+    with pytest.raises(HalfbyteError, match="lengths are on meta and cannot be accessed from cpu: move them"):
+        decode_attention(torch.randn(1, 1, 1, 64), cache)

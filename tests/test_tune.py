@@ -145,6 +145,14 @@ def test_illegal_choices_of_attention_are_refused(changed: dict[str, int]) -> No
     assert isinstance(with_decode_choice(plan, replace(decode_choice(plan), **changed), 132, (9, 0)), str)
 
 
+def test_another_number_of_programs_has_neighbourhoods_of_its_own() -> None:
+    plan = gluon_plan(dense_problem("bf16", 1, 1, 8, 1, 128, 2**20, "int4", "int4"), 132, (9, 0), True)
+    assert isinstance(plan, GluonPlan)
+    fewer = with_decode_choice(plan, replace(decode_choice(plan), programs=128), 132, (9, 0))
+    assert isinstance(fewer, GluonPlan)
+    assert (plan.spec.gather, fewer.spec.gather) == (16, 8)
+
+
 def test_warp_groups_have_choices_of_their_own() -> None:
     plan = analytic("int4_sym_g128", (8192,), 8192, 32)
     wide = linear_choice(plan)

@@ -150,10 +150,18 @@ class Spec:
         return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
 
     @property
+    def ring_bytes(self) -> int:
+        """Shared memory of the ring of tiles."""
+        return self.stages * self.tile * (self.keys.token_bytes + self.values.token_bytes)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
-        ring = self.stages * self.tile * (self.keys.token_bytes + self.values.token_bytes)
-        return ring + (0 if self.reuses_ring else self._sum_bytes) + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
+        return (
+            self.ring_bytes
+            + (0 if self.reuses_ring else self._sum_bytes)
+            + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
+        )
 
     @property
     def reuses_ring(self) -> bool:
@@ -351,17 +359,16 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
     light = plain_int4 and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
-        found = {}  # stages, and whether they are enough
-        for stages in (2, 3, 4):
-            spec = Spec(keys, values, 4, tokens, stages, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
-            ring = stages * spec.tile * (keys.token_bytes + values.token_bytes)
-            most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
-            fits = tokens == 16 or (tokens <= most and tokens * padded_rows // spec.across <= (1024 if light else 512))
-            if fits and ring <= (100 if per_sm == 2 else 160) << 10 and per_sm * (spec.shared_bytes + 1024) <= shared_limit:
-                full = (per_sm + 1) * (_filled(spec, per_sm, shared_limit).shared_bytes + 1024) > shared_limit
-                found[stages] = padded_rows == 8 and ring >= 50 << 10 and full
-        if found:
-            return 4, tokens, next((stages for stages, enough in found.items() if enough), max(found)), per_sm
+        spec = Spec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
+        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        if tokens > 16 and (tokens > most or tokens * padded_rows // spec.across > (1024 if light else 512)):
+            continue
+        most_bytes, rings = (100 if per_sm == 2 else 160) << 10, [replace(spec, stages=stages) for stages in (2, 3, 4)]
+        rings = [s for s in rings if s.ring_bytes <= most_bytes and per_sm * (s.shared_bytes + 1024) <= shared_limit]
+        enough = [s for s in rings if padded_rows == 8 and s.ring_bytes >= 50 << 10]
+        enough = [s for s in enough if (per_sm + 1) * (_filled(s, per_sm, shared_limit).shared_bytes + 1024) > shared_limit]
+        if rings:
+            return 4, tokens, (enough[:1] or rings[-1:])[0].stages, per_sm
     return 4, 16, 2, 1
 
 
@@ -382,13 +389,10 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     would move in beside it. None where that was slower or hardly faster (groups, heads of 64 and 256, INT4 in pages) or not tried
     (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
-    sides = (spec.keys, spec.values)
+    sides = spec.keys, spec.values
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
     suits = all(side.groups == 1 and side.planes > 1 and 64 < side.planes * side.padded <= 128 for side in sides)
     if not whole or not suits or (spec.page and any(side.code == "nibbles" for side in sides)):
         return None
-    for stages in (2, 3, 4):
-        one = replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages)
-        if one.shared_bytes > limit // 2 and one.shared_bytes + 1024 <= limit:
-            return one
-    return None
+    larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in (2, 3, 4)]
+    return next((one for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
