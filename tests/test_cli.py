@@ -63,7 +63,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
-        (["bench", "study", "other"], "study 'other'; choose one of: "),
+        (["bench", "study", "memory", "other"], "study 'other'; choose one of: "),
         (["bench", "linear", "--bars", "--device", "cpu"], "fixed cases on a GPU"),
         (["bench", "qkv", "--weights", "/no/such/folder"], "holds no extract"),
         (["bench", "qkv", "--impl", "fast", "--device", "cpu"], "impl='fast' does not exist"),
@@ -139,6 +139,13 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert "Roofs at" in shown
     assert "halfbyte cpu" in shown
     assert len(records.read(output).records) == 4  # appended
+
+
+@pytest.mark.usefixtures("brief")
+def test_several_studies_are_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "study", "memory", "int4-ladder", "memory", "--quick", "--device", "cpu", "--filter", "ladder|8B", "--json") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {record["study"] for record in records} == {"memory", "int4-ladder"}
 
 
 @pytest.mark.usefixtures("brief")

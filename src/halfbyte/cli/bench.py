@@ -146,7 +146,7 @@ def bench_qkv(
 
 @app.command("study")
 def bench_study(
-    name: Annotated[str, typer.Argument(help="Which one; without a name they are listed.")] = "",
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which ones; without a name they are listed.")] = None,
     output: Output = None,
     quick: Quick = False,
     pattern: Filter = "",
@@ -156,18 +156,18 @@ def bench_study(
     html: Page = None,
     as_json: Json = False,
 ) -> None:
-    """One published table or one question, measured again: a table, a chart and what they show. Small without a GPU."""
+    """Published tables and questions, measured again: each a table, a chart and what they show. Small without a GPU."""
     from halfbyte.bench import suites
     from halfbyte.bench.session import Options
     from halfbyte.bench.studies import QUESTIONS
 
-    if not name:
+    if not names:
         for known, asks in QUESTIONS.items():
             print(f"{known:18} {asks}")
         return
-    found = suites.study(name)
+    found = [suites.study(name) for name in dict.fromkeys(names)]
     options = Options(output, quick, pattern, as_json, device, threads, kernels)
-    _run(options, html, name, lambda _: [found])
+    _run(options, html, ", ".join(dict.fromkeys(names)), lambda _: found)
 
 
 @app.command("overhead")
