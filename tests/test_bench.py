@@ -664,11 +664,24 @@ def test_host_time_is_per_call() -> None:
     times = overhead.host_seconds({"call": lambda: time.sleep(1e-4), "launch": int}, lambda: waits.append(1))
     assert times["call"].median > 1e-4 > times["launch"].median
     assert len(waits) == 2 * (times["call"].repeats + 1)
-    record = overhead._record(quick(), "int8", times)
+    record = overhead._record(quick(), overhead._CALLED[0], times["call"], times["launch"].median)
     assert record.bars[0].value == pytest.approx(times["call"].median - times["launch"].median)
     assert not record.bars[0].met
-    (refused,) = quick().run([overhead.CallJob()])
-    assert "needs a GPU" in refused.refused
+    refused = quick().run([overhead.CallJob()])
+    assert [r.case for r in refused] == [called.case for called in overhead._CALLED]
+    assert all("needs a GPU" in r.refused for r in refused)
+    assert not refused[0].bars[0].met
+
+
+@pytest.mark.parametrize("called", overhead._CALLED, ids=lambda called: called.case)
+def test_calls_whose_host_time_is_taken(called: overhead._Called) -> None:
+    """Also so often as they are timed: an append must not find its cache full."""
+    call = called.ready(torch.device("cpu"))
+    for _ in range(3):
+        call()
+    if "append" in called.case:
+        capacity = call.func.__self__.capacity  # type: ignore[attr-defined]
+        assert capacity >= (overhead._SAMPLES + 1) * overhead._CALLS
 
 
 def test_bars_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,10 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("brief")
 def test_several_studies_are_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("bench", "study", "memory", "int4-ladder", "memory", "--quick", "--device", "cpu", "--filter", "ladder|8B", "--json") == 0
+    assert (
+        run("bench", "study", "memory", "int4-ladder", "memory", "--quick", "--device", "cpu", "--filter", "ladder|8B", "--json")
+        == 0
+    )
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {record["study"] for record in records} == {"memory", "int4-ladder"}
 

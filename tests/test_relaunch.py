@@ -9,7 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,9 +22,10 @@ from triton.runtime.jit import JITFunction
 from halfbyte import KV_FORMATS, KVCache, decode_attention, prefill_attention
 from halfbyte.errors import InvalidArgument
 from halfbyte.kernels.compat import launcher
-from halfbyte.ops import _relaunch, _workspace
+from halfbyte.ops import _facts, _relaunch, _workspace
 from halfbyte.ops import decode_attention as public
 from halfbyte.planes import AttentionOptions, Plane, new_plane
+from relaunching import Compiled, Gpu, Watched, longer, misaligned, spread
 
 Change = Callable[["Asked"], "Asked"]
 
@@ -69,22 +70,6 @@ def full() -> Asked:
         torch.zeros(2, 4, dtype=torch.int32),
         AttentionOptions(0.5, 30.0, torch.zeros(8), 20, starts, ends, torch.zeros(8)),
     )
-
-
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """The same shape and strides, one element behind an address that is a multiple of 16."""
-    made = t.new_zeros(t.untyped_storage().nbytes() // t.element_size() + 1)[1:].as_strided(t.shape, t.stride())
-    assert made.data_ptr() % 16
-    return made
-
-
-def spread(t: torch.Tensor) -> torch.Tensor:
-    """The same shape with twice the strides."""
-    return t.new_zeros(2 * t.untyped_storage().nbytes()).as_strided(t.shape, [2 * s for s in t.stride()])
-
-
-def longer(t: torch.Tensor) -> torch.Tensor:
-    return t.new_zeros(t.shape[0] + 1, *t.shape[1:])
 
 
 def part(where: str, name: str, change: Callable[[torch.Tensor], Any]) -> Change:
@@ -166,10 +151,6 @@ def test_the_environment_makes_another_call(variable: str, value: str, monkeypat
     assert asked.key != before
 
 
-class Watched(torch.Tensor):
-    """A subclass, which wants to see what is done with it."""
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -192,38 +173,6 @@ def test_a_parameter_is_a_tensor() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
-
-
-@dataclass
-class Compiled:
-    """A compiled kernel as Triton hands it out. `launched`: arguments of each launch; `hooked`: of those with hooks."""
-
-    launched: list[tuple[Any, ...]] = field(default_factory=list)
-    hooked: list[tuple[Any, ...]] = field(default_factory=list)
-    function: int = 11
-    packed_metadata: tuple[int, ...] = (4, 1, 100)
-
-    def run(self, *args: Any) -> None:
-        self.launched.append(args)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, stream: self.hooked.append((grid, stream, args))
-
-
-@dataclass
-class Gpu:
-    """What a CPU pretends: kernels that were launched the long way, and those that were launched again."""
-
-    kernel: Compiled
-    first: list[tuple[Any, Any]] = field(default_factory=list)  # arguments and grid
-    floats: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 18))
-    counters: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 12, dtype=torch.int32))
-    recording: bool = False
-
-    def shared(self, device: torch.device, floats: int, counters: int) -> Any:
-        assert floats <= self.floats.numel()
-        assert counters <= self.counters.numel()
-        return None if self.recording else (7, self.floats, self.counters)
 
 
 @pytest.fixture
@@ -446,7 +395,7 @@ def test_nothing_keeps_a_cache_alive(gpu: Gpu) -> None:
 
 
 def test_so_many_calls_are_remembered_and_then_none(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_relaunch, "_MOST", 3)
+    monkeypatch.setattr(_facts, "_MOST", 3)
     cache = cache_of()
     for tokens in (1, 2, 3):
         decode_attention(query(tokens), cache)

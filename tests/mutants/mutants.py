@@ -16,7 +16,8 @@ class Mutant(NamedTuple):
 
 
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
-OPS, RELAUNCH = "ops/decode_attention.py", "ops/_relaunch.py"
+OPS, RELAUNCH, FACTS = "ops/decode_attention.py", "ops/_relaunch.py", "ops/_facts.py"
+RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
 
 
 def attention(*names: str) -> tuple[str, ...]:
@@ -45,6 +46,10 @@ def files(*names: str) -> tuple[str, ...]:
 
 def relaunched(*names: str) -> tuple[str, ...]:
     return tuple(f"test_relaunch.py::{name}" for name in names)
+
+
+def products(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_relaunch_linear.py::{name}" for name in names)
 
 
 def ops(*names: str) -> tuple[str, ...]:
@@ -396,11 +401,11 @@ MUTANTS = [
         ("test_cpu_linear.py::test_act_order[int4_g32]",),
     ),
     # -- calls launched like an earlier one
-    Mutant("strides are no fact", RELAUNCH, "t.shape, t.stride(),", "t.shape,", relaunched("test_every_fact_makes_another_call")),
-    Mutant("alignment is no fact", RELAUNCH, ", address % 16)", ")", relaunched("test_every_fact_makes_another_call")),
+    Mutant("strides are no fact", FACTS, "t.shape, t.stride(),", "t.shape,", relaunched("test_every_fact_makes_another_call")),
+    Mutant("alignment is no fact", FACTS, ", address % 16)", ")", relaunched("test_every_fact_makes_another_call")),
     Mutant(
         "devices are no fact",
-        RELAUNCH,
+        FACTS,
         "t.get_device(), address",
         "address",
         relaunched("test_a_tensor_of_another_device_makes_another_call"),
@@ -425,5 +430,26 @@ MUTANTS = [
         "[impl, *as_set(), ",
         "[impl, ",
         relaunched("test_the_environment_makes_another_call"),
+    ),
+    Mutant(
+        "formats of products by name",
+        RELAUNCH_LINEAR,
+        "*map(id, formats)",
+        "*(f.name for f in formats)",
+        products("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "a product remembered that was converted",
+        RELAUNCH_LINEAR,
+        "x.data_ptr() == r.addresses[0]",
+        "True",
+        products("test_what_was_converted_on_the_way_is_not_remembered"),
+    ),
+    Mutant(
+        "act-order remembered",
+        RELAUNCH_LINEAR,
+        "or w.perm is not None",
+        "",
+        products("test_what_is_never_like_another"),
     ),
 ]

@@ -1,63 +1,101 @@
-"""`halfbyte bench overhead`: what one eager call costs the host, beside Triton's own cached launch with as many arguments."""
+"""`halfbyte bench overhead`: what eager calls cost the host, beside Triton's own cached launch of a kernel with 30 arguments."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from halfbyte.bench.bars import CALL, Problem, bars_of, formats_of, judge
+from halfbyte.bench.bars import CALL, Problem, bars_of, judge
 from halfbyte.bench.caches import Inputs, fill
 from halfbyte.bench.decode import DecodeShape, attend
 from halfbyte.bench.records import Record
-from halfbyte.bench.run_bars import blank
 from halfbyte.bench.session import Session, reason
 from halfbyte.bench.timing import Call, Timing, fixed_threads, summary
+from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
+from halfbyte.nn import QuantLinear
 
 #: Calls in a row without waiting for the device, fewer than its queue of launches holds, and samples of so many.
 _CALLS, _SAMPLES = 200, 21
-#: A cache so small that the device is always done before the host.
-_PROBLEM = Problem(CALL, DecodeShape(1, 8, 1, 128, 64))
+#: Tensors so small that the device is always done before the host.
+_PROBLEM, _FEATURES = Problem(CALL, DecodeShape(1, 8, 1, 128, 64)), 256
+
+
+@dataclass(frozen=True)
+class _Called:
+    """An eager call: its case, format and shape, and what makes it ready on a device."""
+
+    case: str
+    formats: str
+    shape: dict[str, int]
+    ready: Callable[[torch.device], Call]
 
 
 @dataclass(frozen=True)
 class CallJob:
-    """Host time of `decode_attention`, as a model without CUDA graphs pays it at each layer."""
+    """Host time of attention, of an append and of a linear layer, as a model without CUDA graphs pays it at each layer."""
 
     op: str = "call"
     name: str = CALL
 
     def measure(self, session: Session) -> Iterator[Record]:
-        """One record for each format that has a bar."""
-        for formats in formats_of(self.name):
-            if session.wants(self.name, formats, "halfbyte auto"):
-                try:
-                    yield self._measure(session, formats)
-                except Exception as error:
-                    record = blank(session, _PROBLEM, formats, "halfbyte auto", 0)
-                    yield replace(record, op=self.op, refused=f"{CALL}: {reason(error)}", bars=judge(bars_of(CALL, formats), {}))
+        """One record for each call."""
+        wanted = [c for c in _CALLED if session.wants(c.case, c.formats, "halfbyte auto")]
+        try:
+            yield from self._measure(session, wanted) if wanted else ()
+        except Exception as error:
+            for called in wanted:
+                yield replace(_blank(session, called), refused=f"{called.case}: {reason(error)}")
 
-    def _measure(self, session: Session, formats: str) -> Record:
+    def _measure(self, session: Session, wanted: Sequence[_Called]) -> Iterator[Record]:
         device = session.device.torch
         if device.type != "cuda":
             raise Unsupported("the host time of a call is held against Triton's launch, which needs a GPU; this is a CPU")
-        inputs = Inputs.random(_PROBLEM, device)
-        cache = fill(inputs, formats)
-        contenders: dict[str, Call] = {"call": partial(attend, inputs.q, cache, "auto"), "launch": bare_launch(device)}
         with torch.no_grad(), fixed_threads(session.threads):
+            contenders = {"launch": bare_launch(device), **{called.case: called.ready(device) for called in wanted}}
             times = host_seconds(contenders, partial(torch.cuda.synchronize, device))
-        return _record(session, formats, times)
+        for called in wanted:
+            yield _record(session, called, times[called.case], times["launch"].median)
 
 
-def _record(session: Session, formats: str, times: Mapping[str, Timing]) -> Record:
-    call, launch = times["call"], times["launch"].median
+def _attention(device: torch.device) -> Call:
+    inputs = Inputs.random(_PROBLEM, device)
+    return partial(attend, inputs.q, fill(inputs, "int8"), "auto")
+
+
+def _append(device: torch.device) -> Call:
+    """One token more each time, with room for all that is measured."""
+    cache = KVCache(1, 1, 128, (_SAMPLES + 1) * _CALLS, keys="int8", values="int8", device=device)
+    token = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    return partial(cache.append, token, token)
+
+
+def _layer(device: torch.device) -> Call:
+    """As a module, which is what models call."""
+    dense = torch.nn.Linear(_FEATURES, _FEATURES, bias=False, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(1, 1, _FEATURES, dtype=torch.bfloat16, device=device)
+    return partial(QuantLinear.from_linear(dense, "int4_sym_g128"), x)
+
+
+_CALLED = (
+    _Called(CALL, "int8", _PROBLEM.shape.sizes, _attention),
+    _Called("host time of an append", "int8", {"B": 1, "H": 1, "D": 128, "L": 1}, _append),
+    _Called("host time of a linear layer", "int4_sym_g128", {"M": 1, "N": _FEATURES, "K": _FEATURES}, _layer),
+)
+
+
+def _blank(session: Session, called: _Called) -> Record:
+    where, missed = session.environment, judge(bars_of(called.case, called.formats), {})
+    return Record("call", called.shape, called.formats, "halfbyte auto", 0, where, case=called.case, bars=missed)
+
+
+def _record(session: Session, called: _Called, call: Timing, launch: float) -> Record:
     return replace(
-        blank(session, _PROBLEM, formats, "halfbyte auto", 0),
-        op="call",
+        _blank(session, called),
         seconds=call.median,
         p10=call.p10,
         p90=call.p90,
@@ -66,7 +104,7 @@ def _record(session: Session, formats: str, times: Mapping[str, Timing]) -> Reco
         alone=call.median,
         peer="triton launch",
         peer_seconds=launch,
-        bars=judge(bars_of(CALL, formats), {"over_launch": call.median - launch}),
+        bars=judge(bars_of(called.case, called.formats), {"over_launch": call.median - launch}),
         note=f"Triton's own launch of a kernel with 30 arguments takes {1e6 * launch:.1f} us",
     )
 

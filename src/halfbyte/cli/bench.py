@@ -146,7 +146,9 @@ def bench_qkv(
 
 @app.command("study")
 def bench_study(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which ones; without a name they are listed.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which ones; without a name they are listed.")
+    ] = None,
     output: Output = None,
     quick: Quick = False,
     pattern: Filter = "",

@@ -21,7 +21,7 @@ partial results go to the workspace, and the program that arrives last adds them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.compat import barrier, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
@@ -241,6 +241,20 @@ def linear(
     async_copy.wait_group(0)
 
 
+def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:
+    """Codes of all weights as 16-bit words, and scales, zero points, biases and factors."""
+    codes = tuple(w.codes.view(torch.int16) for w in weights)
+    scales, zeros = tuple(w.scales for w in weights), tuple(w.offsets for w in weights)
+    return codes, scales, zeros, tuple(biases), tuple(w.tensor_scale for w in weights)
+
+
+def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> tuple[Any, ...]:
+    """The numbers of a launch, the same as long as the tensors' shapes and strides are."""
+    (rows, width), features = x.shape, tuple(w.shape[0] for w in weights)
+    tiles = sum(-(-n // spec.tile) for n in features)
+    return rows, width, width if rows == 1 else x.stride(0), features, *shares(tiles, -(-width // spec.step), programs)
+
+
 def launch(
     x: torch.Tensor,
     weights: Sequence[QuantTensor],
@@ -259,22 +273,24 @@ def launch(
     part: fp32, two partial results a program; count: int32, one a tile that programs share, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is not asked then.
     """
-    arguments = (
-        x,
-        tuple(w.codes.view(torch.int16) for w in weights),
-        tuple(w.scales for w in weights),
-        tuple(w.offsets for w in weights),
-        tuple(biases),
-        tuple(w.tensor_scale for w in weights),
-        tuple(outs),
-        *(part, count, x.shape[0], x.shape[1], x.shape[1] if x.shape[0] == 1 else x.stride(0)),
-        tuple(w.shape[0] for w in weights),
-        *shares(sum(-(-w.shape[0] // spec.tile) for w in weights), -(-x.shape[1] // spec.step), programs),
-    )
+    arguments = (x, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights, spec, programs))
     if compiled is not None:
         compiled[programs, 1, 1](*arguments, spec)
         return compiled
     return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+
+
+def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> Callable[..., None]:
+    """What launches the same once more, with tensors of the same types, shapes, strides and alignments.
+
+    It takes the stream's number, x, addresses in the order of `tensors_of`, those of y, of part and of count.
+    """
+    run, numbers = launcher(compiled, (programs, 1, 1)), _numbers(x, weights, spec, programs)
+
+    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
+        run(stream, x.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+
+    return launch_again
 
 
 def configurations() -> Iterator[Configuration]:

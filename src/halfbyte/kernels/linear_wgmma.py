@@ -20,7 +20,7 @@ Work is cut and partial results are added as in linear_gluon.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.compat import barrier, copy_to_shared, reinterpret
+from halfbyte.kernels.compat import barrier, copy_to_shared, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
 from halfbyte.kernels.linear_codes import make_table
-from halfbyte.kernels.linear_gluon import sum_parts, write_tile
+from halfbyte.kernels.linear_gluon import sum_parts, tensors_of, write_tile
 from halfbyte.kernels.linear_operands import halves, scale_layout
 from halfbyte.kernels.linear_products import to_float
 from halfbyte.kernels.linear_ring import fetch_weight, place, weight_at, weight_rings
@@ -349,22 +349,10 @@ def launch(
     compiled: Any = None,
 ) -> Any:
     """As `linear_gluon.launch`, with one launch more ahead, which brings x into the operands' order."""
-    rows, width = x.shape
-    padded_rows, padded = -(-rows // spec.rows) * spec.rows, -(-width // spec.chunk) * spec.chunk
-    y = x.new_empty(padded_rows, padded)
-    grid = (-(-padded // ORDER_BLOCK), padded_rows)
-    to_order = (x, y, rows, width, x.stride(0))
-    to_multiply = (
-        y,
-        tuple(w.codes.view(torch.int16) for w in weights),
-        tuple(w.scales for w in weights),
-        tuple(w.offsets for w in weights),
-        tuple(biases),
-        tuple(w.tensor_scale for w in weights),
-        tuple(outs),
-        *(part, count, rows, width),
-        tuple(w.shape[0] for w in weights),
-    )
+    padded, grid = _in_order(x, spec)
+    y = x.new_empty(padded)
+    to_order = (x, y, *x.shape, x.stride(0))
+    to_multiply = (y, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights))
     if compiled is not None:
         compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
         compiled[1][programs, 1, 1](*to_multiply, spec)
@@ -372,6 +360,30 @@ def launch(
     ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
     product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
     return ordering, product
+
+
+def _in_order(x: torch.Tensor, spec: WgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shape of x in the operands' order, and the programs that bring it there."""
+    rows, width = -(-x.shape[0] // spec.rows) * spec.rows, -(-x.shape[1] // spec.chunk) * spec.chunk
+    return (rows, width), (-(-width // ORDER_BLOCK), rows)
+
+
+def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor]) -> tuple[Any, ...]:
+    """The numbers of a product, the same as long as the tensors' shapes are."""
+    return (*x.shape, tuple(w.shape[0] for w in weights))
+
+
+def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: WgmmaSpec, programs: int) -> Callable[..., None]:
+    """As `linear_gluon.again`."""
+    (padded, grid), numbers, sizes = _in_order(x, spec), _numbers(x, weights), (*x.shape, x.stride(0))
+    ordering, product = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (programs, 1, 1))
+
+    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
+        y = x.new_empty(padded)
+        ordering(stream, x.data_ptr(), y.data_ptr(), *sizes, spec, ORDER_BLOCK)
+        product(stream, y.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+
+    return launch_again
 
 
 def configurations() -> Iterator[Configuration]:

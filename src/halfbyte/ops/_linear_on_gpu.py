@@ -12,6 +12,7 @@ import torch
 from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
+from halfbyte.ops._relaunch_linear import Request, remember
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.plans.linear import GluonLinear, Spec
 from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
@@ -31,10 +32,11 @@ def run(
     level: str,
     row_invariant: bool,
     compiled: bool = False,
+    request: Request | None = None,
 ) -> list[torch.Tensor]:
     """[..., N] in x's dtype for each weight, by the level asked for, in one launch (for very many rows: by parts of the weights).
 
-    `compiled`: called from compiled code, behind whose back nothing may be kept.
+    `compiled`: called from compiled code, behind whose back nothing may be kept. `request`: what to remember this call as.
     """
     if x.dtype not in _HALVES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
@@ -47,7 +49,7 @@ def run(
             rows = x.reshape(-1, x.shape[-1])
             plan = _tuned_plan(rows, weights, level, row_invariant)
             if isinstance(plan, GluonLinear):
-                _launch_gluon(rows, weights, biases, outs, plan, compiled)
+                _launch_gluon(rows, weights, biases, outs, plan, compiled, request)
             elif level == "auto" and not row_invariant and expands(rows.shape[0], weights):
                 _by_slabs(rows, weights, biases, outs)
             elif level == "gluon":
@@ -132,6 +134,7 @@ def _launch_gluon(
     outs: Sequence[torch.Tensor],
     plan: GluonLinear,
     own: bool,
+    request: Request | None = None,
 ) -> None:
     from halfbyte.kernels import linear_gluon, linear_wgmma
 
@@ -146,14 +149,13 @@ def _launch_gluon(
     small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
     seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
     key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
-    rest = (plan.programs, part, count, None if own else _compiled.get(key))
-    compiled: object
-    if isinstance(plan.spec, Spec):
-        compiled = linear_gluon.launch(x, weights, biases, outs, plan.spec, *rest)
-    else:
-        compiled = linear_wgmma.launch(x, weights, biases, outs, plan.spec, *rest)
+    kernel: Any = linear_gluon if isinstance(plan.spec, Spec) else linear_wgmma
+    known = None if own else _compiled.get(key)
+    compiled = kernel.launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, known)
     if not own:
         _compiled[key] = compiled
+    if request is not None:
+        remember(request, x, biases, outs, plan, kernel.again(compiled, x, weights, plan.spec, plan.programs))
 
 
 def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -1,9 +1,4 @@
-"""Launching the tuned kernel again for a call like an earlier one, which needs neither checks nor a plan.
-
-All that checks, plans and the compiler look at in a tensor are its *facts*: dtype, shape, strides, device, and its address modulo
-16. Calls that agree in these, in their formats, in which options they have and in the environment are the same launch but for
-addresses and the options' numbers. What the first of them found out is kept, and no tensor with it: layers and steps share it.
-"""
+"""Launching tuned attention again for a call like an earlier one (`_facts`), which needs neither checks nor a plan."""
 
 from __future__ import annotations
 
@@ -14,23 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
+from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
 from halfbyte.ops._workspace import shared
 from halfbyte.planes import AttentionOptions, Plane
 from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Spec
 from halfbyte.settings import as_set
 
-Key = tuple[Any, ...]
 #: Every tensor of a call, in the order in which the kernel takes them. So many come before what a launch makes itself.
 Tensors = tuple[torch.Tensor | None, ...]
 _BEFORE_RESULTS = 7
-
-#: Types whose facts are all there is to them: another subclass may want to see the call.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-#: Entries that are kept. A server that sees more kinds of batches than this begins anew.
-_MOST = 1024
-
-
-_Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Request(NamedTuple):
@@ -52,8 +39,8 @@ class _Entry:
     """
 
     launch: Callable[..., None]
-    out: _Layout
-    lse: _Layout
+    out: Layout
+    lse: Layout
     floats: int
     counters: int
     sizes: tuple[int, ...]
@@ -85,18 +72,10 @@ def request(
 
     Nothing need have been checked: a call that is like a checked one would pass, and no other is found.
     """
-    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon") or not _PLAIN.issuperset(map(type, tensors)):
+    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon") or not plain(tensors):
         return None
     facts: list[Any] = [impl, *as_set(), id(formats[0]), id(formats[1]), o.window is None, o.softcap is None]
-    addresses: list[int | None] = []
-    for t in tensors:
-        if t is None:
-            addresses.append(None)
-            facts.append(None)
-        else:
-            address = t.data_ptr()
-            addresses.append(address)
-            facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    addresses = add_facts(facts, tensors)
     return Request(tuple(facts), tensors, addresses)
 
 
@@ -145,8 +124,6 @@ def remember(
     as_asked = all(a is b for a, b in zip(r.tensors, used, strict=True))
     if not (as_asked and all(t is None or t.device == results[0].device for t in used)):
         return
-    if len(_known) >= _MOST:
-        _known.clear()
-    out, lse = ((tuple(t.shape), t.stride()) for t in results)
     launch = launcher(compiled, (plan.programs, 1, 1))
-    _known[r.key] = _Entry(launch, out, lse, plan.floats, plan.counters, sizes, plan.spec, formats)
+    out, lse = map(layout, results)
+    keep(_known, r.key, _Entry(launch, out, lse, plan.floats, plan.counters, sizes, plan.spec, formats))
