@@ -433,7 +433,7 @@ def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: py
     part, count = torch.zeros(100), torch.zeros(10, dtype=torch.int32)
     monkeypatch.setattr(_workspace, "_floats", {(device, 7): part})
     monkeypatch.setattr(_workspace, "_counters", {(device, 7): count})
-    monkeypatch.setattr(_workspace, "_stream", lambda _: stream)
+    monkeypatch.setattr(_workspace, "stream_of", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     stream = 7
     found = _workspace.shared(device, 100, 10)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypedDict, Unpack, overload
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
@@ -15,6 +15,8 @@ from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.ops._buffers import check_buffers
+from halfbyte.ops._relaunch_append import Request
+from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import Rope, check_new, store
 from halfbyte.planes import Plane, new_plane
@@ -45,6 +47,17 @@ class CacheOptions(TypedDict, total=False):
     device: torch.device | str
     k_scale: float | None
     v_scale: float | None
+
+
+class New(NamedTuple):
+    """What is appended, and what the append may be like."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    counts: torch.Tensor | None
+    rope: Rope | None
+    q: torch.Tensor | None
+    request: Request | None
 
 
 class KVCache:
@@ -197,18 +210,17 @@ class KVCache:
         fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
         beyond the capacity are not written.
         """
-        check_new(k, v, self.keys, self.values, self.lengths, counts, rope, q)
-        return self._append(k, v, counts, rope, q)
+        planes = (self.keys, self.values, self.lengths)
+        request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
+        if request is None or not request.known:
+            check_new(k, v, *planes, counts, rope, q)
+        return self._append(New(k, v, counts, rope, q, request))
 
-    def _append(
-        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None, q: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`append` of what was checked."""
-        self._check_capacity(k.shape[2], counts)
-        return store(
-            *(k, v, self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys, rope, q),
-            measure=self._measures,
-        )
+    def _append(self, new: New) -> torch.Tensor | None:
+        """`append` of what was checked, now or in a call like this one."""
+        self._check_capacity(new.k.shape[2], new.counts)
+        where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
+        return store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
 
     def _check_capacity(self, count: int, counts: torch.Tensor | None) -> None:
         """Raise `CapacityError` for memory of a GPU, without reading it while the host can tell that `count` more tokens fit."""

@@ -12,10 +12,9 @@ from typing import Unpack
 
 import torch
 
-from halfbyte.cache import KEYS, CacheOptions, KVCache, check_sizes
+from halfbyte.cache import KEYS, CacheOptions, KVCache, New, check_sizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.ops.append import Rope
 
 
 class PagedKVCache(KVCache):
@@ -66,39 +65,27 @@ class PagedKVCache(KVCache):
         """Pages of the pool that no sequence holds."""
         return len(self._free)
 
-    def _append(
-        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, rope: Rope | None, q: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _append(self, new: New) -> torch.Tensor | None:
         """`append` takes the pages that it needs first. `CapacityError` when the pool has too few; then nothing changes."""
         if self._capturing():
             raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
-        new = [k.shape[2]] * self.batch if counts is None else [int(n) for n in counts.tolist()]
-        if new and not 0 <= min(new) <= max(new) <= k.shape[2]:
-            raise InvalidArgument(f"counts runs from {min(new)} to {max(new)}; expected 0 to {k.shape[2]}, the tokens given")
-        after = [old + count for old, count in zip(self._tokens, new, strict=True)]
-        if k.shape[2] > self._spare:
-            rotated = self._append_with_pages(new, k, v, counts, rope, q)
-        else:
-            rotated = super()._append(k, v, counts, rope, q)
-        self._tokens, self._spare = after, self._spare - k.shape[2]
+        tokens = new.k.shape[2]
+        counts = [tokens] * self.batch if new.counts is None else [int(n) for n in new.counts.tolist()]
+        if counts and not 0 <= min(counts) <= max(counts) <= tokens:
+            raise InvalidArgument(f"counts runs from {min(counts)} to {max(counts)}; expected 0 to {tokens}, the tokens given")
+        after = [old + count for old, count in zip(self._tokens, counts, strict=True)]
+        rotated = self._append_with_pages(counts, new) if tokens > self._spare else super()._append(new)
+        self._tokens, self._spare = after, self._spare - tokens
         return rotated
 
-    def _append_with_pages(
-        self,
-        new: list[int],
-        k: torch.Tensor,
-        v: torch.Tensor,
-        counts: torch.Tensor | None,
-        rope: Rope | None,
-        q: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Take the pages for `new` more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
-        before = {b: list(self._held[b]) for b, count in enumerate(new) if self._lacks_room(b, count)}
+    def _append_with_pages(self, counts: list[int], new: New) -> torch.Tensor | None:
+        """Take the pages for so many more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
+        before = {b: list(self._held[b]) for b, count in enumerate(counts) if self._lacks_room(b, count)}
         try:
             for sequence in before:
-                self._make_room(sequence, new[sequence])
+                self._make_room(sequence, counts[sequence])
             self._write_table(before)
-            rotated = super()._append(k, v, counts, rope, q)
+            rotated = super()._append(new)
         except BaseException:
             for sequence, held in before.items():
                 self._held[sequence] = held

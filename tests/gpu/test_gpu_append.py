@@ -12,6 +12,7 @@ from test_gpu_graphs import Captured
 
 import halfbyte as hb
 from halfbyte.bench.cupti import names_of
+from halfbyte.ops import _relaunch_append
 from halfbyte.planes import Plane
 from halfbyte.reference.rope import apply_rope
 
@@ -189,3 +190,37 @@ def test_what_is_not_finite_spoils_its_own_block_and_no_other(keys: str, spoil: 
     block = (2, heads, 3, slice(7 // width * width, 7 // width * width + width))
     wanted[block] = found[block] = 0
     assert same_bits(wanted, found)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_appends_like_earlier_ones_store_the_same(rotary: bool, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token after token into two caches in turn, as layers do: all but the first are launched without a look at their tensors."""
+    found: list[Any] = []
+    launch = _relaunch_append._launch
+    monkeypatch.setattr(_relaunch_append, "_known", {})
+    monkeypatch.setattr(_relaunch_append, "_launch", lambda *args: found.append(launch(*args)) or found[-1])
+
+    def make(device: str) -> list[hb.KVCache]:
+        if page is None:
+            return [hb.KVCache(3, 2, 64, 64, device=device) for _ in range(2)]
+        return [hb.PagedKVCache(3, 2, 64, 64, page_size=page, device=device) for _ in range(2)]
+
+    there, here = make(PLACE.device), make("cpu")
+    for i in range(40):
+        k, v, q = (numbers(1, 64, 3 * i + j, torch.bfloat16) for j in range(3))
+        counts = torch.tensor([1, i % 2, 1]).int() if i % 3 == 0 else None
+        angles = torch.rand(1, 32, generator=torch.Generator().manual_seed(i))
+        rope: dict[str, Any] = {"rope": (angles.cos(), angles.sin()), "q": q} if rotary else {}
+        rotated = here[i % 2].append(k, v, counts, **rope)
+        moved = {"rope": tuple(t.to(PLACE.device) for t in rope["rope"]), "q": q.to(PLACE.device)} if rotary else {}
+        with poisoned():
+            got = there[i % 2].append(
+                k.to(PLACE.device), v.to(PLACE.device), None if counts is None else counts.to(PLACE.device), **moved
+            )
+        if rotated is not None:
+            assert got is not None
+            assert same_bits(got.cpu(), rotated)
+    for a, b in zip(there, here, strict=True):
+        assert same_stores(a, b)
+    assert PLACE.dry or len(found) == 38

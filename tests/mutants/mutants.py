@@ -452,4 +452,18 @@ MUTANTS = [
         "",
         products("test_what_is_never_like_another"),
     ),
+    Mutant(
+        "rotated keys are no fact of an append",
+        "ops/_relaunch_append.py",
+        "*as_set(), rotate_keys,",
+        "*as_set(),",
+        ("test_relaunch_append.py::test_every_fact_makes_another_append",),
+    ),
+    Mutant(
+        "an append of converted tensors remembered",
+        "ops/_relaunch_append.py",
+        "numbers.get(id(a), -1)",
+        "numbers.get(id(a), 0)",
+        ("test_relaunch_append.py::test_what_needs_more_than_one_launch_is_not_remembered",),
+    ),
 ]

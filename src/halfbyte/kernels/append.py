@@ -322,15 +322,19 @@ def _launches(
     return made
 
 
-def launch(*arguments: Any) -> None:
+def launch(*arguments: Any) -> list[tuple[Any, int, tuple[Any, ...]]]:
     """Append k [B, H, L, D] and v [B, H, L, Dv]; nothing may be empty. The arguments are those of `_launches`.
+
+    Returns of each launch what was compiled, the number of programs and all arguments.
 
     counts, cos and sin ([L, D/2] or [B, L, D/2]) are contiguous. `amax`, int32 [2] of zeros: measure the scales of whole tensors
     that are 0 (None: they are known). `advance`: lengths advance too, if `one_program` says so. `pdl`: programmatic dependent
     launch, for sm_90 and later. q [B, Hq, L, D] is rotated by cos and sin into q_out, contiguous.
     """
-    for kernel, programs, given, warps, options in _launches(*arguments):
-        kernel[(programs,)](*given, num_warps=warps, **options)
+    return [
+        (kernel[(programs,)](*given, num_warps=warps, **options), programs, given)
+        for kernel, programs, given, warps, options in _launches(*arguments)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- what is shipped

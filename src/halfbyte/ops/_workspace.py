@@ -26,7 +26,7 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     """
     if own or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.float32, device=device)
-    key = (device, _stream(device))
+    key = (device, stream_of(device))
     found = _floats.get(key)
     if found is None or found.numel() < size:
         found = _floats[key] = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
@@ -39,7 +39,7 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
         return _from_reserve(device, size)
     if own or device.type != "cuda":
         return torch.zeros(size, dtype=torch.int32, device=device)
-    key = (device, _stream(device))
+    key = (device, stream_of(device))
     found = _counters.get(key)
     if found is None or found.numel() < size:
         found = _counters[key] = torch.zeros(max(size, 1 << 12), dtype=torch.int32, device=device)
@@ -54,14 +54,15 @@ def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch
     """
     if torch.cuda.is_current_stream_capturing():
         return None
-    stream = _stream(device)
+    stream = stream_of(device)
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
     if part is None or count is None or part.numel() < floats or count.numel() < counters:
         return None
     return stream, part, count
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
+    """The number of the current stream."""
     # What `torch.cuda.current_stream(device).cuda_stream` is, without making an object of it.
     return torch._C._cuda_getCurrentRawStream(device.index)
 

@@ -10,6 +10,7 @@ from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
+from halfbyte.ops import _relaunch_append as relaunch
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.planes import Plane
 from halfbyte.reference import append as reference
@@ -109,14 +110,21 @@ def store(
     q: torch.Tensor | None = None,
     impl: str = "auto",
     measure: bool = True,
+    request: relaunch.Request | None = None,
 ) -> torch.Tensor | None:
-    """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured."""
+    """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured.
+
+    `request`: what this append may be like, and is to be remembered as.
+    """
+    done = None if request is None else relaunch.again(request)
+    if done is not None:
+        return done[0]
     chosen = level("append", impl, lengths.device)
     counts = None if counts is None else as_int32(counts)
     cos, sin = (None, None) if rope is None else rope
     q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if chosen == "triton" and not torch.compiler.is_compiling():
-        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True, q, q_out):
+        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True, q, q_out, request):
             return q_out
     else:
         k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
@@ -144,6 +152,7 @@ def _launch(
     advance: bool,
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
+    request: relaunch.Request | None = None,
 ) -> bool:
     """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
     from halfbyte.kernels.append import launch, one_program
@@ -154,24 +163,11 @@ def _launch(
     unknown = measure and "tensor" in (keys.format.granularity, values.format.granularity)
     amax = torch.zeros(2, dtype=torch.int32, device=k.device) if unknown else None
     counts, cos, sin = (None if t is None else t.contiguous() for t in (counts, cos, sin))
+    pdl = pair_launches() and _paired(k.device)
     with torch.cuda.device_of(k):
-        launch(
-            k,
-            v,
-            counts,
-            keys,
-            values,
-            lengths,
-            page_table,
-            rotate_keys,
-            cos,
-            sin,
-            amax,
-            in_kernel,
-            pair_launches() and _paired(k.device),
-            q,
-            q_out,
-        )
+        made = launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, amax, in_kernel, pdl, q, q_out)
+    if request is not None and in_kernel and len(made) == 1:
+        relaunch.remember(request, *made[0], q_out)
     return in_kernel
 
 
