@@ -199,6 +199,7 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant
 th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; z-index: 1; background: var(--paper); box-shadow: inset 0 -2px var(--line);
   border-bottom: 0; vertical-align: bottom; padding: 0; }
+td:not(.r) { white-space: normal; min-width: 6.5rem; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
 th:first-child { z-index: 2; }
 th button { all: unset; display: block; box-sizing: border-box; width: 100%; padding: .4rem .55rem; cursor: pointer;
