@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from halfbyte.bench import cupti, decode_ways, run_bars, session, suites
+from halfbyte.bench import cupti, decode, linear, qkv, run_append, run_bars, run_linear, run_qkv, session, suites, timing
+from halfbyte.bench.bars import Problem
 from halfbyte.bench.cupti import Kernel, seconds_of, traced
+from halfbyte.bench.decode import DecodeShape
+from halfbyte.bench.linear_bars import Layer
 from halfbyte.bench.session import Options, Session
-from halfbyte.bench.studies import int4_ladder
+from halfbyte.bench.studies import int4_gqa, int4_ladder, int8_granularity, int8_splitk, w4a16_splitk
 from halfbyte.bench.timing import Effort, Work
 from halfbyte.device import Device
 
@@ -155,19 +158,57 @@ def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pyte
     assert "CUPTI" not in capsys.readouterr().out
 
 
-def test_ways_to_attend_have_the_times_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way is asked for once its samples are taken."""
-    asked: list[str] = []
+SMALL = Problem("small", DecodeShape(2, 4, 2, 32, 48), peers=True)
+#: Every kind of job that asks for the times of its kernels. Variants of the fused projection count launches: test_bench_linear.py.
+JOBS: dict[str, Callable[[Session], Sequence[session.Job]]] = {
+    "attention of given sizes": lambda s: decode.cases(s, [SMALL.shape], ["int8"]),
+    "products of given sizes": lambda s: linear.cases(s, [linear.LinearShape(1, 64, 128)], ["nf4"]),
+    "attention with bars, and 16 bits": lambda _: [run_bars.AttentionJob(SMALL, ("int8", "int4"), ("auto",))],
+    "append": lambda _: [run_append.AppendJob(SMALL, ("int4",))],
+    "products with bars, and peers": lambda _: [run_linear.LayerJob(Layer(64, 256, "small", rows=(1, 4), few=(1,)), ("auto",))],
+    "one launch for three": lambda _: [
+        run_qkv.FusedJob(qkv.AttentionShape("small layer", 128, 4, 2, 32, 24), "auto", (1,), ("nf4",))
+    ],
+    "int4-ladder": lambda _: [int4_ladder.LadderJob(2, 48)],
+    "int4-gqa": lambda _: [int4_gqa.BatchJob(2, 64, ("bf16", "int4"))],
+    "int8-splitk": lambda _: [int8_splitk.AttendJob(SMALL, peers=True)],
+    "int8-granularity": lambda _: [int8_granularity.CaseJob("GQA", DecodeShape(int8_granularity.DISTINCT, 4, 2, 32, 48))],
+    "w4a16-splitk": lambda _: [w4a16_splitk.SizeJob(128, (1,))],
+}
+
+
+@pytest.mark.parametrize("jobs", JOBS.values(), ids=JOBS)
+def test_every_time_comes_with_that_of_its_kernels(
+    jobs: Callable[[Session], Sequence[session.Job]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for once samples are taken, of what is right and of nothing else, by calls that can be made again."""
+    asked, sampled = 0, 0
+    sample = timing._CpuSampler.sample
+
+    def sampling(sampler: Any) -> float:
+        nonlocal sampled
+        sampled += 1
+        return sample(sampler)
 
     def known(_: Session, works: dict[str, Work]) -> dict[str, float | None]:
-        asked.extend(works)
+        nonlocal asked, sampled
+        assert not works or sampled, "before anything was timed"
+        asked, sampled = asked + len(works), 0
+        for work in works.values():  # as they are traced
+            if work.before is not None:
+                work.before()
+            for call in cupti._chosen(work.fns, 1):
+                call()
         return dict.fromkeys(works, 2e-6)
 
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(session, "QUICK", BRIEF)
+    monkeypatch.setattr(timing._CpuSampler, "sample", sampling)
     monkeypatch.setattr(Session, "kernel_seconds", known)
-    monkeypatch.setattr(decode_ways, "free", lambda _: None)
-    monkeypatch.setattr(run_bars, "free", lambda _: None)
-    measured = Session(Options(quick=True, threads=1), FAKE).run([int4_ladder.LadderJob(2, 48)])
-    assert len(measured) == 3
-    assert {r.kernel_seconds for r in measured if r.seconds} == {2e-6}
-    assert len(asked) >= 3
+    s = Session(Options(quick=True, threads=1), dataclasses.replace(FAKE, memory_bytes=2**33))
+    measured = s.run(jobs(s))
+    timed = [r for r in measured if r.seconds]
+    assert timed, [r.refused for r in measured]
+    assert {r.kernel_seconds for r in timed} == {2e-6}
+    assert {r.kernel_seconds for r in measured if r.refused} <= {None}
+    assert asked >= len(timed)  # the ladder keeps the fastest peer only

@@ -367,6 +367,22 @@ def test_one_launch_for_three_is_measured() -> None:
     assert all(r.error and r.error_allowed and r.error <= r.error_allowed for r in measured)
 
 
+def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = halfbyte.qkv_projection, 0
+
+    def mutant(x: torch.Tensor, weights: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
+
+    monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
+    three, one = quick(pattern="nf4").run([run_qkv.FusedJob(SHAPE, "auto", (1,))])
+    assert three.seconds
+    assert one.seconds is None
+    assert "one launch chained, as it was timed: relative L2 error" in one.refused
+    assert not one.bars[0].met
+
+
 def projections() -> Projections:
     q, k, v = torch.randn(64, 96), torch.randn(32, 96), torch.randn(32, 96)
     biases = (torch.randn(64), torch.randn(32), torch.randn(32))
@@ -512,7 +528,7 @@ def test_panels_share_one_legend() -> None:
 def test_a_page_of_linear_layers(tmp_path: Path) -> None:
     made = some_records()
     page = write_page(made, "linear", tmp_path / "p.html").read_text()
-    assert "missed: 85.5 %" in page
+    assert "missed: 85.5\u00a0%" in page
     assert "fastest quoted" in page
     assert "<svg" in page
     assert linear_bars.figures([]) == []

@@ -217,6 +217,20 @@ def test_a_mutant_of_attention_is_refused_by_every_bench(monkeypatch: pytest.Mon
     assert [(r.seconds, "exceeds the allowed" in r.refused) for r in measured] == [(None, True)] * 2
 
 
+def test_what_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = halfbyte.decode_attention, 0
+
+    def mutant(q: torch.Tensor, cache: halfbyte.KVCache, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return right(q, cache, **options) + (calls > 1)
+
+    monkeypatch.setattr(halfbyte, "decode_attention", mutant)
+    (record,) = quick(pattern="halfbyte").run(decode.cases(quick(), [DecodeShape(2, 4, 2, 32, 24)], ["int8"]))
+    assert record.seconds is None
+    assert "as it was timed" in record.refused
+
+
 def test_a_mutant_of_the_linear_layer_is_refused_by_every_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of 128 has the scale of its neighbour: no time in `bench linear` with sizes, nor with bars."""
     right = halfbyte.linear

@@ -199,7 +199,8 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant
 th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; z-index: 1; background: var(--paper); box-shadow: inset 0 -2px var(--line);
   border-bottom: 0; vertical-align: bottom; padding: 0; }
-th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
+td:not(.r) { white-space: normal; min-width: 6.5rem; }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); min-width: 9.5rem; }
 th:first-child { z-index: 2; }
 th button { all: unset; display: block; box-sizing: border-box; width: 100%; padding: .4rem .55rem; cursor: pointer;
   font-weight: 600; color: var(--quiet); }
@@ -214,7 +215,7 @@ tbody tr:hover td { background: var(--panel); }
 pre { margin: 0; padding: .8rem 1rem; background: var(--panel); border-radius: 8px; overflow-x: auto;
   font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 @media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.45rem; } .facts dd { font-size: 1.05rem; }
-  th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; }
+  th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; } th:first-child { min-width: 7rem; }
   td:first-child { max-width: 45vw; white-space: normal; min-width: 7rem; } }
 @media print { .chart svg { max-width: 100%; }
   .scroll, .table .scroll { overflow: visible; max-height: none; } nav { display: none; } }

@@ -159,6 +159,25 @@ def test_a_layer_up_to_its_attention_is_two_kernels(keys: str) -> None:
     assert cache.lengths.tolist() == [2 if PLACE.dry else 4] * 2
 
 
+@pytest.mark.parametrize(("fmt", "reach", "ties"), [
+    ("int8", 127, torch.arange(-126, 126) + 0.5),
+    ("fp8", 448, torch.arange(17, 64, 2) / 2),
+])  # fmt: skip
+def test_quotients_beside_the_middle_between_two_codes(fmt: str, reach: int, ties: torch.Tensor) -> None:
+    """Under fp16 scales of all sizes: fp32 numbers at a tie of codes and the nearest ones beside it. The GPU does not divide."""
+    rng = torch.Generator().manual_seed(0)
+    scale = torch.arange(64, 0x7800, PLACE.size(1, 241), dtype=torch.int16).view(torch.float16).float()[:, None]
+    tie = ties[torch.randint(len(ties), (len(scale), 128), generator=rng)] * scale
+    x = (tie.view(torch.int32) + torch.randint(-2, 3, tie.shape, generator=rng).int()).view(torch.float32)
+    x[:, 0] = reach * scale[:, 0]  # so that this is the scale
+    here, there = (hb.KVCache(1, 1, 128, len(scale), keys=fmt, values=fmt, device=place) for place in ("cpu", PLACE.device))
+    for cache in (here, there):
+        cache.append(*(2 * [x[None, None].to(cache.device)]))
+    assert here.keys.scales is not None
+    assert torch.equal(here.keys.scales[0, 0].float(), scale[:, 0])
+    assert same_stores(there, here)
+
+
 def test_more_than_fits_is_refused_and_changes_nothing() -> None:
     cache = hb.KVCache(3, 2, 64, 40, keys="int8", values="int4_g32", device=PLACE.device)
     k, v = (numbers(30, 64, seed, torch.bfloat16).to(PLACE.device) for seed in (0, 1))

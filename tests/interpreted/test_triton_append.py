@@ -387,6 +387,23 @@ def test_scales_of_all_sizes(spread: float) -> None:
         assert_same(a, b)
 
 
+def test_quotients_beside_the_middle_between_two_codes() -> None:
+    """Under scales of every fp16 exponent: fp32 numbers at a tie of codes and the nearest ones beside it."""
+    g = torch.Generator().manual_seed(0)
+    scale = (torch.arange(64, 0x7800, 241, dtype=torch.int32).to(torch.int16).view(torch.float16).float())[:, None]
+    for fmt, reach, ties in (("int8", 127, (torch.arange(-126, 126) + 0.5)), ("fp8", 448, torch.arange(17, 64, 2) / 2)):
+        tie = ties[torch.randint(len(ties), (len(scale), 64), generator=g)] * scale
+        x = (tie.view(torch.int32) + torch.randint(-2, 3, tie.shape, generator=g).int()).view(torch.float32)
+        x[:, 0] = reach * scale[:, 0]  # so that this is the scale
+        x = x[None, None]
+        a, b = (KVCache(1, 1, 64, x.shape[2], keys=fmt, values=fmt) for _ in range(2))
+        put(a, x, x, None, "reference")
+        put(b, x, x, None, "triton")
+        assert a.keys.scales is not None
+        assert torch.equal(a.keys.scales[0, 0].float(), scale[:, 0])
+        assert_same(a, b)
+
+
 def test_rotation_is_that_of_the_reference() -> None:
     k, v = tokens((1, 1, 3, 96), dtype=torch.float32)
     cache = KVCache(1, 1, 96, 4, keys="fp16", rotate_keys=True)

@@ -84,7 +84,7 @@ def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
             report.figure(chart)
         headers, rows = telling.table(mine)
         caption = bars.count_text(mine) if any(r.bars for r in mine) else ""
-        report.table(headers, [[cell.replace("\n", "; ") for cell in row] for row in rows], caption)
+        report.table(headers, [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows], caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
         _lines(report, "notes", [f"{name_of(r)}, {r.formats}: {r.note}" for r in mine if r.note])
         _lines(report, "kernel times", [_kernels(r) for r in mine if r.kernel_seconds])
@@ -106,7 +106,15 @@ def _lines(report: Report, what: str, lines: Sequence[str]) -> None:
 
 
 def _commands(measured: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(f"{r.environment.command}  # {r.environment.date[:16]}, {_commit(r.environment)}" for r in measured))
+    return list(
+        dict.fromkeys(f"{_command(r.environment)}  # {r.environment.date[:16]}, {_commit(r.environment)}" for r in measured)
+    )
+
+
+def _command(where: Environment) -> str:
+    """What to type: old records name the file that `python -m halfbyte` runs."""
+    name = "__main__.py "
+    return f"halfbyte {where.command.removeprefix(name)}" if where.command.startswith(name) else where.command
 
 
 def _commit(where: Environment) -> str:

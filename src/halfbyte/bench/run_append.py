@@ -54,12 +54,18 @@ class AppendJob:
         expected = _appended(cache, token)
         with torch.no_grad(), fixed_threads(session.threads):
             samplers = {name: make_sampler(name, work, session.device, session.effort) for name, work in works.items()}
-            for name, sampler in samplers.items():
-                rotation.plant_decoys()
-                sampler.run()
-                accuracy = _alike(rotation.caches, expected)
-                accuracy.require(f"{self.name} {formats} {name}")
+
+            def check(when: str) -> Accuracy:
+                for name, sampler in samplers.items():
+                    rotation.plant_decoys()
+                    sampler.run()
+                    accuracy = _alike(rotation.caches, expected)
+                    accuracy.require(f"{self.name} {formats} {name}{when}")
+                return accuracy
+
+            check("")
             samples = sample_in_turn(samplers, session.effort)
+            accuracy = check(", as it was timed")
             kernels = session.kernel_seconds({"alone": works["alone"]}).get("alone")
         copy = session.roof.copy_seconds(moved)
         times = {name: summary(samples[name], sampler.method) for name, sampler in samplers.items()}

@@ -104,7 +104,7 @@ class VariantsJob:
             try:
                 for how in ("alone", "chained") if (v.name, "alone") in times else ():
                     for out in samplers[v.name, how].run():
-                        right(cast(torch.Tensor, out)).require(f"{v.name} {fmt}, as it was timed,")
+                        right(cast(torch.Tensor, out)).require(f"{v.name} {fmt}, as it was timed")
                 records[v.name] = _with_kernels(session, _timed(records[v.name], v, times), v, traced.get(v.name, ()))
             except BenchmarkRefused as error:
                 records[v.name] = _refused(records[v.name], error)
@@ -271,7 +271,7 @@ class FusedJob:
         rights = [promise_of_linear(x, w.dequantize) for w in first.weights]
         for name in blanks:
             try:
-                accuracy = _worst([judge_y(y) for call in calls[name] for judge_y, y in zip(rights, call(), strict=True)])
+                accuracy = _judged(rights, [call() for call in calls[name]])
                 accuracy.require(f"{case} {name}")
                 blanks[name] = replace(blanks[name], error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
                 for how in ("alone", "chained"):
@@ -281,6 +281,12 @@ class FusedJob:
                 blanks[name] = _refused(blanks[name], error)
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
         times = {name: summary(taken, samplers[name].method + _warm(session, rotation)) for name, taken in samples.items()}
+        for name, sampler in samplers.items():
+            by = name.rpartition(" ")[0]
+            try:
+                _judged(rights, cast(Sequence[Sequence[torch.Tensor]], sampler.run())).require(f"{name}, as it was timed")
+            except Exception as error:
+                blanks[by] = _refused(blanks[by], error)
         made = {name: _fused_record(r, times) for name, r in blanks.items()}
         apart = {name: Work(calls[name], paired=False) for name, r in made.items() if r.seconds}
         for name, seconds in session.kernel_seconds(apart).items():
@@ -298,6 +304,11 @@ def _one(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
 
 def _three(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
     return tuple(halfbyte.linear(x, weight, impl=layer.impl) for weight in layer.weights)
+
+
+def _judged(rights: Sequence[Callable[[torch.Tensor], Accuracy]], outs: Sequence[Sequence[torch.Tensor]]) -> Accuracy:
+    """The worst of the results of several calls, each a q, a k and a v."""
+    return _worst([right(y) for out in outs for right, y in zip(rights, out, strict=True)])
 
 
 def _worst(found: Sequence[Accuracy]) -> Accuracy:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from rich.console import Console
@@ -20,7 +20,19 @@ from halfbyte.bench.checks import Accuracy
 from halfbyte.bench.progress import Steps, job_name
 from halfbyte.bench.records import Record
 from halfbyte.bench.roof import RoofMeter
-from halfbyte.bench.timing import GRAPHS, QUICK, Effort, Timing, Work, is_cold, measure_interleaved, rotation_copies
+from halfbyte.bench.timing import (
+    GRAPHS,
+    QUICK,
+    Effort,
+    Timing,
+    Work,
+    fixed_threads,
+    is_cold,
+    make_sampler,
+    rotation_copies,
+    sample_in_turn,
+    summary,
+)
 from halfbyte.device import Device, describe
 from halfbyte.errors import HalfbyteError, InvalidArgument
 
@@ -206,23 +218,30 @@ class Session:
         return True
 
     def measure(self, case: Case) -> list[Record]:
-        """The records of one case: those that pass their accuracy promise are timed in turn, the others say why not."""
+        """The records of one case: those that keep their accuracy promise, before and after, are timed in turn; the others say why
+        not."""
         wanted = [c for c in case.contenders() if self.wants(case.name, c.formats, c.implementation)]
-        judged = [(contender, *self._judge(contender)) for contender in wanted]
-        accepted = {str(i): c.fns for i, (c, _, refused) in enumerate(judged) if not refused}
-        timings = measure_interleaved(accepted, device=self.device, threads=self.threads, effort=self.effort) if accepted else {}
-        kernels = self.kernel_seconds({name: Work(fns) for name, fns in accepted.items()})
-        found = [self._record(case, c, acc, refused, timings.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        judged = [(c, *self._judge(c, (fn() for fn in c.fns))) for c in wanted]
+        accepted = {str(i): c for i, (c, _, refused) in enumerate(judged) if not refused}
+        with torch.no_grad(), fixed_threads(self.threads):
+            samplers = {i: make_sampler(i, Work(c.fns), self.device, self.effort) for i, c in accepted.items()}
+            samples = sample_in_turn(samplers, self.effort) if samplers else {}
+            for i, c in accepted.items():
+                judged[int(i)] = (c, *self._judge(c, cast(Iterable[torch.Tensor], samplers[i].run()), ", as it was timed"))
+        right = {str(i): Work(c.fns) for i, (c, _, refused) in enumerate(judged) if not refused}
+        times = {i: summary(samples[i], samplers[i].method) for i in right}
+        kernels = self.kernel_seconds(right)
+        found = [self._record(case, c, acc, refused, times.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
         return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
 
-    def _judge(self, contender: Contender) -> tuple[Accuracy | None, str]:
-        """(accuracy, why it is refused): every buffer of the rotation must pass, since every buffer is timed."""
+    def _judge(self, contender: Contender, results: Iterable[torch.Tensor], when: str = "") -> tuple[Accuracy | None, str]:
+        """(accuracy, why it is refused): the result on every buffer of the rotation must pass, since every buffer is timed."""
         accuracy = None
         try:
             with torch.no_grad():
-                for fn in contender.fns:
-                    accuracy = contender.accuracy(fn())
-                    accuracy.require(f"{contender.implementation} {contender.formats}")
+                for result in results:
+                    accuracy = contender.accuracy(result)
+                    accuracy.require(f"{contender.implementation} {contender.formats}{when}")
         except Exception as error:
             return accuracy, reason(error)
         return accuracy, ""

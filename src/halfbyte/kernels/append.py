@@ -38,7 +38,7 @@ from halfbyte.kernels.compiling import Configuration, divisible_by_16, empty, pl
 from halfbyte.kernels.encode import as_dtype, codec, encode, measure
 from halfbyte.planes import Plane
 
-#: Elements of a tile, and what a thread takes of it: one load of 16 bytes, or two.
+#: Elements of a tile; a thread takes 4 of it, or 8. A warp that has one head of 128 reduces it in one instruction.
 TILE = 4096
 
 # ------------------------------------------------------------------------------------------------------- the kernels
@@ -46,10 +46,12 @@ TILE = 4096
 
 @triton.jit
 def _tile(pid, tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """(sequence, first token, token and head of each row) of a program."""
+    """(sequence, token and head of each row) of a program; a sequence has so many `tiles`, None: one."""
     r = tl.arange(0, TOKENS * HEADS)
-    first = (pid % tiles) * TOKENS
-    return (pid // tiles).to(tl.int64), first + r // HEADS, (r % HEADS).to(tl.int64)
+    b, t = pid, r // HEADS
+    if tiles is not None:  # a division takes a tenth of a microsecond, before anything is asked for
+        b, t = pid // tiles, (pid % tiles) * TOKENS + t
+    return b.to(tl.int64), t, (r % HEADS).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["L", "H", "tiles", "capacity", "pages", "s_lengths", "s_tb", "s_tp", "batch", "q_heads"])
@@ -64,16 +66,17 @@ def append_tokens(
     LOG: tl.constexpr, FACTOR: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every format that quantises token by token; K is None where the keys are per channel."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     pid = tl.program_id(0)
-    if q is not None:  # noqa: SIM102 - known when this is compiled, unlike the next
-        if pid >= batch * tiles:
-            rotate_queries(q, (q0, q1, q2, q3), q_out, pid - batch * tiles, batch, L, q_heads, cos, sin, s_rope,
+    b, t, head = _tile(pid, tiles, TOKENS, HEADS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if q is not None:
+        first = batch if tiles is None else batch * tiles
+        if pid >= first:
+            rotate_queries(q, (q0, q1, q2, q3), q_out, pid - first, batch, L, q_heads, cos, sin, s_rope,
                            TOKENS * HEADS, DK, PAD_K, ALIGN)  # fmt: skip
             return
-    b, t, head = _tile(pid, tiles, TOKENS, HEADS)
     length, new, fit = fresh(lengths, s_lengths, counts, b, L, capacity)
     where, row, paged = slot(b, length.to(tl.int64) + t, t < fit, page_table, s_tb, s_tp, pages, PAGE)
     k_top, v_top, k_scale, v_scale = 0, 0, 0, 0
@@ -217,8 +220,9 @@ class _Plan:
     to_blocks: tuple[Any, ...]
 
 
-def _warps(elements: int) -> int:
-    return max(1, min(8, elements // 256))
+def _warps(elements: int, each: int, most: int) -> int:
+    """Warps of a program: each has so many elements, more where there would be too many warps."""
+    return max(1, min(most, elements // each))
 
 
 @functools.cache
@@ -227,7 +231,7 @@ def _tiling(heads: int, tokens: int, pad: int) -> tuple[int, int, int, int]:
     whole = triton.next_power_of_2(heads)
     some = max(1, min(whole, TILE // pad))
     count = max(1, min(triton.next_power_of_2(tokens), TILE // (some * pad))) if some == whole else 1
-    return count, some, -(-heads // some), _warps(count * some * pad)
+    return count, some, -(-heads // some), _warps(count * some * pad, 128, 16)
 
 
 @functools.lru_cache(4096)
@@ -246,7 +250,7 @@ def _plan(
         rows=count * some,
         blocks=-(-(key.block - 1 + tokens) // key.block) if key.block else 0,
         warps=warps,
-        warps_of_block=_warps(key.block * pad_k),
+        warps_of_block=_warps(key.block * pad_k, 256, 8),
         options={"enable_fp_fusion": False, "enable_reflect_ftz": False, **({"launch_pdl": True} if pdl else {})},
         to_tokens=(*planes, page, align, *rotation, advance and tiles == 1, pdl),
         to_measure=(*planes, align, *rotation, pdl),
@@ -293,6 +297,7 @@ def _launches(
     s_rope = cos.stride(0) if cos is not None and cos.ndim == 3 else 0
     s_length = lengths.stride(0)
     plan = _plan(keys.format.name, values.format.name, heads, tokens, dk, v.shape[3], page, rotate_keys, advance, pdl)
+    tiles = plan.tiles if plan.tiles > 1 else None
     where = (rows * columns, keys.codes.shape[0], s_length, *s_table, s_rope)
     k_parts, v_parts = keys.tensors(), values.tensors()[:3]
     s_k, s_v = k.stride(), v.stride()
@@ -302,7 +307,7 @@ def _launches(
     if amax is not None:
         arguments = (
             *(k, v, counts, lengths, cos, sin, amax, keys.scales, values.scales),
-            *(tokens, heads, plan.tiles, rows * columns, s_length, s_rope, *s_k, *s_v, *plan.to_measure),
+            *(tokens, heads, tiles, rows * columns, s_length, s_rope, *s_k, *s_v, *plan.to_measure),
         )
         made.append((measure_tensors, batch * plan.tiles, arguments, plan.warps, plan.options))
     if plan.blocks:
@@ -313,7 +318,7 @@ def _launches(
         made.append((append_blocks, batch * heads * plan.blocks, arguments, plan.warps_of_block, plan.options))
     arguments = (
         *(k, v, counts, lengths, page_table, cos, sin, amax, q, q_out),
-        *(*k_parts[:3], keys.saturated, *v_parts, values.saturated, tokens, heads, plan.tiles, *where, batch, q_heads, *s_q),
+        *(*k_parts[:3], keys.saturated, *v_parts, values.saturated, tokens, heads, tiles, *where, batch, q_heads, *s_q),
         *(*s_k, *(s for t in k_parts[:3] for s in _strides(t)), *s_v, *(s for t in v_parts for s in _strides(t))),
         *plan.to_tokens,
     )

@@ -5,7 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.encode import INF, MAGNITUDE, MIN, as_dtype, beyond, bits_of, encode, f16_scale, float_of, measure, nearest
+from halfbyte.kernels.encode import (
+    INF,
+    MAGNITUDE,
+    MIN,
+    as_dtype,
+    beyond,
+    bits_of,
+    encode,
+    f16_scale,
+    float_of,
+    measure,
+    nearest,
+    quotient,
+)
 
 # ------------------------------------------------------------------------------------------------------- reading new tokens
 
@@ -141,6 +154,14 @@ def tensor_scale(scales, amax, WHICH: tl.constexpr, pid, F: tl.constexpr):
 
 
 @triton.jit
+def spread_out(x, TIMES: tl.constexpr):
+    """[R, N] as [R, N * TIMES], each number TIMES times in a row."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [R, N, TIMES]), [R, N * TIMES])
+
+
+@triton.jit
 def store_scaled(x, at, h, ok, top, scale, codes, c, scales, s, offsets, o, saturated, D: tl.constexpr, F: tl.constexpr):
     """Quantise f32 rows `x` [R, PAD] and write them where `ok`; `at`: sequence or page, row [R].
 
@@ -153,7 +174,7 @@ def store_scaled(x, at, h, ok, top, scale, codes, c, scales, s, offsets, o, satu
     inside = tl.arange(0, PAD) < D
     rows = codes + (where * c[0] + h * c[1] + row * c[2])
     if F.granularity == "tensor":
-        unit = tl.div_rn(x, scale)
+        unit = quotient(x, scale)
         store_codes(nearest(unit, F), rows, c[3], ok, D, F)
         if saturated is not None:
             count = tl.sum((beyond(unit, F.reach) & ok[:, None] & inside[None, :]).to(tl.int32))
@@ -171,13 +192,18 @@ def store_scaled(x, at, h, ok, top, scale, codes, c, scales, s, offsets, o, satu
             factor, offset, zero = measure(blocks, valid, 2, F)  # [R, GROUPS]
         q = encode(blocks, factor[:, :, None], offset[:, :, None], zero[:, :, None], F)
         store_codes(tl.reshape(q, [R, PAD]), rows, c[3], ok, D, F)
-        g = tl.arange(0, GROUPS).to(tl.int64)
-        mask = ok[:, None] & (g < (D // GROUP if D > GROUP else 1))[None, :]
+        # Each number 32 / GROUPS times in a row: where a warp has one row, nothing moves between warps.
+        EACH: tl.constexpr = 32 // GROUPS if GROUPS < 32 else 1
+        i = tl.arange(0, GROUPS * EACH)
+        g = (i // EACH).to(tl.int64)
+        mask = ok[:, None] & ((i % EACH == 0) & (g < (D // GROUP if D > GROUP else 1)))[None, :]
         if F.granularity == "token":
             mask = mask & (h == 0)[:, None]
-        tl.store((scales + (where * s[0] + h * s[1] + row * s[2]))[:, None] + g[None, :] * s[3], factor, mask=mask)
+        at_scales = scales + (where * s[0] + h * s[1] + row * s[2])
+        tl.store(at_scales[:, None] + (g * s[3] + i % EACH)[None, :], spread_out(factor, EACH), mask=mask)
         if F.offset:
-            tl.store((offsets + (where * o[0] + h * o[1] + row * o[2]))[:, None] + g[None, :] * o[3], offset, mask=mask)
+            at_offsets = offsets + (where * o[0] + h * o[1] + row * o[2])
+            tl.store(at_offsets[:, None] + (g * o[3] + i % EACH)[None, :], spread_out(offset, EACH), mask=mask)
 
 
 @triton.jit

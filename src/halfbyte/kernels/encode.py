@@ -23,6 +23,8 @@ MIN = tl.constexpr(MIN_SCALE)
 F16_MAX = tl.constexpr(65504.0)
 INF = tl.constexpr(0x7F800000)  # the bits of infinity; those of a NaN are larger
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+HIGH = tl.constexpr(-(2**12))  # all but the last 12 bits
+LARGE = tl.constexpr(2.0**100)
 INT_MIN = tl.constexpr(-(2**31))
 ROUND = tl.constexpr(1.5 * 2**23)  # added to an f32 of less than 2^22, leaves the nearest integer, ties to even, in the low bits
 
@@ -86,9 +88,25 @@ def as_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quotient(x, s):
+    """f32 x / s as IEEE rounds it, without the branches of a division. `s` has at most 12 significant bits, as an f16 has.
+
+    q = x * (1 / s) is a few units in its last place off. Each half of q's bits times s is exact in f32, and so is r = x - q * s.
+    q + r / s then rounds as x / s does, because that is never nearer than 2^-13 units to the middle between two numbers.
+    Where it does not matter to a code or a scale, the result is only about right: below 2^-60, and beyond 2^100.
+    """
+    y = 1.0 / s
+    q = x * y
+    held = tl.minimum(tl.maximum(q, -LARGE), LARGE)  # infinity has no difference from itself
+    high = float_of(bits_of(held) & HIGH)
+    r = (x - high * s) - (held - high) * s
+    return tl.where(tl.abs(r) > 0.0, q + r * y, q)  # -0 stays -0, and NaN NaN
+
+
+@triton.jit
 def f16_scale(spread, broken, F: tl.constexpr):
     """The f16 scale of blocks whose magnitudes (or spans) are `spread`."""
-    s = tl.div_rn(spread, F.reach)
+    s = quotient(spread, F.reach)
     s = tl.where(s < MIN, MIN, s)
     s = tl.where(s > F16_MAX, F16_MAX, s)
     return tl.where(broken, float("nan"), s).to(tl.float16)
@@ -122,7 +140,7 @@ def encode(x, scale, offset, zero, F: tl.constexpr):
     """int32 codes of f32 `x` under f16 scales (and offsets) that broadcast against it; 0 where `zero`."""
     if F.offset:
         x = x - offset.to(tl.float32)
-    unit = tl.where(zero, 0.0, tl.div_rn(x, scale.to(tl.float32)))
+    unit = tl.where(zero, 0.0, quotient(x, scale.to(tl.float32)))
     return nearest(unit, F)
 
 

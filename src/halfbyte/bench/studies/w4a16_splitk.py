@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -107,6 +107,12 @@ class SizeJob:
             except Exception as error:
                 records[name] = replace(blank, refused=f"{blank.case} {name}: {reason(error)}")
         samples = sample_in_turn(samplers, session.effort) if samplers else {}
+        for name, sampler in list(samplers.items()):
+            try:
+                _judged(cast(list[torch.Tensor], sampler.run()), right)
+            except Exception as error:
+                records[name] = replace(records[name], refused=f"{records[name].case} {name}, as it was timed: {reason(error)}")
+                del samplers[name], samples[name]
         kernels = session.kernel_seconds({name: Work(forms[name].calls, paired=False) for name in samplers})
         for name, taken in samples.items():
             r, cold = records[name], is_cold(len(weights), weights[0].nbytes, session.device.cache_bytes)
