@@ -16,7 +16,8 @@ import torch
 from halfbyte.formats import Format
 from halfbyte.ops._workspace import shared
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Spec
+from halfbyte.plans.decode_attention import WIDEST, GluonPlan
+from halfbyte.plans.decode_spec import Spec
 from halfbyte.settings import as_set
 
 Key = tuple[Any, ...]
