@@ -13,6 +13,10 @@ Codes enter the mma without conversion: a nibble or byte masked in place is a su
 multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds `planes` codes (4, 2 or 1), and plane
 j of word w is dim planes * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
 
+Where memory has the order tokens, heads and a head's codes of a token are less than 128 bytes, a unit is two neighbouring heads:
+codes of both are copied as one row, a tile has half as many tokens, and stream w works on head w % 2 and run w // 2 of its tokens.
+Queries, scales and sums differ by stream; all else is as with one head, and so is the machine code of that.
+
 Work is dealt out on the device. Each unit costs its tiles of tokens plus a constant; the programs take equal shares of the total,
 so a share may begin and end inside a unit. A unit that one program computes alone is written at once; else the partial results go
 to the workspace and the program that arrives last adds them up, in the order of the programs and never of their arrival.
