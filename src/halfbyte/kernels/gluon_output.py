@@ -272,8 +272,8 @@ def _nothing(S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _sum_parts(Part, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
     """Merge the parts of `count` programs begin, begin + step, ... of one unit, in that order."""
-    # As many parts at a time as 64 registers hold; what is left over, half as many at a time.
-    many: gl.constexpr = max(2, min(8, 2048 * C.warps // (C.heads * S.groups * S.rows * C.padded_rows * S.operands)))
+    # As many parts at a time as 64 registers hold, 8 heads' at most; what is left over, half as many at a time.
+    many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.groups * S.rows * C.padded_rows * S.operands)))
     half: gl.constexpr = many // 2
     state = _nothing(S, C)
     rest = begin + count // many * many * step

@@ -169,11 +169,11 @@ def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.co
     """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [runs, T, n].
 
     What one thread copies lies a few distances apart, the same few for all threads: where the distance is known when compiling, one
-    address is enough for all of it.
+    address is enough for all of it. Warps that copy a run for two heads divide its tokens: their distance is no constant.
     """
     w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1])
+    apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1] * C.heads)
     first = tile * C.tile
     if C.page == 0:
         row = w * C.tokens + t
