@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from halfbyte import plans
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.plans.decode_attention import GluonPlan, Problem, Side, format_of, gluon_plan, neighbours, programs, side
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan, neighbours, programs, side
+from halfbyte.plans.decode_spec import Side
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
@@ -151,6 +152,46 @@ def test_tiles_of_many_rows_are_larger_where_addresses_are_simple(change: dict[s
     assert tuned(replace(rows, **change)).spec.tokens == tokens  # type: ignore[arg-type]
 
 
+def tokens_first(**change: Any) -> Problem:
+    """[B, T, H, D] in INT4, codes and scales."""
+    p = replace(LAYER, **({"keys": "int4", "values": "int4"} | change))
+    return replace(p, **{name: change.get(name, p.heads) for name in ("k_apart", "v_apart", "k_scales_apart", "v_scales_apart")})
+
+
+@pytest.mark.parametrize(
+    ("change", "heads"),
+    [
+        ({}, 2),
+        ({"heads": 7}, 1),
+        ({"heads": 1}, 1),
+        ({"keys": "int8", "values": "int8"}, 1),  # 128 bytes a head
+        ({"keys": "int8"}, 2),  # the values are narrow
+        ({"keys": "int8", "values": "fp8_tensor", "dim": 64, "value_dim": 64}, 2),
+        ({"k_apart": 1}, 1),
+        ({"v_apart": 0}, 1),
+        ({"k_scales_apart": 1}, 1),
+        ({"v_scales_apart": 0}, 1),
+        ({"values": "int4_g32"}, 1),
+        ({"dim": 96, "value_dim": 96}, 1),
+        ({"page": 64, "window": True, "group": 32}, 2),
+    ],
+    ids=str,
+)
+def test_narrow_heads_side_by_side_are_units_of_two(change: dict[str, Any], heads: int) -> None:
+    p = tokens_first(**change)
+    plan = tuned(p)
+    assert plan.spec.heads == heads
+    assert plan.units == p.batch * p.heads // heads
+    assert plan.spec.tile * heads == plan.spec.streams * plan.spec.tokens
+    assert plan.spec.part_floats == heads * plan.spec.head_floats
+
+
+@pytest.mark.parametrize(("batch", "programs"), [(32, 128), (16, 128), (8, 256)])
+def test_a_program_with_one_of_two_heads_or_both(batch: int, programs: int) -> None:
+    """About as many heads as multiprocessors, or as many pairs of them, take one program on each."""
+    assert tuned(tokens_first(batch=batch)).programs == programs
+
+
 def test_a_side_says_how_its_words_are_read() -> None:
     int4 = side(format_of("int4_g32"), 128)
     assert isinstance(int4, Side)
@@ -171,10 +212,10 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
         (False, True, 2),
         (True, False, 4),
     ]
-    assert near.token_bytes == apart.token_bytes == far.token_bytes
+    assert near.token_bytes(1) == apart.token_bytes(1) == far.token_bytes(1)
     one = side(format_of("int4"), 128, 8, 8)
     assert isinstance(one, Side)
-    assert (one.scale_columns, one.token_bytes) == (1, 64 + 8)  # the neighbouring head's come along
+    assert (one.scale_columns, one.token_bytes(1), one.token_bytes(2)) == (1, 64 + 8, 128 + 8)  # the neighbour's come along
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -34,6 +34,15 @@ DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32")
 BATCHES = (1, 1, 2, 4, 4, 8, 32)
 LAYOUTS = ("BHTD", "BTHD", "slice")
 OPTIONS = ("alibi", "window", "softcap", "sinks", "starts", "rotate")
+#: (keys, values, head size): a head's codes of a token are 64 bytes or 32, on one side at least.
+NARROW = (
+    ("int4", "int4", 128),
+    ("int8", "int4", 128),
+    ("int4", "fp8_tensor", 128),
+    ("int8", "int8", 64),
+    ("int4", "int4", 64),
+    ("fp8", "int8_tensor", 64),
+)
 EDGES = sorted({0, 1, 2, 3, *(n + d for n in (16, 32, 64, 128, 256, 512, 1024) for d in (-1, 0, 1))})
 PRIMES = (5, 7, 13, 31, 61, 97, 127, 251, 509, 997, 2003, 4093, 8191)
 
@@ -126,9 +135,17 @@ def variants(count: int, seed: int = 1) -> list[Variant]:
     return made
 
 
-def draw(count: int, variant_count: int, *, longest: int, elements: int, seed: int = 1) -> list[Case]:
-    """`count` cases over `variant_count` variants in turn, about `elements` large at most. Every hundredth is one long sequence."""
-    rng, grid = random.Random(seed), variants(variant_count, seed)
+def narrow_variants(count: int, seed: int = 2) -> list[Variant]:
+    """Tokens first, in formats whose heads are less than 128 bytes of a token: what units of two heads are for."""
+    formats = _deck(random.Random(seed), NARROW)
+    plain = {"value_dim": None, "layout": "BTHD", "dtype": "bfloat16"}
+    drawn = zip(variants(count, seed), formats, strict=False)
+    return [replace(v, keys=keys, values=values, dim=dim, **plain) for v, (keys, values, dim) in drawn]  # type: ignore[arg-type]
+
+
+def draw(count: int, grid: Sequence[Variant], *, longest: int, elements: int, seed: int = 1) -> list[Case]:
+    """`count` cases over the variants in turn, about `elements` large at most. Every hundredth is one long sequence."""
+    rng = random.Random(seed)
     return [
         _long(rng, grid[i % len(grid)], longest, i) if i % 100 == 99 else _case(rng, grid[i % len(grid)], longest, elements, i)
         for i in range(count)

@@ -16,7 +16,8 @@ import halfbyte as hb
 from halfbyte.bench.splits import call_of
 from halfbyte.ops import _workspace
 from halfbyte.ops._decode_on_gpu import plan_of
-from halfbyte.plans.decode_attention import GluonPlan, Spec
+from halfbyte.plans.decode_attention import GluonPlan
+from halfbyte.plans.decode_spec import Spec
 
 pytestmark = pytest.mark.compile_first
 
@@ -26,6 +27,8 @@ VARIANTS = [
     Variant("int4", "int4", group=32, batch=1),
     Variant("int8", "int4_g32", group=4, batch=1, page=64),
     Variant("fp8", "fp8", dim=256, group=2, batch=1, layout="BTHD", options=frozenset({"sinks"})),
+    Variant("int4", "int4", group=8, batch=1, layout="BTHD", options=frozenset({"sinks"})),
+    Variant("int8", "int8", dim=64, group=16, batch=1, page=64, layout="BTHD", options=frozenset({"alibi"})),
 ]
 #: Parts of a unit: about one step and two, about whole neighbourhoods, and more than there are programs.
 PARTS = (
@@ -54,8 +57,21 @@ def at(call: Call, *lengths: int) -> Call:
 
 
 def longest(variant: Variant, slack: int = 0) -> Call:
-    """One sequence that all programs share."""
-    return build(Case(variant, 1, (max(PARTS) * TILE,), slack=slack, seed=3), PLACE.device)
+    """One sequence that all programs share, of one unit: one KV head, or two that are computed together."""
+    return build(Case(variant, _unit(variant), (max(PARTS) * TILE,), slack=slack, seed=3), PLACE.device)
+
+
+def _unit(variant: Variant) -> int:
+    """KV heads of a unit where there are enough."""
+    return 2 if variant in VARIANTS[4:] else 1
+
+
+def _check_unit(call: Call, heads: int) -> GluonPlan:
+    """The plan of a call, whose units have so many KV heads."""
+    plan = plan_of(call_of(call.q, call.cache), "auto", False, True)
+    assert isinstance(plan, GluonPlan)
+    assert plan.spec.heads == heads, plan.why
+    return plan
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
@@ -69,10 +85,12 @@ def test_any_number_of_parts(variant: Variant) -> None:
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("lengths", UNEVEN, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS[::2], ids=name_of)
+@pytest.mark.parametrize("variant", [*VARIANTS[:4:2], *VARIANTS[4:]], ids=name_of)
 def test_units_that_share_programs(variant: Variant, lengths: tuple[int, ...], heads: int) -> None:
     """Neighbours in different units count by themselves; repeats, which overlap, give the same bits whoever comes last."""
-    call = build(Case(variant, heads, lengths, slack=7, seed=5), PLACE.device)
+    call = build(Case(variant, heads * _unit(variant), lengths, slack=7, seed=5), PLACE.device)
+    if not PLACE.dry:
+        _check_unit(call, _unit(variant))
     out, lse = call.run(PLACE.impls[0])
     assert not call.wrong(out, lse)
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
@@ -87,20 +105,21 @@ ALONE = [
     Variant("int8", "int8", group=4, batch=32, page=64, options=frozenset({"sinks"})),
     Variant("fp8", "fp8", dim=96, group=2, batch=32, options=frozenset({"starts"})),
     Variant("int8", "int4", group=8, batch=32, layout="BTHD"),
+    Variant("int4", "int4", group=4, batch=32, layout="BTHD", options=frozenset({"sinks"})),
+    Variant("int8", "int8", group=4, batch=32, layout="BTHD"),
 ]
 
 
 @pytest.mark.parametrize("lengths", [(3 * TILE + 1,), (TILE, 0, 5, 2 * TILE + 7, 4 * TILE - 1)], ids=["alike", "uneven"])
 @pytest.mark.parametrize("variant", ALONE, ids=name_of)
 def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ...]) -> None:
-    """One program with a unit where all are as long; shares that begin and end inside of units where they are not."""
+    """One program with each KV head where all are as long; shares that begin and end inside of units where they are not."""
     processors = 8 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
     sequences = processors // 4
     call = build(Case(variant, 4, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
     if not PLACE.dry:
-        plan = plan_of(call_of(call.q, call.cache), "auto", False, True)
-        assert isinstance(plan, GluonPlan)
-        assert plan.programs == plan.units == 4 * sequences, plan.why
+        plan = _check_unit(call, 2 if variant in ALONE[3:5] else 1)
+        assert plan.programs == plan.units * plan.spec.heads == 4 * sequences, plan.why
     out, lse = call.run(PLACE.impls[0])
     assert not call.wrong(out, lse)
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
@@ -110,7 +129,7 @@ def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ..
     assert not different
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:2], ids=name_of)
+@pytest.mark.parametrize("variant", [*VARIANTS[:2], VARIANTS[4]], ids=name_of)
 def test_a_graph_whose_number_of_parts_changes(variant: Variant) -> None:
     """From one part to all programs' and back, in one graph; every counter is zero after it."""
     call = longest(variant, slack=1)

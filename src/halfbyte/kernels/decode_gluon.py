@@ -13,6 +13,10 @@ Codes enter the mma without conversion: a nibble or byte masked in place is a su
 multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds `planes` codes (4, 2 or 1), and plane
 j of word w is dim planes * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
 
+Where memory has the order tokens, heads and a head's codes of a token are less than 128 bytes, a unit is two neighbouring heads:
+codes of both are copied as one row, a tile has half as many tokens, and stream w works on head w % 2 and run w // 2 of its tokens.
+Queries, scales and sums differ by stream; all else is as with one head, and so is the machine code of that.
+
 Work is dealt out on the device. Each unit costs its tiles of tokens plus a constant; the programs take equal shares of the total,
 so a share may begin and end inside a unit. A unit that one program computes alone is written at once; else the partial results go
 to the workspace and the program that arrives last adds them up, in the order of the programs and never of their arrival.
@@ -43,6 +47,7 @@ from halfbyte.kernels.gluon_tiles import (
     UNIT_COST,
     deal,
     fetch,
+    head_of,
     load_query,
     make_rings,
     page_of_tile,
@@ -55,7 +60,8 @@ from halfbyte.kernels.gluon_tiles import (
     visible_keys,
 )
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Problem, Spec, gluon_plan
+from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Problem, gluon_plan
+from halfbyte.plans.decode_spec import Spec
 
 
 # Numbers that no vector of addresses is made of are not specialised on: a kernel for each would be compiled for nothing.
@@ -126,6 +132,7 @@ def decode(
         if h < 0:
             h = quotient(x - start, cost)
             start += h * cost
+        head = h * C.heads
         begin = x - start
         end = gl.minimum(x_end - start, cost)
         t_begin = tile0 + tile_at(begin, tiles)
@@ -133,12 +140,12 @@ def decode(
 
         k_sizes = (pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
         v_sizes = (pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
-        k_at = place_of(K, KScale, KOffset, Pages, b, h, k_sizes, KS, C)
-        v_at = place_of(V, VScale, VOffset, Pages, b, h, v_sizes, VS, C)
+        k_at = place_of(K, KScale, KOffset, Pages, b, head, k_sizes, KS, C)
+        v_at = place_of(V, VScale, VOffset, Pages, b, head, v_sizes, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
         # The queries first: behind the ring's requests they would wait for all of those.
         group: gl.constexpr = C.rows // C.queries
-        loaded = load_query(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
+        loaded = load_query(Q + b.to(gl.int64) * q_batch + head * (group * q_head), q_head, q_token, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, C)
 
@@ -161,12 +168,12 @@ def decode(
         factor = factor * (owed * KS.unit)
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
         position = first + r % C.queries
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
         slopes = gl.full([1, 1, C.padded_rows], 0.0, gl.float32, mma)
         if C.alibi:
-            slopes = gl.load(Slopes + h * group + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
-        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+            slopes = gl.load(Slopes + head * group + head_of(w, r, C), mask=r < C.rows, other=0.0) * 1.4426950408889634
         t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-        row = w * C.tokens + t
+        row = w // C.heads * C.tokens + t
         # Within [lo_all, hi_all) every query sees every key.
         lo_all = lo
         if C.window:
@@ -181,11 +188,11 @@ def decode(
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, C)
             token = tile * C.tile + row
             if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
-                s = raw_scores(k_rings, slot, h, q, sums, factor, KS, C)
+                s = raw_scores(k_rings, slot, head, q, sums, factor, KS, C)
                 s = adjust(s, token, position, slopes, softcap, C)
-                state = accumulate(v_rings, slot, h, s, True, state, True, VS, C)
+                state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
             else:
-                s = raw_scores(k_rings, slot, h, q, sums, factor, KS, C)
+                s = raw_scores(k_rings, slot, head, q, sums, factor, KS, C)
                 s = adjust(s, token, position, slopes, softcap, C)
                 there = (token >= lo) & (token < hi)
                 if C.queries == 1:
@@ -195,24 +202,24 @@ def decode(
                     if C.window:
                         visible = visible & (token > position - window)
                     s = gl.where(visible, s, float("-inf"))
-                state = accumulate(v_rings, slot, h, s, there, state, False, VS, C)
+                state = accumulate(v_rings, slot, head, s, there, state, False, VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
 
-        unit = b * heads + h
+        unit = b * (heads // C.heads) + h
         m, l, z, o = state
-        m, l, v = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
+        sums = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
-            write_part(Part, part_slot(program, begin == 0), m, l, v, VS, C)
-            whole, m, l, v = gather(Part, Count, unit, batch * heads, part_first, part_last, VS, C)
+            write_part(Part, part_slot(program, begin == 0), sums, VS, C)
+            whole, sums = gather(Part, Count, unit, batch * (heads // C.heads), part_first, part_last, VS, C)
         if whole:
-            write_rows(Out, Lse, Sinks, VScale, unit, h, m, l, v, VS, C)
+            write_rows(Out, Lse, Sinks, VScale, unit * C.heads, head, sums, VS, C)
         x = start + end
         if end == cost:
             start += cost
             h += 1
-            if h == heads:
+            if h == heads // C.heads:
                 h = 0
                 b += 1
         if C.reuses_ring:

@@ -36,6 +36,9 @@ _SAMPLE = (
     ("int8_g64", "fp16", 64, 4, 128, 0, ""),
     ("int4", "int4", 128, 8, 1, 0, "tokens-first"),
     ("int8", "int4_g32", 128, 16, 1, 64, "tokens-first"),
+    ("int4", "int4", 128, 4, 1, 64, "tokens-first alibi sinks"),
+    ("int8", "int8", 64, 8, 1, 16, "tokens-first window"),
+    ("int8_tensor", "int4", 128, 32, 1, 0, "tokens-first"),
     ("int4", "int4", 128, 8, 1, 64, ""),
     ("int4", "int4", 128, 8, 1, 0, "many"),
     ("int8", "int8", 128, 8, 1, 0, "many"),
@@ -98,4 +101,6 @@ def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int,
 def _tokens_first(plane: Plane) -> Plane:
     """The same over memory in the order tokens, heads."""
     tensors = {name: getattr(plane, name) for name in ("codes", "scales", "offsets")}
-    return replace(plane, **{n: t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()})
+    return replace(
+        plane, **{n: t if t is None or t.ndim == 1 else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()}
+    )

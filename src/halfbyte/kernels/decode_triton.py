@@ -362,7 +362,7 @@ def _configurations(call: Call) -> list[Configuration]:
     part = empty(workspace_floats(math.prod(call.q.shape[:3]), dim, tiles.splits), dtype=torch.float32)
     odd = k.format.token_block is not None and call.page_table is not None and call.options.rotate_keys
     why = "8 bytes, of predicates: it uses fewer registers than there are, whatever its tiles" if odd else ""
-    if call.name.endswith(("tokens-first", "many")):
+    if "tokens-first" in call.name or call.name.endswith("many"):
         why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
     if dim > 128:
         why = "8 bytes on sm_100: heads of 256 fill the registers, and smaller tiles are slower"

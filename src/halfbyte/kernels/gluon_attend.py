@@ -13,17 +13,31 @@ from halfbyte.kernels.gluon_operands import key_operands, mma_layout, movmatrix,
 
 
 @gluon.jit
+def _word_of_heads(ring, C: gl.constexpr):
+    """Words [runs, T, 1], each the scales of two heads, as streams read them, [W, T, 1]: their own head's in the low half."""
+    mma: gl.constexpr = mma_layout(C)
+    like = gl.reshape(gl.full([C.streams, C.tokens, 1], 0, gl.int32, mma), [C.runs, C.heads, C.tokens, 1])
+    layout: gl.constexpr = like.type.layout
+    e = gl.arange(0, C.heads, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[None, :, None, None]
+    word = gl.expand_dims(ring.load(gl.SliceLayout(1, layout)), 1) >> (e * 16)
+    return gl.convert_layout(gl.reshape(word, [C.streams, C.tokens, 1]), mma, assert_trivial=True)
+
+
+@gluon.jit
 def _scales_of(ring, slot, head, g: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or offsets) of one group of a tile's tokens in fp32, [W, T, 1]."""
     mma: gl.constexpr = mma_layout(C)
     if not S.paired:
         return ring.index(slot).slice(g, 1, dim=2).load(mma).to(gl.float32)
     else:
-        word = ring.index(slot).slice(g // 2, 1, dim=2).load(mma)
-        if S.groups > 1:
-            word = word >> (g % 2 * 16)
-        else:  # a word has the scales of two heads
-            word = word >> (head % 2 * 16)
+        if C.heads > 1:
+            word = _word_of_heads(ring.index(slot), C)
+        else:
+            word = ring.index(slot).slice(g // 2, 1, dim=2).load(mma)
+            if S.groups > 1:
+                word = word >> (g % 2 * 16)
+            else:  # a word has the scales of two heads
+                word = word >> (head % 2 * 16)
         return word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
 
 

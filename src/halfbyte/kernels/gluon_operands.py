@@ -17,9 +17,9 @@ def mma_layout(C):
 
 @gluon.constexpr_function
 def code_copy_layout(C, words):
-    """One lane copies 16 bytes of a row."""
+    """One lane copies 16 bytes of a row: of a token's codes of all heads of a unit."""
     lanes = min(words // 8, 32)
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.streams, C.across, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.runs, C.heads * C.across, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -36,7 +36,7 @@ def scale_copy_layout(C, S):
     outer = max(1, per_lane // inner)
     across = max(1, columns // inner)
     order = [2, 1, 0] if columns > 1 else [1, 2, 0]
-    return gl.BlockedLayout([1, outer, inner], [1, 32 // across, across], [C.streams, C.across, 1], order)
+    return gl.BlockedLayout([1, outer, inner], [1, 32 // across, across], [C.runs, C.heads * C.across, 1], order)
 
 
 @gluon.constexpr_function
@@ -170,12 +170,39 @@ def _chunk(S):
 
 
 @gluon.jit
+def _key_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Chunk c of a ring of keys as each stream reads it, [W, T, n]."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    if C.heads == 1:
+        return ring.slice(c * _chunk(S), _chunk(S), dim=2).load(la)
+    else:  # rows hold the words of all heads: each stream's own are where its operand's layout, turned the same way, has them
+        like = gl.reshape(gl.full([C.streams, C.tokens, S.padded], 0, gl.int16, la), [C.runs, C.heads, C.tokens, S.padded])
+        like = gl.reshape(gl.permute(like, [0, 2, 1, 3]), [C.runs, C.tokens, C.heads * S.padded])
+        words = gl.reshape(ring.load(like.type.layout), [C.runs, C.tokens, C.heads, S.padded])
+        words = gl.reshape(gl.permute(words, [0, 2, 1, 3]), [C.streams, C.tokens, S.padded])
+        return gl.convert_layout(words, la, assert_trivial=True)
+
+
+@gluon.jit
+def _value_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Chunk c of a ring of values, its rows turned to columns, as each stream reads it, [W, n, T]."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    if C.heads == 1:
+        return ring.slice(c * _chunk(S), _chunk(S), dim=1).load(la)
+    else:
+        like = gl.full([C.streams, S.padded, C.tokens], 0, gl.int16, la)
+        like = gl.reshape(like, [C.runs, C.heads * S.padded, C.tokens])
+        words = gl.reshape(ring.load(like.type.layout), [C.streams, S.padded, C.tokens])
+        return gl.convert_layout(words, la, assert_trivial=True)
+
+
+@gluon.jit
 def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
     """Words [W, T, n] as mma operands, group after group, plane after plane."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
-        words = ring.slice(c * _chunk(S), _chunk(S), dim=2).load(la)
+        words = _key_words(ring, c, S, C)
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.streams, C.tokens, 2, 8]), [0, 1, 3, 2]))
             for half in gl.static_range(2):
@@ -194,7 +221,7 @@ def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
-        words = ring.slice(c * _chunk(S), _chunk(S), dim=1).load(la)
+        words = _value_words(ring, c, S, C)
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.streams, 2, 8, C.tokens]), [0, 2, 3, 1]))
             for half in gl.static_range(2):

@@ -35,8 +35,7 @@ def _stack(v, n: gl.constexpr):
 
 @gluon.jit
 def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
-    """Merge the warps' states through shared memory: m and l [1, R, 1], and the values of each group [rows, R, operands]."""
-    lo: gl.constexpr = sum_layout(S, C)
+    """Merge the warps' states through shared memory. For each head: m and l [1, R, 1], values of each group [rows, R, operands]."""
     W: gl.constexpr = C.streams
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
@@ -61,8 +60,21 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
             sums = sums + (gl.sum(z[g], axis=1),)
         red_z.store(_stack(sums, S.groups))
     barrier()
-    top = red_m.slice(0, 1, dim=0).load(lo)
-    for w in gl.static_range(1, W):
+    heads = ()
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        heads = heads + (_sum_streams(red, red_m, red_l, red_z, e, S, C),)
+    return heads
+
+
+@gluon.jit
+def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The sum over the streams of head e of a unit, of what `sum_warps` has put into shared memory."""
+    lo: gl.constexpr = sum_layout(S, C)
+    W: gl.constexpr = C.streams
+    R: gl.constexpr = C.padded_rows
+    N: gl.constexpr = S.operands
+    top = red_m.slice(e, 1, dim=0).load(lo)
+    for w in gl.static_range(e + C.heads, W, gl.constexpr(C.heads)):
         top = gl.maximum(top, red_m.slice(w, 1, dim=0).load(lo))
     total = gl.full([1, R, 1], 0.0, gl.float32, lo)
     values = ()
@@ -70,7 +82,7 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     for g in gl.static_range(gl.constexpr(S.groups)):
         values = values + (gl.full([S.rows, R, N], 0.0, gl.float32, lo),)
         shifts = shifts + (total,)
-    for w in gl.static_range(W):
+    for w in gl.static_range(e, W, gl.constexpr(C.heads)):
         f = gl.exp2(red_m.slice(w, 1, dim=0).load(lo) - top)
         total += f * red_l.slice(w, 1, dim=0).load(lo)
         added = ()
@@ -110,8 +122,16 @@ def parted(o, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
-    """Divide by the softmax's sum, sinks included, and write the rows of a unit and their log-sum-exp."""
+def write_rows(Out, Lse, Sinks, VScale, first, head, state, S: gl.constexpr, C: gl.constexpr):
+    """Write the rows of a unit. first: its first head, counted over all sequences; `head`: in its own."""
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        m, l, v = state[e]
+        _write_head(Out, Lse, Sinks, VScale, first + e, head + e, m, l, v, S, C)
+
+
+@gluon.jit
+def _write_head(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
+    """Divide by the softmax's sum, sinks included, and write the rows of a KV head and their log-sum-exp."""
     R: gl.constexpr = C.padded_rows
     r = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, sum_layout(S, C))))[None, :, None]
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
@@ -155,16 +175,18 @@ def part_slot(program, begins):
 
 
 @gluon.jit
-def write_part(Part, slot, m, l, v, S: gl.constexpr, C: gl.constexpr):
+def write_part(Part, slot, state, S: gl.constexpr, C: gl.constexpr):
     """A partial result into its slot of the workspace; it goes to L2, where the program that adds the parts up will find it."""
     R: gl.constexpr = C.padded_rows
     size: gl.constexpr = S.rows * R * S.operands
     at, r = _part_offsets(S, C)
-    base = Part + slot.to(gl.int64) * C.part_floats
-    for g in gl.static_range(gl.constexpr(S.groups)):
-        gl.store(base + g * size + at, v[g], cache_modifier=".cg")
-    gl.store(base + S.groups * size + r, m, cache_modifier=".cg")
-    gl.store(base + (S.groups * size + R) + r, l, cache_modifier=".cg")
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        m, l, v = state[e]
+        base = Part + slot.to(gl.int64) * C.part_floats + e * C.head_floats
+        for g in gl.static_range(gl.constexpr(S.groups)):
+            gl.store(base + g * size + at, v[g], cache_modifier=".cg")
+        gl.store(base + S.groups * size + r, m, cache_modifier=".cg")
+        gl.store(base + (S.groups * size + R) + r, l, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -177,13 +199,12 @@ def _load_part(base, offsets, ok, other, sure: gl.constexpr):
 
 
 @gluon.jit
-def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """state and `many` more parts, all loads in flight: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
+def _load_parts(Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """m, l and values by group of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
     R: gl.constexpr = C.padded_rows
     G: gl.constexpr = S.groups
     size: gl.constexpr = S.rows * R * S.operands
     at, r = _part_offsets(S, C)
-    m, l, v = state
     ms = ()
     ls = ()
     vs = ()
@@ -194,6 +215,14 @@ def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: 
         ls = ls + (_load_part(base + (G * size + R), r, program <= last, 0.0, sure),)
         for g in gl.static_range(G):
             vs = vs + (_load_part(base + g * size, at, program <= last, 0.0, sure),)
+    return ms, ls, vs
+
+
+@gluon.jit
+def _add(state, ms, ls, vs, many: gl.constexpr, S: gl.constexpr):
+    """One head's state and `many` more parts of it."""
+    G: gl.constexpr = S.groups
+    m, l, v = state
     top = m
     for y in gl.static_range(many):
         top = gl.maximum(top, ms[y])
@@ -214,20 +243,37 @@ def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: 
 
 
 @gluon.jit
+def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The heads' states and `many` more parts, all loads in flight."""
+    loaded = ()
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        loaded = loaded + (_load_parts(Part + e * C.head_floats, begin, step, last, first, many, sure, S, C),)
+    added = ()
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        ms, ls, vs = loaded[e]
+        added = added + (_add(state[e], ms, ls, vs, many, S),)
+    return added
+
+
+@gluon.jit
 def _nothing(S: gl.constexpr, C: gl.constexpr):
-    """The m, l and values of no tokens."""
+    """The m, l and values of no tokens, for each head."""
     lo: gl.constexpr = sum_layout(S, C)
     v = ()
     for g in gl.static_range(gl.constexpr(S.groups)):
         v = v + (gl.full([S.rows, C.padded_rows, S.operands], 0.0, gl.float32, lo),)
-    return gl.full([1, C.padded_rows, 1], -3.0e38, gl.float32, lo), gl.full([1, C.padded_rows, 1], 0.0, gl.float32, lo), v
+    state = ()
+    for e in gl.static_range(gl.constexpr(C.heads)):
+        m = gl.full([1, C.padded_rows, 1], -3.0e38, gl.float32, lo)
+        state = state + ((m, gl.full([1, C.padded_rows, 1], 0.0, gl.float32, lo), v),)
+    return state
 
 
 @gluon.jit
 def _sum_parts(Part, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
     """Merge the parts of `count` programs begin, begin + step, ... of one unit, in that order."""
-    # As many parts at a time as 64 registers hold; what is left over, half as many at a time.
-    many: gl.constexpr = max(2, min(8, 2048 * C.warps // (S.groups * S.rows * C.padded_rows * S.operands)))
+    # As many parts at a time as 64 registers hold, 8 heads' at most; what is left over, half as many at a time.
+    many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.groups * S.rows * C.padded_rows * S.operands)))
     half: gl.constexpr = many // 2
     state = _nothing(S, C)
     rest = begin + count // many * many * step
@@ -255,7 +301,7 @@ def gather(Part, Count, unit, units, first, last, S: gl.constexpr, C: gl.constex
 
     Many parts are added in two steps: the last of `C.gather` neighbours to arrive adds theirs, puts the sum in place of the first
     of them, and only then counts in at the unit. Arrival decides who adds, and never in which order.
-    Returns (whether this program has the whole unit, its m, l and values).
+    Returns (whether this program has the whole unit, and for each head its m, l and values).
     """
     program = gl.program_id(0)
     state = _nothing(S, C)
@@ -272,12 +318,10 @@ def gather(Part, Count, unit, units, first, last, S: gl.constexpr, C: gl.constex
     if whole:
         state = _sum_parts(Part, begin, 1, count, first, S, C)
         if two_steps:
-            m, l, v = state
             barrier()  # all have read the part that the sum takes the place of
-            write_part(Part, part_slot(begin, begin == first), m, l, v, S, C)
+            write_part(Part, part_slot(begin, begin == first), state, S, C)
             sums = (last - first + C.gather) // C.gather
             whole = _last_of(Count + unit, sums)
             if whole:
                 state = _sum_parts(Part, first, C.gather, sums, first, S, C)
-    m, l, v = state
-    return whole, m, l, v
+    return whole, state

@@ -78,7 +78,7 @@ def _add(x, y):
 def deal(lo, hi, batch, heads, C: gl.constexpr):
     """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins)."""
     program = gl.program_id(0)
-    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + UNIT_COST) * heads
+    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + UNIT_COST) * (heads // C.heads)
     if C.batch == 1:
         total = costs
     else:
@@ -124,18 +124,19 @@ def _entry_of(token, hi, C: gl.constexpr):
 
 @gluon.jit
 def page_of_tile(at, tile, hi, C: gl.constexpr):
-    """The page that each stream's tokens of a tile lie in, [W], if that is one. at: as `place_of` says."""
+    """The page that each run of tokens of a tile lies in, [runs], if that is one. at: as `place_of` says."""
     if not C.one_page:
         return 0
     else:
-        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, code_copy_layout(C, C.keys.padded))))
+        layout: gl.constexpr = code_copy_layout(C, C.heads * C.keys.padded)
+        w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
         # A table of no pages has no entry to read, and keys that end at 0.
         return gl.load(at[3] + _entry_of(tile * C.tile + w * C.tokens, hi, C), mask=(w >= 0) & (hi > 0), other=0)
 
 
 @gluon.jit
 def place_of(Codes, Scales, Offsets, Pages, b, h, sizes, S: gl.constexpr, C: gl.constexpr):
-    """Where one side of unit (b, h) lies: codes, scales, offsets and page table, and the strides of pages and tokens."""
+    """Where one side of a unit, whose first head is h, lies: codes, scales, offsets, page table; strides of pages and tokens."""
     pages, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch = sizes
     b = b.to(gl.int64)
     h = h.to(gl.int64)
@@ -165,14 +166,14 @@ def place_of(Codes, Scales, Offsets, Pages, b, h, sizes, S: gl.constexpr, C: gl.
 
 @gluon.jit
 def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.constexpr, C: gl.constexpr):
-    """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [W, T, n].
+    """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [runs, T, n].
 
     What one thread copies lies a few distances apart, the same few for all threads: where the distance is known when compiling, one
-    address is enough for all of it.
+    address is enough for all of it. Warps that copy a run for two heads divide its tokens: their distance is no constant.
     """
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1])
+    apart: gl.constexpr = C.tokens - min(C.tokens, layout.size_per_thread[1] * layout.threads_per_warp[1] * C.heads)
     first = tile * C.tile
     if C.page == 0:
         row = w * C.tokens + t
@@ -180,7 +181,7 @@ def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.co
     elif C.one_page:
         page = gl.convert_layout(page, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None, None]
         page = gl.minimum(gl.maximum(page, 0), pages - 1)  # a number out of range reads some page
-        inside = (tile * C.streams + w) % (C.page // C.tokens) * C.tokens
+        inside = (tile * C.runs + w) % (C.page // C.tokens) * C.tokens
         return Base + page.to(gl.int64) * s_page + ((inside + (t & ~apart)) * step + c) + (t & apart) * step
     else:
         token = first + w * C.tokens + t
@@ -192,8 +193,8 @@ def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.co
 
 @gluon.jit
 def _rows_of(layout: gl.constexpr, C: gl.constexpr):
-    """Token of a tile, [W, T, 1], in the layout of a copy."""
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    """Token of a tile, [runs, T, 1], in the layout of a copy."""
+    w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     return w * C.tokens + t
 
@@ -201,9 +202,9 @@ def _rows_of(layout: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _copy_codes(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Codes of one tile into the ring. `whole`: all its tokens lie in [lo, hi); else those outside become zeros."""
-    layout: gl.constexpr = code_copy_layout(C, S.padded)
+    layout: gl.constexpr = code_copy_layout(C, C.heads * S.padded)
     row = _rows_of(layout, C)
-    c = gl.arange(0, S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    c = gl.arange(0, C.heads * S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
     if S.apart > 0:
         step = S.apart * S.words
@@ -245,6 +246,12 @@ def _copy_scales(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, who
 
 
 @gluon.jit
+def head_of(w, r, C: gl.constexpr):
+    """Which query head of a unit row r of stream w is of."""
+    return w % C.heads * (C.rows // C.queries) + r // C.queries
+
+
+@gluon.jit
 def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
     """Query rows in the layout of mma operands, in the order of `key_operands`, as they are stored."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
@@ -254,7 +261,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
         w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
-        rows = Base + (r // C.queries * s_head + r % C.queries * s_token + w * 0)
+        rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
         for g in gl.static_range(gl.constexpr(S.groups)):
             for j in gl.static_range(gl.constexpr(S.operands)):
                 d = first_dim(S, g, j) + S.planes * (i % words) + i // words
@@ -270,7 +277,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
         w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
-        rows = Base + (r // C.queries * s_head + r % C.queries * s_token + w * 0)
+        rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
         for g in gl.static_range(gl.constexpr(S.groups)):
             d = (g * S.rows + i) * S.planes + j
             x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
@@ -331,9 +338,9 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory of one side: codes, scales, offsets, each [stages, W, T, n]; unused ones are as small as can be."""
-    shape: gl.constexpr = [C.stages, C.streams, C.tokens]
-    codes = gl.allocate_shared_memory(gl.int16, shape + [S.padded], code_ring_layout(S.padded))
+    """Shared memory of one side: codes, scales, offsets, each [stages, runs, T, n]; unused ones are as small as can be."""
+    shape: gl.constexpr = [C.stages, C.runs, C.tokens]
+    codes = gl.allocate_shared_memory(gl.int16, shape + [C.heads * S.padded], code_ring_layout(C.heads * S.padded))
     scales = codes
     offsets = codes
     dtype: gl.constexpr = gl.int32 if S.paired else gl.float16

@@ -129,8 +129,10 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
 
 def _apart(plane: Plane) -> int:
     """How many rows apart codes of neighbouring tokens lie, if that is what a kernel is compiled for; else 0."""
-    row, token = plane.codes.shape[3], plane.codes.stride(2)
-    return next((rows for rows in (1, plane.heads) if token == rows * row), 0)
+    row, (_, head, token, _) = plane.codes.shape[3], plane.codes.stride()
+    if token == row:
+        return 1
+    return plane.heads if token == plane.heads * row and head == row else 0
 
 
 def _scales_apart(plane: Plane) -> int:

@@ -12,7 +12,8 @@ from halfbyte.formats import Format
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
 from halfbyte.ops._workspace import shared
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Spec
+from halfbyte.plans.decode_attention import WIDEST, GluonPlan
+from halfbyte.plans.decode_spec import Spec
 from halfbyte.settings import as_set
 
 #: Every tensor of a call, in the order in which the kernel takes them. So many come before what a launch makes itself.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
+from halfbyte.plans.decode_spec import Side, Spec, padded
 
 #: Shared memory a block may use, bytes, by compute capability; what is not listed is as sm_80.
 _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
@@ -19,163 +20,6 @@ _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 <<
 WIDEST, MOST_TOKENS = 2**30, 2**33
 #: What the tuned kernel calls the codes that it reads.
 _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Side:
-    """How keys (or values) are stored: one compile-time constant of the tuned kernel.
-
-    code    what a 16-bit word holds: "nibbles" (int4), "bytes" (int8), "e4m3", "fp16" or "bf16"
-    words   16-bit words of a token; `padded`, the same rounded up to a power of two
-    groups  scales of one token and head
-    scale   "none"; "tensor", one for everything; "token", read with every token
-    offset  x = scale * code + offset
-    apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
-    scales_apart    the same of scales; where it is 0 they pass through registers and not by cp.async
-    """
-
-    code: str
-    words: int
-    padded: int
-    groups: int
-    scale: str
-    offset: bool
-    apart: int
-    scales_apart: int
-
-    @property
-    def planes(self) -> int:
-        """Codes in one 16-bit word."""
-        return {"nibbles": 4, "bytes": 2, "e4m3": 2}.get(self.code, 1)
-
-    @property
-    def halved(self) -> bool:
-        """A group is 8 words, half of an mma's depth: two planes share an operand."""
-        return self.padded // self.groups == 8
-
-    @property
-    def operands(self) -> int:
-        """mma operands of one group."""
-        return self.planes // 2 if self.halved else self.planes
-
-    @property
-    def rows(self) -> int:
-        """Rows (of one plane, or of two halves of planes) in one operand."""
-        return 16 if self.halved else self.padded // self.groups
-
-    @property
-    def unit(self) -> float:
-        """What an accumulated code must be multiplied by."""
-        return {"nibbles": 2.0**24, "bytes": 2.0**24, "e4m3": 2.0**8}.get(self.code, 1.0)
-
-    @property
-    def shifted(self) -> bool:
-        """Whether products with values are owed a multiple of the sum of weights: codes made unsigned, or with offsets."""
-        return self.offset or self.code == "bytes"
-
-    @property
-    def staged(self) -> bool:
-        """Whether scales pass through registers."""
-        return self.scale == "token" and self.scales_apart == 0
-
-    @property
-    def paired(self) -> bool:
-        """Whether scales are copied in words of two: of two groups, or of two heads. cp.async copies nothing smaller."""
-        return self.scale == "token" and self.scales_apart > 1
-
-    @property
-    def scale_columns(self) -> int:
-        """What is copied for each token: a scale for each group, or a word for two."""
-        return max(1, self.groups // 2) if self.paired else self.groups
-
-    @property
-    def token_bytes(self) -> int:
-        """Shared memory of one token."""
-        return 2 * self.padded + (4 if self.paired else 2) * self.scale_columns * ((self.scale == "token") + self.offset)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything the tuned kernel is compiled for."""
-
-    keys: Side
-    values: Side
-    warps: int
-    tokens: int  # of one stream (a warp, or `across` of them) in one tile
-    stages: int
-    rows: int  # G * L
-    padded_rows: int
-    queries: int  # L
-    batch: int  # sequences, rounded up to a power of two
-    page: int  # tokens of a page, 0: contiguous
-    window: bool
-    alibi: bool
-    softcap: bool
-    pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
-    gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
-    apart: bool = False  # warps are summed in memory of their own and not in the ring
-
-    @property
-    def across(self) -> int:
-        """Warps that share their tokens and divide the query rows, so that each holds 2048 numbers of its output at most."""
-        return max(1, self._output // 2048)
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of its output (or of its queries, if they are more) that one warp holds."""
-        return self._output // self.across
-
-    @property
-    def _output(self) -> int:
-        return self.padded_rows * max(s.planes * s.padded for s in (self.keys, self.values))
-
-    @property
-    def streams(self) -> int:
-        """Warps, or groups of `across` of them, that work on tokens of their own."""
-        return self.warps // self.across
-
-    @property
-    def one_page(self) -> bool:
-        """Whether the tokens of a stream in a tile lie in one page."""
-        return self.page > 0 and self.page % self.tokens == 0
-
-    @property
-    def tile(self) -> int:
-        """Tokens of one tile."""
-        return self.streams * self.tokens
-
-    @property
-    def part_floats(self) -> int:
-        """fp32 numbers of one partial result."""
-        return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
-
-    @property
-    def ring_bytes(self) -> int:
-        """Shared memory of the ring of tiles."""
-        return self.stages * self.tile * (self.keys.token_bytes + self.values.token_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
-        return (
-            self.ring_bytes
-            + (0 if self.reuses_ring else self._sum_bytes)
-            + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
-        )
-
-    @property
-    def reuses_ring(self) -> bool:
-        """Whether warps are summed in the ring of keys, which must be large enough for that."""
-        return not self.apart and 2 * self.stages * self.tile * self.keys.padded >= self._sum_bytes
-
-    @property
-    def _sum_bytes(self) -> int:
-        return 4 * self.streams * self.padded_rows * self.values.planes * self.values.padded
-
-
-def padded(n: int) -> int:
-    """The power of two that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side | str:
@@ -274,7 +118,7 @@ class GluonPlan:
 
     spec: Spec
     programs: int
-    units: int  # KV heads of sequences
+    units: int  # KV heads of sequences, or pairs of them
     why: str
 
     @property
@@ -311,17 +155,18 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     limit = shared_memory_of_block(capability)
     lean = p.queries == 1 and not p.alibi and not p.softcap
     even = not (p.page or p.window) and all(s.apart == 1 and s.scales_apart == 1 for s in (keys, values))
-    warps, tokens, stages, per_sm = shape_of(keys, values, rows, lean, lean and even, limit)
+    heads = _heads(keys, values, p.heads)
+    warps, tokens, stages, per_sm = shape_of(keys, values, heads, rows, lean, lean and even, limit)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
-    spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags)
+    spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags, heads=heads)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
-    units = p.batch * p.heads
+    units = p.batch * p.heads // heads
     one = _one_each(spec, lean, units, sm_count, limit)
-    count = programs(units, sm_count * per_sm) if one is None else units
+    count = programs(units, sm_count * (per_sm if one is None else 1))
     spec = replace(one or _filled(spec, per_sm, limit), gather=neighbours(count, units))
-    tiles = f"{spec.stages} stages of {spec.tile} tokens"
-    why = f"{count} programs of {warps} warps, {tiles}; {units} units (a KV head of a sequence each)"
+    tiles, unit = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if heads == 1 else "two KV heads"
+    why = f"{count} programs of {warps} warps, {tiles}; {units} units ({unit} of a sequence each)"
     return GluonPlan(spec, count, units, why)
 
 
@@ -346,7 +191,17 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
     return ""
 
 
-def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bool, shared_limit: int) -> tuple[int, int, int, int]:
+def _heads(keys: Side, values: Side, heads: int) -> int:
+    """KV heads of a unit: two, where a head's codes of a token are less than 128 bytes, between other heads' codes.
+
+    Such pieces are read at less than the speed of memory; those of two neighbours are whole lines of it.
+    """
+    return 2 if heads % 2 == 0 and all(s.pairs for s in (keys, values)) and any(2 * s.words < 128 for s in (keys, values)) else 1
+
+
+def shape_of(
+    keys: Side, values: Side, heads: int, padded_rows: int, lean: bool, leanest: bool, shared_limit: int
+) -> tuple[int, int, int, int]:
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
@@ -359,7 +214,7 @@ def shape_of(keys: Side, values: Side, padded_rows: int, lean: bool, leanest: bo
     narrow = all(side.planes * side.padded <= 128 for side in (keys, values))
     light = plain_int4 and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
-        spec = Spec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False)
+        spec = Spec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False, heads=heads)
         most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
         if tokens > 16 and (tokens > most or tokens * padded_rows // spec.across > (1024 if light else 512)):
             continue
@@ -383,14 +238,14 @@ def _filled(spec: Spec, per_sm: int, limit: int) -> Spec:
 
 
 def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> Spec | None:
-    """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
+    """The spec where every multiprocessor has about one unit, or one of its two heads: one program computes that alone.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
     would move in beside it. None where that was slower or hardly faster (groups, heads of 64 and 256, INT4 in pages) or not tried
     (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
-    whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
+    whole = programs(units, sm_count) in (units, spec.heads * units) and spec.padded_rows == 8 and lean and not spec.window
     suits = all(side.groups == 1 and side.planes > 1 and 64 < side.planes * side.padded <= 128 for side in sides)
     if not whole or not suits or (spec.page and any(side.code == "nibbles" for side in sides)):
         return None

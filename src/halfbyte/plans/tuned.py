@@ -20,7 +20,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.choices import Choice, DecodeChoice, LinearChoice, with_decode_choice, with_linear_choice
-from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan, padded
+from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
+from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.settings import stored_plans

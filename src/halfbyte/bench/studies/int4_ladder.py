@@ -28,7 +28,8 @@ from halfbyte.bench.studies import Study
 from halfbyte.bench.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDER, LADDER_OF, QUERY_HEADS
 from halfbyte.bench.timing import MANY_GRAPHS
 from halfbyte.cache import KVCache
-from halfbyte.plans.decode_attention import GluonPlan, Side, Spec
+from halfbyte.plans.decode_attention import GluonPlan
+from halfbyte.plans.decode_spec import Side, Spec
 from halfbyte.plans.triton_decode import TritonTiles
 
 OP = "ladder study"

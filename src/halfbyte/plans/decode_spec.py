@@ -1,0 +1,179 @@
+"""What the tuned kernel of decode attention is compiled for: how each side is stored, and the tiles it works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Side:
+    """How keys (or values) are stored: one compile-time constant of the tuned kernel.
+
+    code    what a 16-bit word holds: "nibbles" (int4), "bytes" (int8), "e4m3", "fp16" or "bf16"
+    words   16-bit words of a token; `padded`, the same rounded up to a power of two
+    groups  scales of one token and head
+    scale   "none"; "tensor", one for everything; "token", read with every token
+    offset  x = scale * code + offset
+    apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
+    scales_apart    the same of scales; where it is 0 they pass through registers and not by cp.async
+    """
+
+    code: str
+    words: int
+    padded: int
+    groups: int
+    scale: str
+    offset: bool
+    apart: int
+    scales_apart: int
+
+    @property
+    def planes(self) -> int:
+        """Codes in one 16-bit word."""
+        return {"nibbles": 4, "bytes": 2, "e4m3": 2}.get(self.code, 1)
+
+    @property
+    def halved(self) -> bool:
+        """A group is 8 words, half of an mma's depth: two planes share an operand."""
+        return self.padded // self.groups == 8
+
+    @property
+    def operands(self) -> int:
+        """mma operands of one group."""
+        return self.planes // 2 if self.halved else self.planes
+
+    @property
+    def rows(self) -> int:
+        """Rows (of one plane, or of two halves of planes) in one operand."""
+        return 16 if self.halved else self.padded // self.groups
+
+    @property
+    def unit(self) -> float:
+        """What an accumulated code must be multiplied by."""
+        return {"nibbles": 2.0**24, "bytes": 2.0**24, "e4m3": 2.0**8}.get(self.code, 1.0)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether products with values are owed a multiple of the sum of weights: codes made unsigned, or with offsets."""
+        return self.offset or self.code == "bytes"
+
+    @property
+    def staged(self) -> bool:
+        """Whether scales pass through registers."""
+        return self.scale == "token" and self.scales_apart == 0
+
+    @property
+    def paired(self) -> bool:
+        """Whether scales are copied in words of two: of two groups, or of two heads. cp.async copies nothing smaller."""
+        return self.scale == "token" and self.scales_apart > 1
+
+    @property
+    def scale_columns(self) -> int:
+        """What is copied for each token: a scale for each group, or a word for two."""
+        return max(1, self.groups // 2) if self.paired else self.groups
+
+    def token_bytes(self, heads: int) -> int:
+        """Shared memory of one token of so many neighbouring heads. A word of two heads' scales serves both."""
+        scales = (4 if self.paired else 2) * self.scale_columns
+        return 2 * self.padded * heads + scales * ((self.scale == "token") + self.offset)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether two neighbouring heads can be read as one: the heads of a token side by side, a scale of each in one word."""
+        whole = self.apart > 1 and self.padded == self.words and self.groups == 1
+        return whole and (self.scale != "token" or self.paired)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything the tuned kernel is compiled for."""
+
+    keys: Side
+    values: Side
+    warps: int
+    tokens: int  # of one stream (a warp, or `across` of them) in one tile
+    stages: int
+    rows: int  # G * L
+    padded_rows: int
+    queries: int  # L
+    batch: int  # sequences, rounded up to a power of two
+    page: int  # tokens of a page, 0: contiguous
+    window: bool
+    alibi: bool
+    softcap: bool
+    pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
+    gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
+    apart: bool = False  # warps are summed in memory of their own and not in the ring
+    heads: int = 1  # neighbouring KV heads of a unit; stream w works on head w % heads of them
+
+    @property
+    def across(self) -> int:
+        """Warps that share their tokens and divide the query rows, so that each holds 2048 numbers of its output at most."""
+        return max(1, self._output // 2048)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of its output (or of its queries, if they are more) that one warp holds."""
+        return self._output // self.across
+
+    @property
+    def _output(self) -> int:
+        return self.padded_rows * max(s.planes * s.padded for s in (self.keys, self.values))
+
+    @property
+    def streams(self) -> int:
+        """Warps, or groups of `across` of them, that work on tokens of their own."""
+        return self.warps // self.across
+
+    @property
+    def runs(self) -> int:
+        """Runs of neighbouring tokens in a tile: each a stream's, or as many streams' as a unit has heads."""
+        return self.streams // self.heads
+
+    @property
+    def one_page(self) -> bool:
+        """Whether the tokens of a run lie in one page."""
+        return self.page > 0 and self.page % self.tokens == 0
+
+    @property
+    def tile(self) -> int:
+        """Tokens of one tile."""
+        return self.runs * self.tokens
+
+    @property
+    def head_floats(self) -> int:
+        """fp32 numbers of one head's partial result."""
+        return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
+
+    @property
+    def part_floats(self) -> int:
+        """fp32 numbers of one partial result."""
+        return self.heads * self.head_floats
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of the ring of tiles."""
+        return self.stages * self.tile * (self.keys.token_bytes(self.heads) + self.values.token_bytes(self.heads))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
+        return (
+            self.ring_bytes
+            + (0 if self.reuses_ring else self._sum_bytes)
+            + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
+        )
+
+    @property
+    def reuses_ring(self) -> bool:
+        """Whether warps are summed in the ring of keys, which must be large enough for that."""
+        return not self.apart and 2 * self.stages * self.streams * self.tokens * self.keys.padded >= self._sum_bytes
+
+    @property
+    def _sum_bytes(self) -> int:
+        return 4 * self.streams * self.padded_rows * self.values.planes * self.values.padded
+
+
+def padded(n: int) -> int:
+    """The power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
