@@ -186,10 +186,19 @@ def test_narrow_heads_side_by_side_are_units_of_two(change: dict[str, Any], head
     assert plan.spec.part_floats == heads * plan.spec.head_floats
 
 
-@pytest.mark.parametrize(("batch", "programs"), [(32, 128), (16, 128), (8, 256)])
-def test_a_program_with_one_of_two_heads_or_both(batch: int, programs: int) -> None:
-    """About as many heads as multiprocessors, or as many pairs of them, take one program on each."""
-    assert tuned(tokens_first(batch=batch)).programs == programs
+@pytest.mark.parametrize(
+    ("change", "programs"), [({"batch": 32}, 128), ({"batch": 16}, 256), ({"batch": 32, "dim": 64, "value_dim": 64}, 128)], ids=str
+)
+def test_about_as_many_pairs_of_heads_as_multiprocessors_have_a_program_each(change: dict[str, Any], programs: int) -> None:
+    assert tuned(tokens_first(**change)).programs == programs
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("fmt", ["int4", "int8", "fp8", "int4_g32", "bf16"])
+def test_no_more_programs_fit_than_are_meant_to(fmt: str, dim: int) -> None:
+    """Whatever registers they take. An empty slot of the ring sees to it where the sums of the warps do not."""
+    plan = tuned(replace(LAYER, keys=fmt, values=fmt, dim=dim, value_dim=dim, batch=64))
+    assert (227 << 10) // (plan.spec.shared_bytes + 1024) <= 2
 
 
 def test_a_side_says_how_its_words_are_read() -> None:

@@ -338,8 +338,8 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory of one side: codes, scales, offsets, each [stages, runs, T, n]; unused ones are as small as can be."""
-    shape: gl.constexpr = [C.stages, C.runs, C.tokens]
+    """Shared memory of one side: codes, scales, offsets, each [slots, runs, T, n]; unused ones are as small as can be."""
+    shape: gl.constexpr = [C.stages + C.spare, C.runs, C.tokens]
     codes = gl.allocate_shared_memory(gl.int16, shape + [C.heads * S.padded], code_ring_layout(C.heads * S.padded))
     scales = codes
     offsets = codes

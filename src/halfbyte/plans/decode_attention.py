@@ -228,26 +228,29 @@ def shape_of(
 
 
 def _filled(spec: Spec, per_sm: int, limit: int) -> Spec:
-    """The spec with sums of warps in memory of their own, where `per_sm` programs have room for it.
+    """The spec with sums of warps in memory of their own, where `per_sm` programs have room for it; with 8 rows none for one more.
 
     With 168 registers or fewer one program more would fit in where the ring is small, and do harm: the next call's programs, which
-    start early, would crowd the multiprocessors that end first. The sums take that place.
+    start early, would crowd the multiprocessors that end first. The sums take that place, or an empty slot of the ring.
     """
-    apart = replace(spec, apart=True)
-    return apart if per_sm * (apart.shared_bytes + 1024) <= limit else spec
+    tried = [replace(spec, apart=apart, spare=spare) for spare in (0, 1) for apart in (True, False)]
+    fitting = [s for s in tried if per_sm * (s.shared_bytes + 1024) <= limit] or [spec]
+    alone = [s for s in fitting if spec.padded_rows == 8 and (per_sm + 1) * (s.shared_bytes + 1024) > limit]
+    return (alone or fitting)[0]
 
 
 def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> Spec | None:
-    """The spec where every multiprocessor has about one unit, or one of its two heads: one program computes that alone.
+    """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
     would move in beside it. None where that was slower or hardly faster (groups, heads of 64 and 256, INT4 in pages) or not tried
     (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
-    whole = programs(units, sm_count) in (units, spec.heads * units) and spec.padded_rows == 8 and lean and not spec.window
-    suits = all(side.groups == 1 and side.planes > 1 and 64 < side.planes * side.padded <= 128 for side in sides)
+    whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
+    dims = [side.planes * side.padded for side in sides]
+    suits = all(side.groups == 1 and side.planes > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
     if not whole or not suits or (spec.page and any(side.code == "nibbles" for side in sides)):
         return None
-    larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in (2, 3, 4)]
+    larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next((one for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)

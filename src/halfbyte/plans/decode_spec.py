@@ -105,6 +105,7 @@ class Spec:
     gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
     apart: bool = False  # warps are summed in memory of their own and not in the ring
     heads: int = 1  # neighbouring KV heads of a unit; stream w works on head w % heads of them
+    spare: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
 
     @property
     def across(self) -> int:
@@ -159,7 +160,7 @@ class Spec:
     def shared_bytes(self) -> int:
         """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
         return (
-            self.ring_bytes
+            self.ring_bytes // self.stages * (self.stages + self.spare)
             + (0 if self.reuses_ring else self._sum_bytes)
             + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
         )
