@@ -165,7 +165,7 @@ def tokens_first(**change: Any) -> Problem:
         ({"heads": 7}, 1),
         ({"heads": 1}, 1),
         ({"keys": "int8", "values": "int8"}, 1),  # 128 bytes a head
-        ({"keys": "int8"}, 2),  # the values are narrow
+        ({"keys": "int8"}, 1),  # only the values are narrow
         ({"keys": "int8", "values": "fp8_tensor", "dim": 64, "value_dim": 64}, 2),
         ({"k_apart": 1}, 1),
         ({"v_apart": 0}, 1),
