@@ -105,21 +105,22 @@ ALONE = [
     Variant("int8", "int8", group=4, batch=32, page=64, options=frozenset({"sinks"})),
     Variant("fp8", "fp8", dim=96, group=2, batch=32, options=frozenset({"starts"})),
     Variant("int8", "int4", group=8, batch=32, layout="BTHD"),
-    Variant("int4", "int4", group=4, batch=32, layout="BTHD", options=frozenset({"sinks"})),
     Variant("int8", "int8", group=4, batch=32, layout="BTHD"),
+    Variant("int4", "int4", dim=64, group=4, batch=32, layout="BTHD", options=frozenset({"sinks"})),
+    Variant("int8", "fp8", dim=64, group=8, batch=32, layout="BTHD"),
 ]
 
 
 @pytest.mark.parametrize("lengths", [(3 * TILE + 1,), (TILE, 0, 5, 2 * TILE + 7, 4 * TILE - 1)], ids=["alike", "uneven"])
 @pytest.mark.parametrize("variant", ALONE, ids=name_of)
 def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ...]) -> None:
-    """One program with each KV head where all are as long; shares that begin and end inside of units where they are not."""
+    """One program with each unit where all are as long; shares that begin and end inside of units where they are not."""
     processors = 8 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
-    sequences = processors // 4
-    call = build(Case(variant, 4, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
+    sequences, heads = processors // 4, 2 if variant in ALONE[5:] else 1
+    call = build(Case(variant, 4 * heads, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
     if not PLACE.dry:
-        plan = _check_unit(call, 2 if variant in ALONE[3:5] else 1)
-        assert plan.programs == plan.units * plan.spec.heads == 4 * sequences, plan.why
+        plan = _check_unit(call, heads)
+        assert plan.programs == plan.units == 4 * sequences, plan.why
     out, lse = call.run(PLACE.impls[0])
     assert not call.wrong(out, lse)
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
