@@ -18,8 +18,8 @@ from halfbyte.ops._buffers import check_buffers
 from halfbyte.ops._relaunch_append import Request
 from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
-from halfbyte.ops.append import Rope, check_new, store
-from halfbyte.planes import Plane, new_plane
+from halfbyte.ops.append import check_new, store
+from halfbyte.planes import Plane, Rope, new_plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale

@@ -9,6 +9,9 @@ import torch
 
 from halfbyte.formats import Format, Shape
 
+#: cos and sin of the rotary embedding of new keys.
+Rope = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Plane:

@@ -11,10 +11,8 @@ import torch
 from halfbyte.formats import Format
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
 from halfbyte.ops._workspace import stream_of
-from halfbyte.planes import Plane
+from halfbyte.planes import Plane, Rope
 from halfbyte.settings import as_set
-
-Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 class Request(NamedTuple):

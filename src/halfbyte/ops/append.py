@@ -12,13 +12,10 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
 from halfbyte.ops import _relaunch_append as relaunch
 from halfbyte.ops._library import define, level, refuse_capture
-from halfbyte.planes import Plane
+from halfbyte.planes import Plane, Rope
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
-
-#: cos and sin of the rotary embedding of new keys.
-Rope = tuple[torch.Tensor, torch.Tensor]
 
 _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
