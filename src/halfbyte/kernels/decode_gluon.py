@@ -208,13 +208,13 @@ def decode(
 
         unit = b * (heads // C.heads) + h
         m, l, z, o = state
-        sums = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
+        merged = sum_warps(k_rings[0], (m, l, z, parted(o, VS, C)), VS, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
-            write_part(Part, part_slot(program, begin == 0), sums, VS, C)
-            whole, sums = gather(Part, Count, unit, batch * (heads // C.heads), part_first, part_last, VS, C)
+            write_part(Part, part_slot(program, begin == 0), merged, VS, C)
+            whole, merged = gather(Part, Count, unit, batch * (heads // C.heads), part_first, part_last, VS, C)
         if whole:
-            write_rows(Out, Lse, Sinks, VScale, unit * C.heads, head, sums, VS, C)
+            write_rows(Out, Lse, Sinks, VScale, unit * C.heads, head, merged, VS, C)
         x = start + end
         if end == cost:
             start += cost

@@ -89,7 +89,7 @@ def as_dtype(x, dtype: tl.constexpr):
 
 @triton.jit
 def quotient(x, s):
-    """f32 x / s as IEEE rounds it, without the branches of a division. `s` has at most 12 significant bits, as an f16 has.
+    """f32 x / s as IEEE rounds it, without the branches of a division. `s` has at most 12 significant bits (an f16 has 11).
 
     q = x * (1 / s) is a few units in its last place off. Each half of q's bits times s is exact in f32, and so is r = x - q * s.
     q + r / s then rounds as x / s does, because that is never nearer than 2^-13 units to the middle between two numbers.
