@@ -207,6 +207,19 @@ def test_the_same_arguments_at_other_addresses(options: Callable[[], Options], g
     assert (q_out is None) == ("q" not in given)
 
 
+@pytest.mark.parametrize("first", ["one token for both", "one table for both"])
+def test_what_was_one_tensor_may_be_two(first: str, gpu: Gpu, on_gpu: Callable[[], None]) -> None:
+    """A first append of the same memory twice, as in a warm-up, is like one of two tensors: each goes where it belongs."""
+    made = cache()
+    on_gpu()
+    k, v, cos, sin = token(), token(1), torch.rand(1, 32), torch.rand(1, 32)
+    made.append(k, k if first == "one token for both" else v, rope=(cos, cos if first == "one table for both" else sin))
+    made.append(k, v, rope=(cos, sin))
+    launched = gpu.kernel.launched[0][9:]
+    assert launched[:2] == (k.data_ptr(), v.data_ptr())
+    assert launched[5:7] == (cos.data_ptr(), sin.data_ptr())
+
+
 def test_what_needs_more_than_one_launch_is_not_remembered(gpu: Gpu, on_gpu: Callable[[], None]) -> None:
     """A scale of the whole tensor to be measured, per-channel keys, more tokens than one program takes, converted tensors."""
     measured, channels, prompt, converted = cache(keys="int8_tensor"), cache(keys="int4_channel"), KVCache(2, 2, 64, 96), cache()

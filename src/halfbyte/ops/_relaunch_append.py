@@ -14,9 +14,15 @@ from halfbyte.ops._workspace import stream_of
 from halfbyte.planes import Plane, Rope
 from halfbyte.settings import as_set
 
+#: Where in the order in which the kernel takes tensors the sequences' lengths and q are; behind q comes q rotated.
+_LENGTHS, _Q = 3, 8
+
 
 class Request(NamedTuple):
-    """An append that may be like an earlier one. Nothing in it has been checked."""
+    """An append that may be like an earlier one. Nothing in it has been checked.
+
+    tensors   all but q rotated, in the order in which the kernel takes them
+    """
 
     key: Key
     tensors: Sequence[torch.Tensor | None]
@@ -33,14 +39,13 @@ class Request(NamedTuple):
 class _Entry:
     """What a launch found out.
 
-    launch     the compiled kernel, called with a stream and all arguments
-    arguments  all of them, without addresses; slots: where in them which address goes, the last being that of q_out
-    formats    of keys and values: alive, so that nothing else can get their ids, which are in the key
+    launch    the compiled kernel, called with a stream and all arguments
+    others    the arguments behind the tensors
+    formats   of keys and values: alive, so that nothing else can get their ids, which are in the key
     """
 
     launch: Callable[..., None]
-    arguments: tuple[Any, ...]
-    slots: tuple[tuple[int, int], ...]
+    others: tuple[Any, ...]
     q_out: Layout | None
     formats: tuple[Format, Format]
 
@@ -69,7 +74,8 @@ def request(
     cos, sin = (None, None) if rope is None or len(rope) != 2 else rope
     if (rope is None) != (cos is None) or (torch.is_grad_enabled() and getattr(q, "requires_grad", False)):
         return None
-    tensors = [k, v, lengths, counts, page_table, cos, sin, q, keys.codes, keys.scales, keys.offsets, keys.saturated]
+    # None: no scale is measured.
+    tensors = [k, v, counts, lengths, page_table, cos, sin, None, q, keys.codes, keys.scales, keys.offsets, keys.saturated]
     tensors += [values.codes, values.scales, values.offsets, values.saturated]
     if not plain(tensors):
         return None
@@ -81,7 +87,7 @@ def request(
 
 def again(r: Request) -> tuple[torch.Tensor | None] | None:
     """q rotated, or None in its place, of an append like one that was checked and launched before; None: there was none."""
-    e, lengths = _known.get(r.key), r.tensors[2]
+    e, lengths = _known.get(r.key), r.tensors[_LENGTHS]
     if e is None or lengths is None:
         return None
     if lengths.get_device() == torch.cuda.current_device():
@@ -90,17 +96,14 @@ def again(r: Request) -> tuple[torch.Tensor | None] | None:
         return _launch(e, r, lengths)
 
 
-def _launch(e: _Entry, r: Request, like: torch.Tensor) -> tuple[torch.Tensor | None] | None:
-    q, q_out, addresses = r.tensors[7], None, r.addresses
+def _launch(e: _Entry, r: Request, lengths: torch.Tensor) -> tuple[torch.Tensor | None] | None:
+    q, q_out, address = r.tensors[_Q], None, None
     if q is not None and e.q_out is not None:
         q_out = q.new_empty_strided(*e.q_out)
-        addresses = [*addresses, q_out.data_ptr()]
-        if q_out.data_ptr() % 16:
+        address = q_out.data_ptr()
+        if address % 16:
             return None  # no allocator of torch does that, and the kernel may have been compiled for it
-    arguments = list(e.arguments)
-    for place, number in e.slots:
-        arguments[place] = addresses[number]
-    e.launch(stream_of(like.device), *arguments)
+    e.launch(stream_of(lengths.device), *r.addresses[: _Q + 1], address, *r.addresses[_Q + 1 :], *e.others)
     return (q_out,)
 
 
@@ -108,10 +111,8 @@ def remember(r: Request, compiled: Any, programs: int, given: Sequence[Any], q_o
     """Keep what a launch found out, unless it was given other tensors than were asked for."""
     from halfbyte.kernels.compat import launcher
 
-    numbers = {id(t): i for i, t in enumerate((*r.tensors, q_out)) if t is not None}
-    tensors = [(place, numbers.get(id(a), -1)) for place, a in enumerate(given) if isinstance(a, torch.Tensor)]
-    if any(number < 0 for _, number in tensors):
-        return
-    arguments = tuple(None if isinstance(a, torch.Tensor) else a for a in given)
-    out = None if q_out is None else layout(q_out)
-    keep(_known, r.key, _Entry(launcher(compiled, (programs, 1, 1)), arguments, tuple(tensors), out, r.formats))
+    # One by one: two may be the same tensor now, and not in the next append.
+    tensors = (*r.tensors[: _Q + 1], q_out, *r.tensors[_Q + 1 :])
+    if all(a is b for a, b in zip(tensors, given, strict=False)):
+        out = None if q_out is None else layout(q_out)
+        keep(_known, r.key, _Entry(launcher(compiled, (programs, 1, 1)), tuple(given[len(tensors) :]), out, r.formats))

@@ -244,8 +244,8 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in beside it. None where that was slower or hardly faster (groups, single heads of 64, heads of 256, INT4 in pages) or
-    not tried (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
+    would move in beside it. None where that was slower or hardly faster (groups, single heads of 64, heads of 256, INT4 in pages),
+    or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
