@@ -103,11 +103,18 @@ def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
     assert with_linear_choice(plan, linear_choice(plan), [6144], 4096, 132, (9, 0)) == plan
 
 
-def test_choices_of_attention_are_plans() -> None:
-    plan = attention()
+#: One program with a unit of two heads, whose ring of small tiles has more stages than others.
+TWO_HEADS = replace(
+    dense_problem("bf16", 132, 2, 8, 1, 64, 4096, "int4", "int4"), k_apart=2, v_apart=2, k_scales_apart=2, v_scales_apart=2
+)
+
+
+@pytest.mark.parametrize("problem", [ATTENTION, TWO_HEADS], ids=["one head", "two heads"])
+def test_choices_of_attention_are_plans(problem: Problem) -> None:
+    plan = attention(problem)
     choices = decode_choices(plan, 132, (9, 0))
     assert choices[0] == decode_choice(plan)
-    assert 8 < len(choices) <= MOST_CHOICES
+    assert 4 < len(choices) <= MOST_CHOICES
     for choice in choices:
         made = with_decode_choice(plan, choice, 132, (9, 0))
         assert isinstance(made, GluonPlan), made

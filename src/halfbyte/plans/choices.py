@@ -154,7 +154,7 @@ def decode_choice(plan: GluonPlan) -> DecodeChoice:
 
 def with_decode_choice(plan: GluonPlan, c: DecodeChoice, processors: int, capability: tuple[int, int]) -> GluonPlan | str:
     """The plan with another choice; in words, why that cannot be."""
-    if c.tokens not in _TOKENS or c.stages not in _STAGES:
+    if c.tokens not in _TOKENS or c.stages not in (*_STAGES, plan.spec.stages):
         return f"{c} is no shape of this kernel"
     spec, limit = replace(plan.spec, tokens=c.tokens, stages=c.stages), shared_memory_of_block(capability)
     if spec.shared_bytes > limit:
