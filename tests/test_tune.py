@@ -123,6 +123,15 @@ def test_choices_of_attention_are_plans(problem: Problem) -> None:
     assert replace(with_decode_choice(plan, choices[0], 132, (9, 0)), why=plan.why) == plan  # type: ignore[type-var]
 
 
+def test_another_ring_has_no_empty_slot_of_the_plan_s() -> None:
+    """With it, two programs that a choice counts on would not fit beside each other."""
+    plan = attention(dense_problem("bf16", 1, 8, 8, 1, 64, 8192, "int8", "int8"))
+    assert plan.spec.spare == 1
+    made = with_decode_choice(plan, replace(decode_choice(plan), stages=3), 132, (9, 0))
+    assert isinstance(made, GluonPlan), made
+    assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -156,7 +156,9 @@ def with_decode_choice(plan: GluonPlan, c: DecodeChoice, processors: int, capabi
     """The plan with another choice; in words, why that cannot be."""
     if c.tokens not in _TOKENS or c.stages not in (*_STAGES, plan.spec.stages):
         return f"{c} is no shape of this kernel"
-    spec, limit = replace(plan.spec, tokens=c.tokens, stages=c.stages), shared_memory_of_block(capability)
+    own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
+    spare = plan.spec.spare if own else 0  # an empty slot suits one ring; another needs its room
+    spec, limit = replace(plan.spec, tokens=c.tokens, stages=c.stages, spare=spare), shared_memory_of_block(capability)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     if not 1 <= c.programs <= _MOST_PROGRAMS * processors:
