@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from halfbyte import KV_FORMATS
+from halfbyte.planes import Plane, new_plane
+
 
 class Watched(torch.Tensor):
     """A subclass, which wants to see what is done with it."""
@@ -27,6 +30,23 @@ def spread(t: torch.Tensor) -> torch.Tensor:
 
 def longer(t: torch.Tensor) -> torch.Tensor:
     return t.new_zeros(t.shape[0] + 1, *t.shape[1:])
+
+
+_OTHER_TYPE = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16, torch.float32: torch.float64}
+#: Ways in which a tensor becomes one of other facts.
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "misaligned": misaligned,
+    "strides": spread,
+    "shape": longer,
+    "dtype": lambda t: t.to(_OTHER_TYPE.get(t.dtype, torch.int16)),
+}
+#: What every kind of call is found by, too.
+ENVIRONMENT = [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")]
+
+
+def pages(fmt: str) -> Plane:
+    """A small plane of pages."""
+    return new_plane(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
 
 
 @dataclass

@@ -24,8 +24,8 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.kernels.compat import launcher
 from halfbyte.ops import _facts, _relaunch, _workspace
 from halfbyte.ops import decode_attention as public
-from halfbyte.planes import AttentionOptions, Plane, new_plane
-from relaunching import Compiled, Gpu, Watched, longer, misaligned, spread
+from halfbyte.planes import AttentionOptions, Plane
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
 
 Change = Callable[["Asked"], "Asked"]
 
@@ -56,10 +56,6 @@ class Asked:
         found = self.request()
         assert found is not None
         return found.key
-
-
-def pages(fmt: str) -> Plane:
-    return new_plane(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
 
 
 def full() -> Asked:
@@ -93,13 +89,6 @@ TENSORS = [
     *(("values", name) for name in ("codes", "scales", "offsets")),
     *(("options", name) for name in ("starts", "ends", "alibi_slopes", "sinks")),
 ]
-OTHER_TYPE = {torch.bfloat16: torch.float16, torch.float32: torch.float16, torch.float16: torch.bfloat16}
-WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "misaligned": misaligned,
-    "strides": spread,
-    "shape": longer,
-    "dtype": lambda t: t.to(OTHER_TYPE.get(t.dtype, torch.int64)),
-}
 MISSING = ("query_start", "page_table", "starts", "ends", "alibi_slopes", "sinks", "offsets")
 CHANGES: dict[str, Change] = {
     **{f"{name} of {where or 'the call'}: {way}": part(where, name, WAYS[way]) for where, name in TENSORS for way in WAYS},
@@ -142,7 +131,7 @@ def test_a_tensor_of_another_device_makes_another_call(where: str, name: str) ->
         assert asked.key != before
 
 
-@pytest.mark.parametrize(("variable", "value"), [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")])
+@pytest.mark.parametrize(("variable", "value"), ENVIRONMENT)
 def test_the_environment_makes_another_call(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = full()
     monkeypatch.delenv(variable, raising=False)

@@ -19,8 +19,8 @@ from halfbyte import KV_FORMATS, KVCache, PagedKVCache
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.ops import _relaunch_append
 from halfbyte.ops import append as public
-from halfbyte.planes import Plane, new_plane
-from relaunching import Compiled, Gpu, Watched, longer, misaligned, spread
+from halfbyte.planes import Plane
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
 
 Change = Callable[["Asked"], "Asked"]
 Options = dict[str, Any]
@@ -53,10 +53,6 @@ class Asked:
         return found.key
 
 
-def pages(fmt: str) -> Plane:
-    return new_plane(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
-
-
 def full() -> Asked:
     """An append with every tensor there is, at addresses of its own."""
     k, v, q = (torch.zeros(2, heads, 1, 64).bfloat16() for heads in (2, 2, 8))
@@ -85,13 +81,6 @@ TENSORS = [
     *(("values", name) for name in ("codes", "scales", "offsets")),
     *(("rope", name) for name in ("cos", "sin")),
 ]
-OTHER_TYPE = {torch.bfloat16: torch.float16, torch.float32: torch.float64, torch.float16: torch.bfloat16}
-WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "misaligned": misaligned,
-    "strides": spread,
-    "shape": longer,
-    "dtype": lambda t: t.to(OTHER_TYPE.get(t.dtype, torch.int16)),
-}
 CHANGES: dict[str, Change] = {
     **{f"{name} of {where or 'the append'}: {way}": part(where, name, WAYS[way]) for where, name in TENSORS for way in WAYS},
     **{f"no {name}": part(where, name, lambda _: None) for where, name in TENSORS if name in ("counts", "page_table", "q")},
@@ -112,6 +101,15 @@ def test_other_addresses_are_the_same_append() -> None:
 def test_every_fact_makes_another_append(change: Change) -> None:
     asked = full()
     assert change(asked).key != asked.key
+
+
+@pytest.mark.parametrize(("variable", "value"), ENVIRONMENT)
+def test_the_environment_makes_another_append(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = full()
+    monkeypatch.delenv(variable, raising=False)
+    before = asked.key
+    monkeypatch.setenv(variable, value)
+    assert asked.key != before
 
 
 @pytest.mark.parametrize(

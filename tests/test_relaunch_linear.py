@@ -22,7 +22,7 @@ from halfbyte.ops import linear as public
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_wgmma import wgmma_linear
 from halfbyte.tensors import expected_parts
-from relaunching import Compiled, Gpu, Watched, longer, misaligned, spread
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, misaligned
 
 Change = Callable[["Asked"], "Asked"]
 
@@ -89,12 +89,6 @@ TENSORS = [
     *((1, name) for name in ("codes", "scales", "tensor_scale")),
     *((2, name) for name in ("codes", "scales", "bias")),
 ]
-WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "misaligned": misaligned,
-    "strides": spread,
-    "shape": longer,
-    "dtype": lambda t: t.to(torch.float16 if t.dtype is torch.bfloat16 else torch.int64),
-}
 CHANGES: dict[str, Change] = {
     **{f"{name} of {number}: {way}": part(number, name, WAYS[way]) for number, name in TENSORS for way in WAYS},
     **{f"no {name} of {n}": part(n, name, lambda _: None) for n, name in TENSORS if name in ("offsets", "bias", "tensor_scale")},
@@ -117,7 +111,7 @@ def test_every_fact_makes_another_call(change: Change) -> None:
     assert change(asked).key != asked.key
 
 
-@pytest.mark.parametrize(("variable", "value"), [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")])
+@pytest.mark.parametrize(("variable", "value"), ENVIRONMENT)
 def test_the_environment_makes_another_call(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = full()
     monkeypatch.delenv(variable, raising=False)

@@ -34,11 +34,11 @@ DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32")
 BATCHES = (1, 1, 2, 4, 4, 8, 32)
 LAYOUTS = ("BHTD", "BTHD", "slice")
 OPTIONS = ("alibi", "window", "softcap", "sinks", "starts", "rotate")
-#: (keys, values, head size): a head's codes of a token are 64 bytes or 32, on one side at least.
+#: (keys, values, head size): a head's codes of a token are 64 bytes or 32.
 NARROW = (
     ("int4", "int4", 128),
-    ("int8", "int4", 128),
-    ("int4", "fp8_tensor", 128),
+    ("int8", "int4", 64),
+    ("int4", "fp8_tensor", 64),
     ("int8", "int8", 64),
     ("int4", "int4", 64),
     ("fp8", "int8_tensor", 64),

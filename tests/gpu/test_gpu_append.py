@@ -9,6 +9,7 @@ import torch
 from gpu_cases import KEYS, VALUES, poisoned, same_bits, same_stores
 from gpu_place import PLACE
 from test_gpu_graphs import Captured
+from test_gpu_relaunch import watch
 
 import halfbyte as hb
 from halfbyte.bench.cupti import names_of
@@ -215,10 +216,7 @@ def test_what_is_not_finite_spoils_its_own_block_and_no_other(keys: str, spoil: 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_appends_like_earlier_ones_store_the_same(rotary: bool, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token after token into two caches in turn, as layers do: all but the first are launched without a look at their tensors."""
-    found: list[Any] = []
-    launch = _relaunch_append._launch
-    monkeypatch.setattr(_relaunch_append, "_known", {})
-    monkeypatch.setattr(_relaunch_append, "_launch", lambda *args: found.append(launch(*args)) or found[-1])
+    found = watch(_relaunch_append, monkeypatch)
 
     def make(device: str) -> list[hb.KVCache]:
         if page is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,19 +26,18 @@ LENGTHS = (PLACE.size(3000, 90), 5, 0)
 TUNED = Variant("int8", "int4_g32", options=frozenset({"sinks"}))
 
 
-@pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Results of the calls that were launched like an earlier one."""
+def watch(relaunch: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Results of the calls that a module launches like an earlier one from now on."""
     found: list[Any] = []
-    launch = _relaunch._launch
-
-    def watched(*args: Any) -> Any:
-        found.append(launch(*args))
-        return found[-1]
-
-    monkeypatch.setattr(_relaunch, "_launch", watched)
-    monkeypatch.setattr(_relaunch, "_known", {})
+    launch = relaunch._launch
+    monkeypatch.setattr(relaunch, "_launch", lambda *args: found.append(launch(*args)) or found[-1])
+    monkeypatch.setattr(relaunch, "_known", {})
     return found
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return watch(_relaunch, monkeypatch)
 
 
 def anew(call: Call, impl: str) -> Any:

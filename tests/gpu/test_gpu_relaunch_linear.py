@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from gpu_cases import same_bits
 from gpu_place import PLACE
 from test_gpu_graphs import needs_gpu
 from test_gpu_linear import MARKED, Call, Case, build, drawn, normal
-from test_gpu_relaunch import moved
+from test_gpu_relaunch import moved, watch
 
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
@@ -24,18 +23,8 @@ TUNED = Case(("int4_g64",), (PLACE.size(2000, 40),), 4, PLACE.size(4096, 256), b
 
 
 @pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Results of the calls that were launched like an earlier one."""
-    found: list[Any] = []
-    launch = _relaunch_linear._launch
-
-    def watched(*args: Any) -> Any:
-        found.append(launch(*args))
-        return found[-1]
-
-    monkeypatch.setattr(_relaunch_linear, "_launch", watched)
-    monkeypatch.setattr(_relaunch_linear, "_known", {})
-    return found
+def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return watch(_relaunch_linear, monkeypatch)
 
 
 def anew(call: Call, impl: str) -> tuple[torch.Tensor, ...]:

@@ -49,7 +49,7 @@ def _tile(pid, tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """(sequence, token and head of each row) of a program; a sequence has so many `tiles`, None: one."""
     r = tl.arange(0, TOKENS * HEADS)
     b, t = pid, r // HEADS
-    if tiles is not None:  # a division takes a tenth of a microsecond, before anything is asked for
+    if tiles is not None:  # a division takes long, and nothing has been asked for yet
         b, t = pid // tiles, (pid % tiles) * TOKENS + t
     return b.to(tl.int64), t, (r % HEADS).to(tl.int64)
 

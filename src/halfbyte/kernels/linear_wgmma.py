@@ -349,7 +349,7 @@ def launch(
     compiled: Any = None,
 ) -> Any:
     """As `linear_gluon.launch`, with one launch more ahead, which brings x into the operands' order."""
-    padded, grid = _in_order(x, spec)
+    padded, grid = _shape_in_order(x, spec)
     y = x.new_empty(padded)
     to_order = (x, y, *x.shape, x.stride(0))
     to_multiply = (y, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights))
@@ -362,7 +362,7 @@ def launch(
     return ordering, product
 
 
-def _in_order(x: torch.Tensor, spec: WgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shape_in_order(x: torch.Tensor, spec: WgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape of x in the operands' order, and the programs that bring it there."""
     rows, width = -(-x.shape[0] // spec.rows) * spec.rows, -(-x.shape[1] // spec.chunk) * spec.chunk
     return (rows, width), (-(-width // ORDER_BLOCK), rows)
@@ -375,7 +375,7 @@ def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor]) -> tuple[Any, ...]
 
 def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: WgmmaSpec, programs: int) -> Callable[..., None]:
     """As `linear_gluon.again`."""
-    (padded, grid), numbers, sizes = _in_order(x, spec), _numbers(x, weights), (*x.shape, x.stride(0))
+    (padded, grid), numbers, sizes = _shape_in_order(x, spec), _numbers(x, weights), (*x.shape, x.stride(0))
     ordering, product = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (programs, 1, 1))
 
     def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:

@@ -7,7 +7,7 @@ addresses and the options' numbers. What the first of them found out is kept, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ Key = tuple[Any, ...]
 #: Shape and strides of a result.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 Entry = TypeVar("Entry")
+Done = TypeVar("Done")
 
 #: Types whose facts are all there is to them: another subclass may want to see the call.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
@@ -40,6 +41,14 @@ def add_facts(facts: list[Any], tensors: Iterable[torch.Tensor | None]) -> list[
             addresses.append(address)
             facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
     return addresses
+
+
+def where_it_lies(t: torch.Tensor, launch: Callable[..., Done], *arguments: Any) -> Done:
+    """launch(*arguments), with the GPU of `t` as the current one."""
+    if t.get_device() == torch.cuda.current_device():
+        return launch(*arguments)
+    with torch.cuda.device_of(t):
+        return launch(*arguments)
 
 
 def layout(t: torch.Tensor) -> Layout:

@@ -155,7 +155,8 @@ def _launch_gluon(
     if not own:
         _compiled[key] = compiled
     if request is not None:
-        remember(request, x, biases, outs, plan, kernel.again(compiled, x, weights, plan.spec, plan.programs))
+        again = functools.partial(kernel.again, compiled, x, weights, plan.spec, plan.programs)
+        remember(request, x, biases, outs, plan, again)
 
 
 def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

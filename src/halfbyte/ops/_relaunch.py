@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
-from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
+from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import shared
 from halfbyte.planes import AttentionOptions, Plane
 from halfbyte.plans.decode_attention import WIDEST, GluonPlan
@@ -88,10 +88,7 @@ def again(r: Request, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor] 
     e, q = _known.get(r.key), r.tensors[0]
     if e is None or q is None:
         return None
-    if q.get_device() == torch.cuda.current_device():
-        return _launch(e, q, r.addresses, o)
-    with torch.cuda.device_of(q):
-        return _launch(e, q, r.addresses, o)
+    return where_it_lies(q, _launch, e, q, r.addresses, o)
 
 
 def _launch(

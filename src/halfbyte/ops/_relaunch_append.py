@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
-from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
+from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import stream_of
 from halfbyte.planes import Plane, Rope
 from halfbyte.settings import as_set
@@ -90,10 +90,7 @@ def again(r: Request) -> tuple[torch.Tensor | None] | None:
     e, lengths = _known.get(r.key), r.tensors[_LENGTHS]
     if e is None or lengths is None:
         return None
-    if lengths.get_device() == torch.cuda.current_device():
-        return _launch(e, r, lengths)
-    with torch.cuda.device_of(lengths):
-        return _launch(e, r, lengths)
+    return where_it_lies(lengths, _launch, e, r, lengths)
 
 
 def _launch(e: _Entry, r: Request, lengths: torch.Tensor) -> tuple[torch.Tensor | None] | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
-from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain
+from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import shared
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.settings import as_set
@@ -78,12 +78,7 @@ def again(r: Request) -> list[torch.Tensor] | None:
     None: there was none, a graph is being recorded, or the workspace is too small by now.
     """
     e = _known.get(r.key)
-    if e is None:
-        return None
-    if r.x.get_device() == torch.cuda.current_device():
-        return _launch(e, r)
-    with torch.cuda.device_of(r.x):
-        return _launch(e, r)
+    return None if e is None else where_it_lies(r.x, _launch, e, r)
 
 
 def _launch(e: _Entry, r: Request) -> list[torch.Tensor] | None:
@@ -110,9 +105,12 @@ def remember(
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
     plan: GluonLinear,
-    launch: Callable[..., None],
+    again: Callable[[], Callable[..., None]],
 ) -> None:
-    """Keep what a launch found out, unless what it took as `x` or `biases` is not the memory that was asked for."""
+    """Keep what a launch found out, unless what it took as `x` or `biases` is not the memory that was asked for.
+
+    `again` makes what launches it once more.
+    """
     as_asked = x.data_ptr() == r.addresses[0] and all(a is b for a, b in zip(r.biases, biases, strict=True))
     if as_asked:
-        keep(_known, r.key, _Entry(launch, tuple(map(layout, outs)), plan.floats, plan.counters, r.formats))
+        keep(_known, r.key, _Entry(again(), tuple(map(layout, outs)), plan.floats, plan.counters, r.formats))
