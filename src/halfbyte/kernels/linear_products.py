@@ -163,7 +163,7 @@ def _multiply_side_by_side(
     mma: gl.constexpr = mma_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     n: gl.constexpr = S.operands(C)
-    shift: gl.constexpr = S.shift(C.half)
+    shift: gl.constexpr = 0.0 if S.taken_off(C) else S.shift(C.half)
     ones = gl.full([C.streams, 16 * C.across, 16], 1.0, select[0].dtype, la)
     x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
     a = ()
@@ -195,7 +195,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
     codes = rings[0].index(slot)
     planes: gl.constexpr = S.planes
     first: gl.constexpr = part * (8 // planes)  # block of words
-    shift: gl.constexpr = S.shift(C.half)
+    shift: gl.constexpr = 0.0 if S.taken_off(C) else S.shift(C.half)
     # Sums of whole rows, and of codes that are scaled before the product, go straight into `acc`.
     direct: gl.constexpr = S.groups == 0 or S.operands_scaled(C)
     groups: gl.constexpr = 1 if direct else S.groups
