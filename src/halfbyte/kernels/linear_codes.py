@@ -259,10 +259,7 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Block of 16 words of each row [W, tile, 16] as mma operands, one for each plane, in the order of `x_operands`."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = ring.slice(block * 16, 16, dim=2).load(la)
-    if C.drop & 4:
-        word = words.to(gl.bfloat16, bitcast=True)
-        planes = (word, word, word, word)
-    elif S.taken_off(C):
+    if S.taken_off(C):
         planes = exact_planes(words, S, C)
     elif S.kind == "nibbles":
         planes = nibble_planes(words, C)

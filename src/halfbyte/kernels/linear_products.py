@@ -191,11 +191,7 @@ def _multiply_side_by_side(
 def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
     """acc + the products of 128 k of each chunk."""
     mma: gl.constexpr = mma_layout(C)
-    if C.drop & 16:
-        one = gl.full([C.streams, 16, C.rows], 1.0, gl.bfloat16, gl.DotOperandLayout(1, mma, 2))
-        x = (one, one, one, one, one, one, one, one)
-    else:
-        x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
     codes = rings[0].index(slot)
     planes: gl.constexpr = S.planes
     first: gl.constexpr = part * (8 // planes)  # block of words
@@ -220,7 +216,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
         if S.zero:
             sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
             dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.half) + shift) * sums
-        elif shift != 0.0 and not C.drop & 2:
+        elif shift != 0.0:
             dot = dot - shift * _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
         if direct:
             acc = dot

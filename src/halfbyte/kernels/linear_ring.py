@@ -102,9 +102,7 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
     """Ask for codes, scales and zero points of the step that `at` points to; returns where the next one is."""
     codes, scales, zeros, rows = at
     left = K - step * C.step
-    if C.drop & 8:
-        pass
-    elif (rows >= C.tile) & (left >= C.step):
+    if (rows >= C.tile) & (left >= C.step):
         copy_to_shared(rings[0].index(slot), codes)
     else:
         layout: gl.constexpr = code_copy_layout(C, S.words(C))
@@ -141,9 +139,7 @@ def fetch_x(rings, slot, step, X, rows, K, x_row, C: gl.constexpr):
     m = gl.minimum(high * C.x_low + low, rows - 1)
     pointers = X + step * C.step + (m * x_row + k)
     left = K - step * C.step
-    if C.drop & 1:
-        pass
-    elif left >= C.step:
+    if left >= C.step:
         copy_to_shared(rings[3].index(slot), pointers, cache_modifier=".ca" if C.x_cached else "")
     else:
         copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left), cache_modifier=".ca" if C.x_cached else "")

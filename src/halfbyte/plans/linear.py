@@ -149,7 +149,6 @@ class Spec:
     x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
     registers: int = 255  # most of a thread
-    drop: int = 0  # EXPERIMENT, to be reverted: 1 no copies of x, 2 no sums of x, 4 no decoding, 8 no copies of codes, 16 no reading of x
     exact: bool = False  # what 4-bit codes have too much is taken off each operand; else a product with ones makes up for it
 
     @property

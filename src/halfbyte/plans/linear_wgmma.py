@@ -25,7 +25,6 @@ class WgmmaSpec:
     pair: bool
     tile: int = 128  # rows of the weight: 64 for each of two warp groups
     across: int = 8  # warps, which divide them
-    drop: int = 0  # EXPERIMENT, to be reverted
 
     @property
     def streams(self) -> int:
