@@ -16,7 +16,7 @@ the GPU runs at once a part may begin and end inside a tile (stream-K). What one
 partial results go to the workspace, and the program that arrives last adds them up, in the order of the programs.
 """
 
-# ruff: noqa: RUF005, RET505
+# ruff: noqa: RUF005
 # Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from halfbyte.tensors import QuantTensor
 @gluon.constexpr_function
 def _output_layout(C):
     """[W, tile, columns]: every thread holds the W sums of its own numbers."""
-    across = min(C.sums_at_once, 32)
+    across = min(C.sums, 32)
     return gl.BlockedLayout([C.streams, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
 
 
@@ -75,25 +75,6 @@ def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, 
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < rows) & (n < N))
-
-
-@gluon.jit
-def _add_streams(acc, shared, C: gl.constexpr):
-    """The streams' sums [streams, tile, columns] added up in the order of the streams, through shared memory."""
-    if C.sums_at_once == C.sums:
-        shared.store(acc)
-        barrier()
-        return gl.sum(shared.load(_output_layout(C)), axis=0)
-    else:
-        parts = gl.split(gl.permute(gl.reshape(acc, [C.streams, C.tile, 2, C.sums_at_once]), [0, 1, 3, 2]))
-        shared.store(parts[0])
-        barrier()
-        low = gl.sum(shared.load(_output_layout(C)), axis=0)
-        barrier()
-        shared.store(parts[1])
-        barrier()
-        high = gl.sum(shared.load(_output_layout(C)), axis=0)
-        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.tile, C.sums])
 
 
 @gluon.constexpr_function
@@ -230,10 +211,13 @@ def linear(
                 sums = red
             else:
                 barrier()  # nobody reads this slot's codes any more
-                sums = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.sums_at_once], plain(3))
+                sums = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.sums], plain(3))
             if S.abreast(C) > 1:
-                acc = gl.sum(gl.reshape(acc, [C.streams, C.tile, C.rows // C.few, C.few]), axis=2)
-            v = _add_streams(acc, sums, C)
+                sums.store(gl.sum(gl.reshape(acc, [C.streams, C.tile, C.rows // C.few, C.few]), axis=2))
+            else:
+                sums.store(acc)
+            barrier()
+            v = gl.sum(sums.load(_output_layout(C)), axis=0)
             if (begin == 0) & (step == steps):
                 write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
@@ -293,7 +277,7 @@ def launch(
     if compiled is not None:
         compiled[programs, 1, 1](*arguments, spec)
         return compiled
-    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=spec.registers)
+    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
 
 
 def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> Callable[..., None]:

@@ -27,15 +27,9 @@ def mma_layout(C):
 
 @gluon.constexpr_function
 def code_copy_layout(C, words):
-    """One lane copies 16 bytes of a row.
-
-    A row's chunk of less than 128 bytes is copied together with those of the streams beside it, up to 256 bytes: memory is slow at
-    short pieces of rows that lie far apart.
-    """
+    """One lane copies 16 bytes of a row."""
     lanes = words // 8
-    over = min(C.streams, 16 // lanes) if lanes < 8 else 1
-    warps = C.streams // over
-    return gl.BlockedLayout([1, 1, 8], [over, 32 // (lanes * over), lanes], [warps, C.warps // warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.streams, C.across, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function

@@ -120,8 +120,8 @@ class Stored:
         return 2.0**7 if self.kind == "floats" and spec.half == "bf16" else 1.0
 
     def taken_off(self, spec: Spec) -> bool:
-        """Operands are the codes themselves, less their bias."""
-        return spec.exact and self.kind == "nibbles" and not self.zero
+        """What 4-bit codes have too much is taken off each operand: with 16 rows of x a product with ones costs more."""
+        return self.kind == "nibbles" and not self.zero and spec.few == 16
 
     def shift(self, half: str) -> float:
         """What operands have too much, apart from zero points."""
@@ -148,8 +148,6 @@ class Spec:
     sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
     x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
-    registers: int = 255  # most of a thread
-    exact: bool = False  # what 4-bit codes have too much is taken off each operand; else a product with ones makes up for it
 
     @property
     def x_low(self) -> int:
@@ -164,12 +162,6 @@ class Spec:
     def sums(self) -> int:
         """Columns of what is left of a tile's sums when groups side by side are added."""
         return self.rows if self.weights[0].abreast(self) == 1 else self.few
-
-    @property
-    def sums_at_once(self) -> int:
-        """Columns of the streams' sums that a slot of the ring has room for: all, or half of them, one after the other."""
-        room = self.weights[0].slot_bytes(self) // (4 * self.streams * self.tile)
-        return self.sums if self.sums_apart or room >= self.sums else self.sums // 2
 
     @property
     def part_floats(self) -> int:
@@ -258,7 +250,8 @@ def gluon_linear(
         shape = replace(shape, piece=piece(shape, width, weight.scale_bytes), zero_piece=piece(shape, width, 1))
     spec = staged(shape, per_processor, capability)
     if spec is None:
-        spec, per_processor = staged(shape, 1, capability), 1
+        per_processor = 1
+        spec = staged(shape, per_processor, capability)
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     tiles = sum(-(-n // spec.tile) for n in features)
@@ -369,7 +362,11 @@ def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int
 
 
 def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int, int]:
-    """Whole tiles for each program; tiles that all share, the first ones; steps of those for each; how many take one step more."""
+    """How programs divide tiles of so many steps.
+
+    Whole tiles for each; tiles that all of them share, which come first; steps of those for each; how many programs take one step
+    more, the first ones.
+    """
     whole, shared = divmod(tiles, programs)
     return whole, shared, *divmod(shared * steps, programs)
 
