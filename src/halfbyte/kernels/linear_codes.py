@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.compat import barrier, reinterpret
 from halfbyte.kernels.gluon_operands import unpack_bytes
 from halfbyte.kernels.linear_operands import mma_layout, plain
-from halfbyte.plans.linear import TABLE_BYTES
+from halfbyte.plans.linear_stored import TABLE_BYTES
 
 
 @gluon.jit

@@ -27,16 +27,16 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
+from halfbyte.kernels.linear_copies import check_addresses, commit, fetch_weight, fetch_x, make_rings, meet, weight_at
 from halfbyte.kernels.linear_operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear_products import multiply, to_float
-from halfbyte.kernels.linear_ring import fetch_weight, fetch_x, make_rings, place, weight_at
+from halfbyte.kernels.linear_ring import place
 from halfbyte.kernels.linear_sample import FEW_ROWS, sample_configurations
 from halfbyte.plans.linear import Spec, gluon_linear, shares
 from halfbyte.tensors import QuantTensor
@@ -172,9 +172,8 @@ def linear(
     ahead_tile = tile
     ahead_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        if i < end:
-            at = fetch_weight(rings, i, at, ahead_step, K, S, C)
-        async_copy.commit_group()
+        at = fetch_weight(i, at, ahead_step, i < end, K, S, C)
+        commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
@@ -188,19 +187,18 @@ def linear(
         gdc_launch_dependents()
     x_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        if i < end:
-            fetch_x(rings, i, x_step, X, rows, K, x_row, C)
-        async_copy.commit_group()
+        fetch_x(i, x_step, i < end, X, rows, K, x_row, C)
+        commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
+    check_addresses(rings[0], S, C)
     acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
     slot = 0
     for now in range(end):
-        async_copy.wait_group(C.stages - 2)
-        if ahead < end:
-            free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            fetch_x(rings, free, ahead_step, X, rows, K, x_row, C)
-            at = fetch_weight(rings, free, at, ahead_step, K, S, C)
-        async_copy.commit_group()
+        meet(C.stages - 2, C)
+        free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
+        at = fetch_weight(free, at, ahead_step, ahead < end, K, S, C)
+        commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
@@ -218,6 +216,8 @@ def linear(
                 sums.store(acc)
             barrier()
             v = gl.sum(sums.load(_output_layout(C)), axis=0)
+            if not C.sums_apart:
+                barrier()  # nobody reads these sums any more: codes may come into the slot
             if (begin == 0) & (step == steps):
                 write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
@@ -238,7 +238,7 @@ def linear(
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-    async_copy.wait_group(0)
+    meet(0, C)
 
 
 def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.compat import copy_to_shared
 from halfbyte.kernels.gluon_operands import code_ring_layout
-from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy_layout, x_copy_layout
+from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy_layout
 
 
 @gluon.jit
@@ -23,15 +23,6 @@ def weight_rings(S: gl.constexpr, C: gl.constexpr):
         if S.zero and C.zero_piece > 0:
             zeros = gl.allocate_shared_memory(gl.uint8, shape, plain(2))
     return codes, scales, zeros
-
-
-@gluon.jit
-def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales, zero points and x of each stage."""
-    codes, scales, zeros = weight_rings(S, C)
-    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
-    x = gl.allocate_shared_memory(x_type, [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32], plain(5))
-    return codes, scales, zeros, x
 
 
 @gluon.jit
@@ -120,26 +111,3 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
             _copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
             zeros += C.columns(S)
     return codes, scales, zeros, rows
-
-
-@gluon.jit
-def fetch_x(rings, slot, step, X, rows, K, x_row, C: gl.constexpr):
-    """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
-    layout: gl.constexpr = x_copy_layout(C)
-    s1: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s4: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
-    s5: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    w = gl.arange(0, C.streams, layout=s1)[:, None, None, None, None]
-    high = gl.arange(0, C.x_high, layout=s2)[None, :, None, None, None]
-    part = gl.arange(0, C.chunk // 32, layout=s3)[None, None, :, None, None]
-    low = gl.arange(0, C.x_low, layout=s4)[None, None, None, :, None]
-    k = gl.arange(0, 32, layout=s5)[None, None, None, None, :] + (part * 32 + w * C.chunk)
-    m = gl.minimum(high * C.x_low + low, rows - 1)
-    pointers = X + step * C.step + (m * x_row + k)
-    left = K - step * C.step
-    if left >= C.step:
-        copy_to_shared(rings[3].index(slot), pointers, cache_modifier=".ca" if C.x_cached else "")
-    else:
-        copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left), cache_modifier=".ca" if C.x_cached else "")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, Stored, cut, gluon_linear, scale_piece, shared_memory, stored
+from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, cut, gluon_linear, scale_piece, shared_memory
+from halfbyte.plans.linear_stored import Stored, stored
 
 #: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantised weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256

@@ -1,0 +1,273 @@
+"""The tuned linear kernel for few rows: how codes, scales, zero points and x of a step come into shared memory.
+
+A stream's warps copy what the stream reads and nothing else, so that they wait for each other only, not for the block: streams
+drift apart by up to `stages` - 1 steps, and one waits for memory while another computes. A step of a stream:
+
+    wait until its own copies for this step are there; meet the stream's other warps; ask for the step `stages` - 1 further on,
+    whose slot all of them have read by now; compute
+
+The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
+in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).
+
+A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the stream's pieces in the order of shared memory, t its number
+among the T threads of the stream. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.gluon_operands import code_ring_layout
+from halfbyte.kernels.linear_operands import plain
+from halfbyte.kernels.linear_ring import place
+
+
+@gluon.constexpr_function
+def thread_layout(C):
+    """[streams, across, 32]: one element a thread."""
+    return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [C.streams, C.across, 1], [2, 1, 0])
+
+
+@gluon.jit
+def stream_of(C: gl.constexpr):
+    """The stream of a thread."""
+    layout: gl.constexpr = thread_layout(C)
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    return w + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
+
+
+@gluon.jit
+def thread_of(C: gl.constexpr):
+    """The number of a thread among those of its stream."""
+    layout: gl.constexpr = thread_layout(C)
+    a = gl.arange(0, C.across, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return a * 32 + lane + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
+
+
+@gluon.jit
+def make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales, zero points and x of each stage."""
+    pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
+    codes = reinterpret(pool, gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    scales = codes
+    zeros = codes
+    if S.groups > 0:
+        scales = _scale_ring(pool, gl.constexpr(S.scale), C.scale_columns(S, S.scale_bytes), C.scales_at, C)
+        if S.zero:
+            zeros = _scale_ring(pool, "u8", C.scale_columns(S, 1), C.zeros_at, C)
+    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
+    x = reinterpret(pool.index(C.x_at // 128), x_type, shape, plain(5))
+    return codes, scales, zeros, x
+
+
+@gluon.jit
+def _scale_ring(pool, scale: gl.constexpr, columns: gl.constexpr, at: gl.constexpr, C: gl.constexpr):
+    dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
+    return reinterpret(pool.index(at // 128), dtype, [C.stages, C.streams, C.tile, columns], plain(3))
+
+
+@gluon.constexpr_function
+def _code_pieces(S, C):
+    """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of each piece i beside piece 0."""
+    pieces = S.words(C) // 8
+    rows = 32 * C.across // pieces  # at once
+    per_phase, phases = max(1, 8 // pieces), min(8, pieces)  # as code_ring_layout
+    return [(row, 0, row // per_phase % phases * 16, row * pieces * 16) for row in range(0, C.tile, rows)]
+
+
+@gluon.constexpr_function
+def _scale_pieces(S, C, columns, piece, size):
+    """The same for scales (or zero points)."""
+    pieces = columns // piece
+    rows = 32 * C.across // pieces
+    return [(row, 0, 0, row * columns * size) for row in range(0, C.tile, rows)]
+
+
+@gluon.constexpr_function
+def _x_pieces(C):
+    """The same for x, whose row is one of x."""
+    found = []
+    for j in range(0, C.few * C.chunk // 8, 32 * C.across):
+        part, high = j // (4 * C.x_low) % (C.chunk // 32), j // (4 * C.x_low) // (C.chunk // 32)
+        found.append((high * C.x_low + j // 4 % C.x_low, part * 64 + j % 4 * 16, 0, 16 * j))
+    return found
+
+
+@gluon.constexpr_function
+def _copy_asm(pieces, base, size, fill, cached):
+    """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
+    row to row; $4 rows that are left from that of piece 0 on: of others nothing is copied, as nobody looks at their products;
+    with `fill` $5 bytes that are left of a row: beyond them come zeros.
+    """
+    apart = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
+    how = "cg" if size == 16 and not cached else "ca"
+    lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
+    lines.append(f"mul.wide.s32 d, $3, {apart};")
+    last_row, last_byte, last_xor = 0, None, None
+    for row, byte, xor, at in pieces:
+        if row != last_row:
+            lines.append("add.s64 p, p, d;")
+        if xor != last_xor:
+            lines.append(f"xor.b32 s, $1, {xor}; add.u32 s, s, g;")
+        if fill and byte != last_byte:
+            lines.append(f"setp.gt.s32 q, $5, {byte}; selp.b32 n, {size}, 0, q;")
+        last_row, last_byte, last_xor = row, byte, xor
+        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], {size}")
+        lines[-1] += ", n;" if fill else ";"
+    return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _check_asm(at):
+    """Trap unless the 32 bits at $1 bytes from `at` are $2."""
+    return (
+        "{ .reg .b32 a; .reg .pred q; mov.u32 a, global_smem; add.u32 a, a, $1; "
+        f"ld.shared.b32 $0, [a+{at}]; setp.ne.u32 q, $0, $2; @q trap; }}"
+    )
+
+
+@gluon.jit
+def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
+    """The copies suppose that the rings are the first thing in shared memory. Tried in the last slot, which is free at first."""
+    shape: gl.constexpr = [C.streams, C.across, 32]
+    thread = stream_of(C) * (32 * C.across) + thread_of(C)
+    reinterpret(codes.index(C.stages - 1), gl.int32, shape, plain(3)).store(thread)
+    gl.inline_asm_elementwise(
+        _check_asm((C.stages - 1) * S.slot_bytes(C)),
+        "=&r,r,r,~{memory}",
+        [thread * 4, thread],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    barrier()
+
+
+@gluon.jit
+def commit():
+    """What was asked for since the last call is one group of copies."""
+    gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _meet_asm(groups, C):
+    if C.across == 1:
+        meet = "bar.warp.sync 0xffffffff;"
+    else:
+        threads = 32 * C.across
+        meet = f"mov.u32 b, %tid.x; shr.u32 b, b, {threads.bit_length() - 1}; add.u32 b, b, 1; bar.sync b, {threads};"
+    return f"{{ .reg .b32 b; cp.async.wait_group {groups}; {meet} }} // $0"
+
+
+@gluon.jit
+def meet(groups: gl.constexpr, C: gl.constexpr):
+    """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here."""
+    gl.inline_asm_elementwise(_meet_asm(groups, C), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The address of a thread's first scales (or zero points) of a step of a tile."""
+    columns: gl.constexpr = C.scale_columns(S, size)
+    pieces: gl.constexpr = gl.constexpr(columns // piece)
+    own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
+    t = thread_of(C)
+    first = stream_of(C) * own // columns * columns
+    row = K // S.group
+    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + (first + t % pieces * piece))
+    return Base.to(gl.int64) + at * size
+
+
+@gluon.jit
+def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
+    codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    t = thread_of(C)
+    width = K // S.planes
+    at = n0.to(gl.int64) * width + step * (C.streams * S.words(C))
+    codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (stream_of(C) * S.words(C) + t % pieces * 8)))
+    if S.groups > 0:
+        scales = _scales_from(scales, n0, step, K, S.scale_bytes, C.piece, S, C)
+        if S.zero:
+            zeros = _scales_from(zeros, n0, step, K, 1, C.zero_piece, S, C)
+    return codes, scales, zeros, N - n0
+
+
+@gluon.jit
+def _fetch_scales(
+    at, slot, rows, left, K, base: gl.constexpr, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr
+):
+    columns: gl.constexpr = C.scale_columns(S, size)
+    pieces: gl.constexpr = gl.constexpr(columns // piece)
+    own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
+    gl.static_assert(C.tile * pieces >= 32 * C.across)
+    t = thread_of(C)
+    w = stream_of(C)
+    into = (slot * C.streams + w) * (C.tile * columns * size) + t * (piece * size)
+    there = left // S.group - (w * own // columns * columns + t % pieces * piece)
+    gl.inline_asm_elementwise(
+        _copy_asm(_scale_pieces(S, C, columns, piece, size), base, piece * size, True, False),
+        "=r,r,l,r,r,r,~{memory}",
+        [into, at, K // S.group * size, rows - t // pieces, there],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def fetch_weight(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes, scales and zero points of the step that `at` points to, if `wanted`; returns where the next one is."""
+    codes, scales, zeros, rows = at
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    t = thread_of(C)
+    w = stream_of(C)
+    left = gl.where(wanted, K - step * C.step, 0)
+    # The eight rows of an ldmatrix lie in different banks: see code_ring_layout.
+    row = t // pieces
+    column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))
+    into = (slot * C.streams + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
+    there = gl.where((w * S.words(C) + t % pieces * 8) * S.planes < left, rows - row, 0)
+    gl.inline_asm_elementwise(
+        _copy_asm(_code_pieces(S, C), 0, 16, False, False),
+        "=r,r,l,r,r,~{memory}",
+        [into, codes, K // S.planes * 2, there],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    codes += C.streams * S.words(C) * 2
+    if S.groups > 0:
+        _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
+        scales += C.columns(S) * S.scale_bytes
+        if S.zero:
+            _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
+            zeros += C.columns(S)
+    return codes, scales, zeros, rows
+
+
+@gluon.jit
+def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
+    """Ask for x of one step, if `wanted`."""
+    inside: gl.constexpr = gl.constexpr(C.few * C.chunk // 8)  # pieces of a stream; where rows are few, two threads copy the same
+    t = thread_of(C) % inside
+    w = stream_of(C)
+    left = gl.where(wanted, K - step * C.step, 0)
+    part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
+    m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
+    k = w * C.chunk + part * 32 + t % 4 * 8
+    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_row + k))
+    into = (slot * C.streams + w) * gl.constexpr(2 * C.few * C.chunk) + t * 16
+    gl.inline_asm_elementwise(
+        _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
+        "=r,r,l,r,r,r,~{memory}",
+        [into, at, x_row * 2, rows - m, (left - k) * 2],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
