@@ -54,17 +54,11 @@ def scale_layout(C, groups):
 
 
 @gluon.constexpr_function
-def stream_scale_layout(C, groups):
-    """The same, [streams, tile, groups of a chunk]."""
-    registers = [[0, 1 << i] for i in range(groups.bit_length() - 1)] + _higher_rows(C)
-    return _of_streams(C, groups, registers, [[0, 0], [0, 0], *_LOW_ROWS])
-
-
-@gluon.constexpr_function
 def sixteenth_layout(C, groups):
     """Groups of 16 codes: a lane needs those of the codes in its operands."""
     registers = [[0, 1 << i] for i in range(1, groups.bit_length() - 1)] + _higher_rows(C)
-    return _of_streams(C, groups, registers, [[0, 0], [0, 1], *_LOW_ROWS])
+    shape = [C.tile, C.streams * groups]
+    return gl.DistributedLinearLayout(registers, [[0, 0], [0, 1], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
 @gluon.constexpr_function
@@ -74,17 +68,8 @@ def column_scale_layout(C, groups, abreast):
     columns = [[0, 0]] * (3 - bits) + [[0, 1 << i] for i in range(bits)]
     registers = columns[:1] if bits == 3 else []
     registers = registers + [[0, abreast << i] for i in range((groups // abreast).bit_length() - 1)] + _higher_rows(C)
-    return _of_streams(C, groups, registers, [*columns[1:], *_LOW_ROWS])
-
-
-@gluon.constexpr_function
-def _of_streams(C, groups, registers, lanes):
-    """Bases over [tile, groups] for each stream: [streams, tile, groups]; warps of a stream divide the rows."""
-    warps = [[0, 16 << i, 0] for i in range(C.across.bit_length() - 1)] + [
-        [1 << i, 0, 0] for i in range(C.streams.bit_length() - 1)
-    ]
-    registers, lanes = ([[0, *base] for base in bases] for bases in (registers, lanes))
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [C.streams, C.tile, groups])
+    shape = [C.tile, C.streams * groups]
+    return gl.DistributedLinearLayout(registers, [*columns[1:], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
 _LOW_ROWS = ([1, 0], [2, 0], [4, 0])
@@ -101,6 +86,17 @@ def _warps_of(C, groups):
     """Warps of a stream divide the rows, streams take the scales of their chunks."""
     across = [[16 << i, 0] for i in range(C.across.bit_length() - 1)]
     return across + [[0, groups << i] for i in range(C.streams.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def by_stream(layout, groups):
+    """One of the layouts above, of [tile, streams * groups], for [streams, tile, groups]."""
+    registers, lanes, warps = (
+        [[column // groups, row, column % groups] for row, column in bases]
+        for bases in (layout.reg_bases, layout.lane_bases, layout.warp_bases)
+    )
+    tile, columns = layout.shape
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns // groups, tile, groups])
 
 
 @gluon.constexpr_function

@@ -17,12 +17,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from halfbyte.kernels.compat import reinterpret
 from halfbyte.kernels.linear_codes import code_operands
 from halfbyte.kernels.linear_operands import (
+    by_stream,
     column_scale_layout,
     halves,
     mma_layout,
     plain,
+    scale_layout,
     sixteenth_layout,
-    stream_scale_layout,
     x_layout,
     x_operands,
 )
@@ -40,7 +41,7 @@ def _scales_of(ring, size: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     G: gl.constexpr = C.columns(S) // C.streams
     twos: gl.constexpr = [2] * _bits(G)
     if C.scale_columns(S, size) == G:
-        parts = halves(gl.reshape(ring.load(stream_scale_layout(C, G)), [C.streams, C.tile] + twos), _bits(G))
+        parts = halves(gl.reshape(ring.load(by_stream(scale_layout(C, G), G)), [C.streams, C.tile] + twos), _bits(G))
     else:
         parts = _from_words(ring, size, G, C)
     made = ()
@@ -53,7 +54,7 @@ def _scales_of(ring, size: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 def _from_words(ring, size: gl.constexpr, G: gl.constexpr, C: gl.constexpr):
     """Those of streams that share the 32 bits of a row: two streams the halves of a word."""
     gl.static_assert(G * size == 2)
-    layout: gl.constexpr = stream_scale_layout(C, 1)
+    layout: gl.constexpr = by_stream(scale_layout(C, 1), 1)
     words = reinterpret(ring, gl.int32, [C.streams, C.tile, 1], plain(3)).load(layout)
     w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     words = words >> w % 2 * 16
@@ -88,7 +89,7 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
     sets: gl.constexpr = _bits(G // abreast)
     twos: gl.constexpr = [2] * sets
     like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, abreast, C.few])
-    s = gl.reshape(ring.load(column_scale_layout(C, G, abreast)), [C.streams, C.tile, G // abreast, abreast])
+    s = gl.reshape(ring.load(by_stream(column_scale_layout(C, G, abreast), G)), [C.streams, C.tile, G // abreast, abreast])
     parts = halves(gl.reshape(gl.permute(s, [0, 1, 3, 2]), [C.streams, C.tile, abreast] + twos), sets)
     made = ()
     for i in gl.static_range(gl.constexpr(G // abreast)):
@@ -124,7 +125,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.streams
     twos: gl.constexpr = [2] * _bits(G // 4)
-    s = (to_float(ring.load(sixteenth_layout(C, G)), S) * S.scale_factor(C)).to(half)
+    s = (to_float(ring.load(by_stream(sixteenth_layout(C, G), G)), S) * S.scale_factor(C)).to(half)
     s = gl.permute(gl.reshape(s, [C.streams, C.tile, G // 4, 4]), [0, 1, 3, 2])
     parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
     made = ()

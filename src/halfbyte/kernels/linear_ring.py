@@ -1,4 +1,5 @@
-"""The tuned linear kernel: what lies in shared memory, and how codes, scales, zero points and x of a step come there."""
+"""The tuned linear kernels: which weight a tile belongs to, and for warp-group products how codes and scales of a step come into
+shared memory. For few rows of x: linear_copies.py."""
 
 from __future__ import annotations
 
