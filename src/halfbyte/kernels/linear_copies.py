@@ -64,15 +64,10 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     return codes, scales, zeros, x
 
 
-@gluon.constexpr_function
-def _scale_ring_layout(C):
-    return gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]) if C.whole else plain(3)
-
-
 @gluon.jit
 def _scale_ring(pool, scale: gl.constexpr, columns: gl.constexpr, at: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
-    return reinterpret(pool.index(at // 128), dtype, [C.stages, C.streams, C.tile, columns], _scale_ring_layout(C))
+    return reinterpret(pool.index(at // 128), dtype, [C.stages, C.streams, C.tile, columns], plain(3))
 
 
 @gluon.constexpr_function
@@ -88,7 +83,7 @@ def _code_pieces(S, C):
 def _scale_pieces(S, C, columns, piece, size):
     """The same for scales (or zero points)."""
     pieces = columns // piece
-    rows = (32 * C.warps if C.whole else 32 * C.across) // pieces
+    rows = 32 * C.across // pieces
     return [(row, 0, 0, row * columns * size) for row in range(0, C.tile, rows)]
 
 
@@ -103,13 +98,12 @@ def _x_pieces(C):
 
 
 @gluon.constexpr_function
-def _copy_asm(pieces, base, size, fill, cached, l2=0):
+def _copy_asm(pieces, base, size, fill, cached):
     """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
     row to row; $4 rows that are left from that of piece 0 on: of others nothing is copied, as nobody looks at their products;
     with `fill` $5 bytes that are left of a row: beyond them come zeros.
     """
     apart = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
-    ahead = f".L2::{l2}B" if l2 else ""
     how = "cg" if size == 16 and not cached else "ca"
     lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
     lines.append(f"mul.wide.s32 d, $3, {apart};")
@@ -122,7 +116,7 @@ def _copy_asm(pieces, base, size, fill, cached, l2=0):
         if fill and byte != last_byte:
             lines.append(f"setp.gt.s32 q, $5, {byte}; selp.b32 n, {size}, 0, q;")
         last_row, last_byte, last_xor = row, byte, xor
-        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global{ahead} [s+{base + at}], [p+{byte}], {size}")
+        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], {size}")
         lines[-1] += ", n;" if fill else ";"
     return " ".join(lines) + " }"
 
@@ -160,23 +154,6 @@ def commit():
 
 
 @gluon.constexpr_function
-def _meet_all_asm(groups, C):
-    if C.meets == 1:
-        return f"{{ cp.async.wait_group {groups}; bar.sync 0; }} // $0 $1"
-    own = (
-        ""
-        if C.across == 1
-        else (
-            f"mov.u32 b, %tid.x; shr.u32 b, b, {(32 * C.across).bit_length() - 1}; add.u32 b, b, 1; @!q bar.sync b, {32 * C.across};"
-        )
-    )
-    return (
-        f"{{ .reg .b32 b; .reg .pred q; cp.async.wait_group {groups}; and.b32 b, $1, {C.meets - 1}; setp.eq.u32 q, b, 0; "
-        f"@q bar.sync 0; {own} bar.warp.sync 0xffffffff; }} // $0"
-    )
-
-
-@gluon.constexpr_function
 def _meet_asm(groups, C):
     if C.across == 1:
         meet = "bar.warp.sync 0xffffffff;"
@@ -187,25 +164,19 @@ def _meet_asm(groups, C):
 
 
 @gluon.jit
-def meet(now, groups: gl.constexpr, C: gl.constexpr):
+def meet(groups: gl.constexpr, C: gl.constexpr):
     """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here."""
-    if C.meets > 0:
-        gl.inline_asm_elementwise(_meet_all_asm(groups, C), "=r,r,~{memory}", [now], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise(_meet_asm(groups, C), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_meet_asm(groups, C), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The address of a thread's first scales (or zero points) of a step of a tile."""
-    columns: gl.constexpr = C.columns(S) if C.whole > 0 else C.scale_columns(S, size)
+    columns: gl.constexpr = C.scale_columns(S, size)
     pieces: gl.constexpr = gl.constexpr(columns // piece)
     own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
     t = thread_of(C)
     first = stream_of(C) * own // columns * columns
-    if C.whole > 0:
-        t += stream_of(C) * (32 * C.across)
-        first = t * 0
     row = K // S.group
     at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + (first + t % pieces * piece))
     return Base.to(gl.int64) + at * size
@@ -231,22 +202,16 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
 def _fetch_scales(
     at, slot, rows, left, K, base: gl.constexpr, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr
 ):
-    columns: gl.constexpr = C.columns(S) if C.whole > 0 else C.scale_columns(S, size)
+    columns: gl.constexpr = C.scale_columns(S, size)
     pieces: gl.constexpr = gl.constexpr(columns // piece)
     own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
+    gl.static_assert(C.tile * pieces >= 32 * C.across)
     t = thread_of(C)
     w = stream_of(C)
-    if C.whole > 0:
-        t += w * (32 * C.across)
-        into = slot * (C.tile * columns * size) + t * (piece * size)
-        there = left // S.group - t % pieces * piece
-        rows = gl.minimum(rows, C.tile)
-    else:
-        gl.static_assert(C.tile * pieces >= 32 * C.across)
-        into = (slot * C.streams + w) * (C.tile * columns * size) + t * (piece * size)
-        there = left // S.group - (w * own // columns * columns + t % pieces * piece)
+    into = (slot * C.streams + w) * (C.tile * columns * size) + t * (piece * size)
+    there = left // S.group - (w * own // columns * columns + t % pieces * piece)
     gl.inline_asm_elementwise(
-        _copy_asm(_scale_pieces(S, C, columns, piece, size), base, piece * size, True, False, C.l2_scales),
+        _copy_asm(_scale_pieces(S, C, columns, piece, size), base, piece * size, True, False),
         "=r,r,l,r,r,r,~{memory}",
         [into, at, K // S.group * size, rows - t // pieces, there],
         dtype=gl.int32,
@@ -269,7 +234,7 @@ def fetch_weight(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     into = (slot * C.streams + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
     there = gl.where((w * S.words(C) + t % pieces * 8) * S.planes < left, rows - row, 0)
     gl.inline_asm_elementwise(
-        _copy_asm(_code_pieces(S, C), 0, 16, False, False, C.l2),
+        _copy_asm(_code_pieces(S, C), 0, 16, False, False),
         "=r,r,l,r,r,~{memory}",
         [into, codes, K // S.planes * 2, there],
         dtype=gl.int32,

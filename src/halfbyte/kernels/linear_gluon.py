@@ -195,7 +195,7 @@ def linear(
     acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
     slot = 0
     for now in range(end):
-        meet(now, C.stages - 2, C)
+        meet(C.stages - 2, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
         fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
         at = fetch_weight(free, at, ahead_step, ahead < end, K, S, C)
@@ -239,7 +239,7 @@ def linear(
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-    meet(0, 0, C)
+    meet(0, C)
 
 
 def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:

@@ -33,11 +33,6 @@ class Spec:
     sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
     x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
-    meets: int = 0  # EXPERIMENT: the whole block meets in every so many-th step; 0: in none
-    whole: int = 0  # EXPERIMENT: scales of a row are copied for all streams at once
-    l2: int = 0  # EXPERIMENT: bytes that L2 fetches together where codes are asked for
-    l2_scales: int = 0  # EXPERIMENT: the same of scales
-    exact: int = 1  # EXPERIMENT: 0: 16 rows as fewer
 
     @property
     def x_low(self) -> int:
@@ -102,8 +97,6 @@ class Spec:
 
     def scale_columns(self, weight: Stored, size: int) -> int:
         """Scales (or zero points) of `size` bytes of a row that a stream copies: its own, or all of 4 bytes that hold them."""
-        if self.whole:
-            return -(-self.columns(weight) // self.streams) if weight.groups else 0
         return max(self.columns(weight) // self.streams, 4 // size) if weight.groups else 0
 
 
@@ -194,8 +187,6 @@ def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) ->
 def piece(shape: Spec, width: int, size: int) -> int:
     """`scale_piece` of the scales (or zero points) of `size` bytes in a step of this shape."""
     weight = shape.weights[0]
-    if shape.whole:
-        return scale_piece(shape.columns(weight), width // weight.group, size)
     return scale_piece(shape.scale_columns(weight, size), width // weight.group, size)
 
 

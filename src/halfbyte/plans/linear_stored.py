@@ -119,7 +119,7 @@ class Stored:
 
     def taken_off(self, spec: Spec) -> bool:
         """What 4-bit codes have too much is taken off each operand: with 16 rows of x a product with ones costs more."""
-        return self.kind == "nibbles" and not self.zero and spec.few == 16 and bool(spec.exact)
+        return self.kind == "nibbles" and not self.zero and spec.few == 16
 
     def shift(self, half: str) -> float:
         """What operands have too much, apart from zero points."""
