@@ -47,18 +47,21 @@ def test_codes_come_to_where_a_swizzled_ring_has_them(spec: Spec) -> None:
 
 @SPECS
 def test_scales_come_to_their_rows(spec: Spec) -> None:
+    """Whole rows of a step, of which each warp of the block copies a part."""
     weight = spec.weights[0]
     for size, piece in [(weight.scale_bytes, spec.piece)] * (weight.groups > 0) + [(1, spec.zero_piece)] * weight.zero:
-        columns = spec.scale_columns(weight, size)
+        columns = spec.columns(weight)
         assert 4 <= piece * size <= 16
-        assert spec.tile * columns // piece >= 32 * spec.across
+        lanes = linear_copies._scale_lanes(weight, spec, piece)
+        assert lanes == 32 or lanes * spec.warps * piece == spec.tile * columns
         copied = {}
-        places = linear_copies._scale_pieces(weight, spec, columns, piece, size)
-        for t, (row, byte, xor, at) in itertools.product(range(32 * spec.across), places):
+        places = linear_copies._scale_pieces(weight, spec, piece, size)
+        for t, (row, byte, xor, at) in itertools.product(range(lanes * spec.warps), places):
             assert byte == xor == 0
             copied[row + t // (columns // piece), t % (columns // piece)] = t * piece * size + at
         wanted = itertools.product(range(spec.tile), range(columns // piece))
         assert copied == {(row, c): (row * columns + c * piece) * size for row, c in wanted}
+        assert len(copied) == lanes * spec.warps * len(places)
 
 
 @SPECS
@@ -84,7 +87,7 @@ def test_x_comes_to_its_rows_and_columns(spec: Spec) -> None:
 def test_rings_lie_one_behind_the_other(spec: Spec) -> None:
     """In whole pieces of 128 bytes, as the one allocation counts them; the sums of a tile fit the slot that they take."""
     weight = spec.weights[0]
-    assert 0 < spec.x_at < spec.scales_at <= spec.zeros_at <= spec.ring_bytes <= spec.shared_bytes
-    assert not any(at % 128 for at in (spec.x_at, spec.scales_at, spec.zeros_at, spec.ring_bytes))
+    assert 0 < spec.x_at < spec.scales_at <= spec.zeros_at <= spec.barriers_at <= spec.ring_bytes <= spec.shared_bytes
+    assert not any(at % 128 for at in (spec.x_at, spec.scales_at, spec.zeros_at, spec.barriers_at, spec.ring_bytes))
     if not spec.sums_apart:
         assert 4 * spec.streams * spec.part_floats <= weight.slot_bytes(spec)

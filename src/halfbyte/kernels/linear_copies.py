@@ -18,33 +18,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.compat import reinterpret
 from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.linear_operands import plain
 from halfbyte.kernels.linear_ring import place
-
-
-@gluon.constexpr_function
-def thread_layout(C):
-    """[streams, across, 32]: one element a thread."""
-    return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [C.streams, C.across, 1], [2, 1, 0])
-
-
-@gluon.jit
-def stream_of(C: gl.constexpr):
-    """The stream of a thread."""
-    layout: gl.constexpr = thread_layout(C)
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    return w + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
-
-
-@gluon.jit
-def thread_of(C: gl.constexpr):
-    """The number of a thread among those of its stream."""
-    layout: gl.constexpr = thread_layout(C)
-    a = gl.arange(0, C.across, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    return a * 32 + lane + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
+from halfbyte.kernels.linear_streams import filled, slot_of, stream_of, thread_of
 
 
 @gluon.jit
@@ -55,9 +33,9 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     scales = codes
     zeros = codes
     if S.groups > 0:
-        scales = _scale_ring(pool, gl.constexpr(S.scale), C.scale_columns(S, S.scale_bytes), C.scales_at, C)
+        scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
         if S.zero:
-            zeros = _scale_ring(pool, "u8", C.scale_columns(S, 1), C.zeros_at, C)
+            zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
     x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
     shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
     x = reinterpret(pool.index(C.x_at // 128), x_type, shape, plain(5))
@@ -65,9 +43,9 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scale_ring(pool, scale: gl.constexpr, columns: gl.constexpr, at: gl.constexpr, C: gl.constexpr):
+def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
-    return reinterpret(pool.index(at // 128), dtype, [C.stages, C.streams, C.tile, columns], plain(3))
+    return reinterpret(pool.index(at // 128), dtype, [C.scale_slots, C.tile, C.columns(S)], plain(2))
 
 
 @gluon.constexpr_function
@@ -80,11 +58,16 @@ def _code_pieces(S, C):
 
 
 @gluon.constexpr_function
-def _scale_pieces(S, C, columns, piece, size):
-    """The same for scales (or zero points)."""
-    pieces = columns // piece
-    rows = 32 * C.across // pieces
-    return [(row, 0, 0, row * columns * size) for row in range(0, C.tile, rows)]
+def _scale_lanes(S, C, piece):
+    """Lanes of each warp that copy scales (or zero points): all streams' of a row are few pieces."""
+    return min(32, C.tile * C.columns(S) // piece // C.warps)
+
+
+@gluon.constexpr_function
+def _scale_pieces(S, C, piece, size):
+    """The same for scales (or zero points), of which all warps of the block copy a part."""
+    rows = _scale_lanes(S, C, piece) * C.warps * piece // C.columns(S)
+    return [(row, 0, 0, row * C.columns(S) * size) for row in range(0, C.tile, rows)]
 
 
 @gluon.constexpr_function
@@ -101,7 +84,7 @@ def _x_pieces(C):
 def _copy_asm(pieces, base, size, fill, cached):
     """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
     row to row; $4 rows that are left from that of piece 0 on: of others nothing is copied, as nobody looks at their products;
-    with `fill` $5 bytes that are left of a row: beyond them come zeros.
+    with `fill` $5 bytes (or any measure, where a thread has one piece of a row) that are left of a row: beyond them come zeros.
     """
     apart = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
     how = "cg" if size == 16 and not cached else "ca"
@@ -121,64 +104,21 @@ def _copy_asm(pieces, base, size, fill, cached):
     return " ".join(lines) + " }"
 
 
-@gluon.constexpr_function
-def _check_asm(at):
-    """Trap unless the 32 bits at $1 bytes from `at` are $2."""
-    return (
-        "{ .reg .b32 a; .reg .pred q; mov.u32 a, global_smem; add.u32 a, a, $1; "
-        f"ld.shared.b32 $0, [a+{at}]; setp.ne.u32 q, $0, $2; @q trap; }}"
-    )
-
-
 @gluon.jit
-def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
-    """The copies suppose that the rings are the first thing in shared memory. Tried in the last slot, which is free at first."""
-    shape: gl.constexpr = [C.streams, C.across, 32]
-    thread = stream_of(C) * (32 * C.across) + thread_of(C)
-    reinterpret(codes.index(C.stages - 1), gl.int32, shape, plain(3)).store(thread)
-    gl.inline_asm_elementwise(
-        _check_asm((C.stages - 1) * S.slot_bytes(C)),
-        "=&r,r,r,~{memory}",
-        [thread * 4, thread],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    barrier()
-
-
-@gluon.jit
-def commit():
-    """What was asked for since the last call is one group of copies."""
-    gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _meet_asm(groups, C):
-    if C.across == 1:
-        meet = "bar.warp.sync 0xffffffff;"
-    else:
-        threads = 32 * C.across
-        meet = f"mov.u32 b, %tid.x; shr.u32 b, b, {threads.bit_length() - 1}; add.u32 b, b, 1; bar.sync b, {threads};"
-    return f"{{ .reg .b32 b; cp.async.wait_group {groups}; {meet} }} // $0"
-
-
-@gluon.jit
-def meet(groups: gl.constexpr, C: gl.constexpr):
-    """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here."""
-    gl.inline_asm_elementwise(_meet_asm(groups, C), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+def _scale_thread(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The number of a thread among those of the block that copy scales (or zero points), and whether it is one of them."""
+    lanes: gl.constexpr = _scale_lanes(S, C, piece)
+    t = thread_of(C)
+    return (stream_of(C) * C.across + t // 32) * lanes + t % 32 % lanes, t % 32 < lanes
 
 
 @gluon.jit
 def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The address of a thread's first scales (or zero points) of a step of a tile."""
-    columns: gl.constexpr = C.scale_columns(S, size)
-    pieces: gl.constexpr = gl.constexpr(columns // piece)
-    own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
-    t = thread_of(C)
-    first = stream_of(C) * own // columns * columns
+    pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
+    t, _ = _scale_thread(piece, S, C)
     row = K // S.group
-    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + (first + t % pieces * piece))
+    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + t % pieces * piece)
     return Base.to(gl.int64) + at * size
 
 
@@ -202,18 +142,19 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
 def _fetch_scales(
     at, slot, rows, left, K, base: gl.constexpr, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr
 ):
-    columns: gl.constexpr = C.scale_columns(S, size)
-    pieces: gl.constexpr = gl.constexpr(columns // piece)
-    own: gl.constexpr = gl.constexpr(C.columns(S) // C.streams)
-    gl.static_assert(C.tile * pieces >= 32 * C.across)
-    t = thread_of(C)
-    w = stream_of(C)
-    into = (slot * C.streams + w) * (C.tile * columns * size) + t * (piece * size)
-    there = left // S.group - (w * own // columns * columns + t % pieces * piece)
+    pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
+    t, takes_part = _scale_thread(piece, S, C)
+    first_row = gl.where(takes_part, t // pieces, 1 << 30)
     gl.inline_asm_elementwise(
-        _copy_asm(_scale_pieces(S, C, columns, piece, size), base, piece * size, True, False),
+        _copy_asm(_scale_pieces(S, C, piece, size), base, piece * size, True, False),
         "=r,r,l,r,r,r,~{memory}",
-        [into, at, K // S.group * size, rows - t // pieces, there],
+        [
+            slot * (C.tile * C.columns(S) * size) + t * (piece * size),
+            at,
+            K // S.group * size,
+            rows - first_row,
+            left - t % pieces * (piece * S.group),
+        ],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -221,13 +162,24 @@ def _fetch_scales(
 
 
 @gluon.jit
-def fetch_weight(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes, scales and zero points of the step that `at` points to, if `wanted`; returns where the next one is."""
+def fetch_weight(slot, turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for scales, zero points and codes of the step that `at` points to, if `wanted`; returns where the next one is.
+
+    turn: which says the slot of its scales. They come first, as other streams wait for them.
+    """
     codes, scales, zeros, rows = at
+    left = gl.where(wanted, K - step * C.step, 0)
+    if S.groups > 0:
+        scale_slot = slot_of(turn, C)
+        _fetch_scales(scales, scale_slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
+        scales += C.columns(S) * S.scale_bytes
+        if S.zero:
+            _fetch_scales(zeros, scale_slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
+            zeros += C.columns(S)
+        filled(scale_slot, C)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     w = stream_of(C)
-    left = gl.where(wanted, K - step * C.step, 0)
     # The eight rows of an ldmatrix lie in different banks: see code_ring_layout.
     row = t // pieces
     column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))
@@ -242,12 +194,6 @@ def fetch_weight(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
         pack=1,
     )
     codes += C.streams * S.words(C) * 2
-    if S.groups > 0:
-        _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
-        scales += C.columns(S) * S.scale_bytes
-        if S.zero:
-            _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
-            zeros += C.columns(S)
     return codes, scales, zeros, rows
 
 

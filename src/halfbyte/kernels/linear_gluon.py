@@ -34,11 +34,12 @@ from halfbyte.kernels.compat import barrier, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
-from halfbyte.kernels.linear_copies import check_addresses, commit, fetch_weight, fetch_x, make_rings, meet, weight_at
+from halfbyte.kernels.linear_copies import fetch_weight, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear_operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear_products import multiply, to_float
 from halfbyte.kernels.linear_ring import place
 from halfbyte.kernels.linear_sample import FEW_ROWS, sample_configurations
+from halfbyte.kernels.linear_streams import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.plans.linear import Spec, gluon_linear, shares
 from halfbyte.tensors import QuantTensor
 
@@ -166,6 +167,8 @@ def linear(
         tile = quotient(x, steps)
         step = x - tile * steps
     begin = step
+    if S.groups > 0:
+        make_barriers(C)
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     work = (steps, shared, own)
     at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
@@ -173,7 +176,7 @@ def linear(
     ahead_tile = tile
     ahead_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        at = fetch_weight(i, at, ahead_step, i < end, K, S, C)
+        at = fetch_weight(i, i, at, ahead_step, i < end, K, S, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
@@ -194,16 +197,22 @@ def linear(
     check_addresses(rings[0], S, C)
     acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
     slot = 0
+    turn = 0
+    ahead_turn = C.stages - 1
     for now in range(end):
-        meet(C.stages - 2, C)
+        meet(turn, C.stages - 2, S, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        if S.groups > 0:
+            await_free(ahead_turn, C)
+        at = fetch_weight(free, ahead_turn, at, ahead_step, ahead < end, K, S, C)
         fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
-        at = fetch_weight(free, at, ahead_step, ahead < end, K, S, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
-        acc = multiply(acc, rings, slot, select, S, C)
+        if S.groups > 0:
+            await_scales(turn, C)
+        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
         step += 1
         if (step == steps) | (now + 1 == shared):
             if C.sums_apart:
@@ -239,7 +248,9 @@ def linear(
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-    meet(0, C)
+        turn = after(turn, C)
+        ahead_turn = after(ahead_turn, C)
+    meet(turn, 0, S, C)
 
 
 def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:

@@ -89,17 +89,6 @@ def _warps_of(C, groups):
 
 
 @gluon.constexpr_function
-def by_stream(layout, groups):
-    """One of the layouts above, of [tile, streams * groups], for [streams, tile, groups]."""
-    registers, lanes, warps = (
-        [[column // groups, row, column % groups] for row, column in bases]
-        for bases in (layout.reg_bases, layout.lane_bases, layout.warp_bases)
-    )
-    tile, columns = layout.shape
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns // groups, tile, groups])
-
-
-@gluon.constexpr_function
 def x_layout(C, planes):
     """[streams, x_high, 4, x_low, 32] as the lanes of an mma need it; k = 32 i2 + i4, row = x_low i1 + i3."""
     if planes == 4:

@@ -14,14 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from halfbyte.kernels.compat import reinterpret
 from halfbyte.kernels.linear_codes import code_operands
 from halfbyte.kernels.linear_operands import (
-    by_stream,
     column_scale_layout,
     halves,
     mma_layout,
-    plain,
     scale_layout,
     sixteenth_layout,
     x_layout,
@@ -35,34 +32,17 @@ def _bits(n):
 
 
 @gluon.jit
-def _scales_of(ring, size: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Scales (or zero points) of `size` bytes of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
+def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
     G: gl.constexpr = C.columns(S) // C.streams
     twos: gl.constexpr = [2] * _bits(G)
-    if C.scale_columns(S, size) == G:
-        parts = halves(gl.reshape(ring.load(by_stream(scale_layout(C, G), G)), [C.streams, C.tile] + twos), _bits(G))
-    else:
-        parts = _from_words(ring, size, G, C)
+    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.streams, G]), [1, 0, 2])
+    parts = halves(gl.reshape(s, [C.streams, C.tile] + twos), _bits(G))
     made = ()
     for g in gl.static_range(G):
         made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
     return made
-
-
-@gluon.jit
-def _from_words(ring, size: gl.constexpr, G: gl.constexpr, C: gl.constexpr):
-    """Those of streams that share the 32 bits of a row: two streams the halves of a word."""
-    gl.static_assert(G * size == 2)
-    layout: gl.constexpr = by_stream(scale_layout(C, 1), 1)
-    words = reinterpret(ring, gl.int32, [C.streams, C.tile, 1], plain(3)).load(layout)
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    words = words >> w % 2 * 16
-    parts = ()
-    for g in gl.static_range(G):
-        part = words.to(gl.int16).to(ring.dtype, bitcast=True) if size == 2 else words >> 8 * g & 255
-        parts = parts + (gl.reshape(part, [C.streams, C.tile]),)
-    return parts
 
 
 @gluon.jit
@@ -89,8 +69,8 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
     sets: gl.constexpr = _bits(G // abreast)
     twos: gl.constexpr = [2] * sets
     like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, abreast, C.few])
-    s = gl.reshape(ring.load(by_stream(column_scale_layout(C, G, abreast), G)), [C.streams, C.tile, G // abreast, abreast])
-    parts = halves(gl.reshape(gl.permute(s, [0, 1, 3, 2]), [C.streams, C.tile, abreast] + twos), sets)
+    s = gl.reshape(ring.load(column_scale_layout(C, G, abreast)), [C.tile, C.streams, G // abreast, abreast])
+    parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.streams, C.tile, abreast] + twos), sets)
     made = ()
     for i in gl.static_range(gl.constexpr(G // abreast)):
         one = gl.convert_layout(parts[i], gl.SliceLayout(3, like.type.layout), assert_trivial=True)
@@ -125,8 +105,8 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.streams
     twos: gl.constexpr = [2] * _bits(G // 4)
-    s = (to_float(ring.load(by_stream(sixteenth_layout(C, G), G)), S) * S.scale_factor(C)).to(half)
-    s = gl.permute(gl.reshape(s, [C.streams, C.tile, G // 4, 4]), [0, 1, 3, 2])
+    s = (to_float(ring.load(sixteenth_layout(C, G)), S) * S.scale_factor(C)).to(half)
+    s = gl.permute(gl.reshape(s, [C.tile, C.streams, G // 4, 4]), [1, 0, 3, 2])
     parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
     made = ()
     for block in gl.static_range(G // 4):
@@ -148,25 +128,25 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, rings, slot, select, S: gl.constexpr, C: gl.constexpr):
+def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
     """acc + one step's products, [streams, tile, rows of x]."""
     scales = ()
     zeros = ()
     if S.abreast(C) > 1:
-        scales = _column_scales(rings[1].index(slot), S, C)
+        scales = _column_scales(rings[1].index(scale_slot), S, C)
         if S.zero:
-            zeros = _column_scales(rings[2].index(slot), S, C)
+            zeros = _column_scales(rings[2].index(scale_slot), S, C)
         dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma_layout(C))
         sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
         for part in gl.static_range(gl.constexpr(C.chunk // 128)):
             acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
         return acc
     if S.operands_scaled(C):
-        scales = _sixteenths(rings[1].index(slot), S, C)
+        scales = _sixteenths(rings[1].index(scale_slot), S, C)
     elif S.groups > 0:
-        scales = _scales_of(rings[1].index(slot), S.scale_bytes, S, C)
+        scales = _scales_of(rings[1].index(scale_slot), S, C)
     if S.zero:
-        zeros = _scales_of(rings[2].index(slot), 1, S, C)
+        zeros = _scales_of(rings[2].index(scale_slot), S, C)
     for part in gl.static_range(gl.constexpr(C.chunk // 128)):
         acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
     return acc

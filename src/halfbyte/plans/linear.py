@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ class Spec:
     across: int  # warps that divide the rows of a tile
     chunk: int  # K of a chunk: 128, 256, ...
     stages: int
+    scale_slots: int  # steps that scales are kept of: 4 or 8, more than stages, so that streams may drift apart
     piece: int  # scales that are copied at a time
     zero_piece: int  # zero points, the same
     pair: bool
@@ -79,25 +79,25 @@ class Spec:
 
     @property
     def zeros_at(self) -> int:
-        weight = self.weights[0]
-        return (
-            self.scales_at
-            + self.stages * self.streams * self.tile * self.scale_columns(weight, weight.scale_bytes) * weight.scale_bytes
-        )
+        return self.scales_at + self._scale_bytes(self.weights[0].scale_bytes)
+
+    @property
+    def barriers_at(self) -> int:
+        """Where barriers lie, 8 bytes each: for each slot of scales that it is filled, and behind those that it is free."""
+        return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
 
     @property
     def ring_bytes(self) -> int:
-        """Codes, x, scales and zero points of all stages."""
-        weight = self.weights[0]
-        return self.zeros_at + weight.zero * self.stages * self.streams * self.tile * self.scale_columns(weight, 1)
+        """Codes, x, scales and zero points of all stages, and barriers."""
+        return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
+
+    def _scale_bytes(self, size: int) -> int:
+        """Of all slots of scales (or zero points) of `size` bytes."""
+        return self.scale_slots * self.tile * self.columns(self.weights[0]) * size
 
     def columns(self, weight: Stored) -> int:
         """Scales of a row in one step."""
         return self.step // 128 * weight.groups
-
-    def scale_columns(self, weight: Stored, size: int) -> int:
-        """Scales (or zero points) of `size` bytes of a row that a stream copies: its own, or all of 4 bytes that hold them."""
-        return max(self.columns(weight) // self.streams, 4 // size) if weight.groups else 0
 
 
 #: Rows of x that the tuned kernel takes. From 17 on the portable one, whose tiles are larger, is faster.
@@ -187,7 +187,7 @@ def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) ->
 def piece(shape: Spec, width: int, size: int) -> int:
     """`scale_piece` of the scales (or zero points) of `size` bytes in a step of this shape."""
     weight = shape.weights[0]
-    return scale_piece(shape.scale_columns(weight, size), width // weight.group, size)
+    return scale_piece(shape.columns(weight), width // weight.group, size)
 
 
 def scale_piece(columns: int, row: int, size: int) -> int:
@@ -225,6 +225,7 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         across=across,
         chunk=128 if wide else 256,
         stages=1,
+        scale_slots=4,
         piece=1,
         zero_piece=1,
         pair=False,
@@ -244,13 +245,23 @@ def staged(shape: Spec, blocks: int, capability: tuple[int, int], depths: Sequen
     """The same with the first of `depths` stages that lets so many blocks run on a multiprocessor at once, and no more; or None."""
     everything = shared_memory(capability)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
-    for stages, sums_apart in itertools.product(depths, apart):
-        spec = replace(shape, stages=stages, sums_apart=sums_apart)
+    for stages, sums_apart, slots in ((n, a, s) for n in depths for a in apart for s in _scale_slots(n)):
+        spec = replace(shape, stages=stages, sums_apart=sums_apart, scale_slots=slots)
         if blocks * (spec.shared_bytes + BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
                 spec = replace(spec, spare=spec.spare + 1)
             return spec
     return None
+
+
+def _scale_slots(stages: int) -> tuple[int, ...]:
+    """How many steps' scales to keep, the best first.
+
+    With twice the stages no stream ever waits to ask for scales: before that it waits for scales that others are to ask for. A
+    power of two takes fewer instructions.
+    """
+    most = 2 * stages
+    return (1 << (most - 1).bit_length(), *range(most, stages - 1, -1))
 
 
 def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
