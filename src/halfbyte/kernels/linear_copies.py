@@ -162,21 +162,28 @@ def _fetch_scales(
 
 
 @gluon.jit
-def fetch_weight(slot, turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for scales, zero points and codes of the step that `at` points to, if `wanted`; returns where the next one is.
+def fetch_scales(turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for scales and zero points of the step that `at` points to, if `wanted`; returns where the next step is.
 
-    turn: which says the slot of its scales. They come first, as other streams wait for them.
+    turn: which says their slot.
     """
     codes, scales, zeros, rows = at
     left = gl.where(wanted, K - step * C.step, 0)
-    if S.groups > 0:
-        scale_slot = slot_of(turn, C)
-        _fetch_scales(scales, scale_slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
-        scales += C.columns(S) * S.scale_bytes
-        if S.zero:
-            _fetch_scales(zeros, scale_slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
-            zeros += C.columns(S)
-        filled(scale_slot, C)
+    slot = slot_of(turn, C)
+    _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
+    scales += C.columns(S) * S.scale_bytes
+    if S.zero:
+        _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
+        zeros += C.columns(S)
+    filled(slot, C)
+    return codes, scales, zeros, rows
+
+
+@gluon.jit
+def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes of the step that `at` points to, if `wanted`; returns where the next step is."""
+    codes, scales, zeros, rows = at
+    left = gl.where(wanted, K - step * C.step, 0)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     w = stream_of(C)

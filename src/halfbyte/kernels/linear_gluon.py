@@ -34,7 +34,7 @@ from halfbyte.kernels.compat import barrier, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
-from halfbyte.kernels.linear_copies import fetch_weight, fetch_x, make_rings, weight_at
+from halfbyte.kernels.linear_copies import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear_operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear_products import multiply, to_float
 from halfbyte.kernels.linear_ring import place
@@ -176,7 +176,11 @@ def linear(
     ahead_tile = tile
     ahead_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        at = fetch_weight(i, i, at, ahead_step, i < end, K, S, C)
+        at = fetch_codes(i, at, ahead_step, i < end, K, S, C)
+        if S.groups > 0:
+            if i == 0:
+                barrier()  # all see the barriers of scales
+            at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
@@ -202,9 +206,10 @@ def linear(
     for now in range(end):
         meet(turn, C.stages - 2, S, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
-        if S.groups > 0:
+        if S.groups > 0:  # scales come first, as other streams wait for them
             await_free(ahead_turn, C)
-        at = fetch_weight(free, ahead_turn, at, ahead_step, ahead < end, K, S, C)
+            at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
+        at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
         fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(

@@ -130,23 +130,22 @@ def meet(turn, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _init_asm(C):
-    start = "{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; add.u32 b, b, $2;"
-    return f"{start} setp.lt.u32 q, $1, {2 * C.scale_slots}; @q mbarrier.init.shared.b64 [b+{C.barriers_at}], $3; }} // $0"
+    """One thread makes them all, at addresses that are known: of lanes with an address each the assembler makes a slow loop."""
+    lines = ["{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; setp.eq.u32 q, $1, 0;"]
+    for slot in range(2 * C.scale_slots):
+        count = 32 * C.warps if slot < C.scale_slots else C.streams
+        lines.append(f"@q mbarrier.init.shared.b64 [b+{C.barriers_at + 8 * slot}], {count};")
+    return " ".join(lines) + " } // $0"
 
 
 @gluon.jit
 def make_barriers(C: gl.constexpr):
-    """A slot of scales is filled when all threads' copies are there, and free when all streams have read what was in it."""
+    """A slot of scales is filled when all threads' copies are there, and free when all streams have read what was in it.
+
+    The block has to meet behind it, ahead of the first use.
+    """
     thread = stream_of(C) * (32 * C.across) + thread_of(C)
-    gl.inline_asm_elementwise(
-        _init_asm(C),
-        "=r,r,r,r,~{memory}",
-        [thread, thread * 8, gl.where(thread < C.scale_slots, 32 * C.warps, C.streams)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    barrier()
+    gl.inline_asm_elementwise(_init_asm(C), "=r,r,~{memory}", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
