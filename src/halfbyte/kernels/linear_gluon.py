@@ -207,7 +207,8 @@ def linear(
         meet(turn, C.stages - 2, S, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
         if S.groups > 0:  # scales come first, as other streams wait for them
-            await_free(ahead_turn, C)
+            if C.told_free:
+                await_free(ahead_turn, C)
             at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
         at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
         fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)

@@ -106,7 +106,7 @@ def _meet_asm(groups, S, C):
         threads = 32 * C.across
         meet = f"mov.u32 b, %tid.x; shr.u32 b, b, {threads.bit_length() - 1}; add.u32 b, b, 1; bar.sync b, {threads};"
     free = ""
-    if S.groups:
+    if C.told_free:
         free = "mov.u32 b, global_smem; add.u32 b, b, $2; setp.eq.u32 q, $1, 0; "
         free += f"@q mbarrier.arrive.shared.b64 t, [b+{C.barriers_at + 8 * C.scale_slots}];"
     return f"{{ .reg .b32 b; .reg .b64 t; .reg .pred q; cp.async.wait_group {groups}; {meet} {free} }} // $0 $1 $2"
@@ -116,7 +116,7 @@ def _meet_asm(groups, S, C):
 def meet(turn, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here.
 
-    The other streams are told that this one has read the scales of all steps before.
+    If need be the other streams are told that this one has read the scales of all steps before.
     """
     gl.inline_asm_elementwise(
         _meet_asm(groups, S, C),
@@ -132,7 +132,7 @@ def meet(turn, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 def _init_asm(C):
     """One thread makes them all, at addresses that are known: of lanes with an address each the assembler makes a slow loop."""
     lines = ["{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; setp.eq.u32 q, $1, 0;"]
-    for slot in range(2 * C.scale_slots):
+    for slot in range(C.scale_slots * (2 if C.told_free else 1)):
         count = 32 * C.warps if slot < C.scale_slots else C.streams
         lines.append(f"@q mbarrier.init.shared.b64 [b+{C.barriers_at + 8 * slot}], {count};")
     return " ".join(lines) + " } // $0"

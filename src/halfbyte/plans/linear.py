@@ -87,6 +87,13 @@ class Spec:
         return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
 
     @property
+    def told_free(self) -> bool:
+        """Streams say when they have read a slot of scales. With slots for twice the stages that is known without: who is in a
+        step has had the scales of the step before, so all streams have asked for those, which they do `stages` - 1 steps ahead.
+        """
+        return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
+
+    @property
     def ring_bytes(self) -> int:
         """Codes, x, scales and zero points of all stages, and barriers."""
         return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
