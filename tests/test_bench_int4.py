@@ -128,7 +128,7 @@ def test_published_figures_belong_to_their_shape() -> None:
 
 
 def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
-    job = int4_gqa.BatchJob(2, 64, ("bf16", "int4"), others=True)
+    job = int4_gqa.BatchJob(2, 64, ("bf16", "int4"), others=True, compiled=True)
     measured = quick().run([job])
     assert all(r.seconds and r.op == int4_gqa.OP and r.case == job.name for r in measured)
     ours = [(r.formats, r.implementation) for r in measured if r.implementation.startswith("halfbyte")]
@@ -147,6 +147,9 @@ def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
     assert len(int4_gqa.drawn(measured)) == 1
     assert "published" not in int4_gqa.drawn(measured)[0]
     assert quick(pattern="nothing").run([job]) == []
+    without = quick().run([dataclasses.replace(job, compiled=False)])
+    assert "flex attention" not in {r.implementation for r in without}
+    assert len(without) == len(measured) - 1
 
 
 def test_gqa_sweeps_the_splits_that_need_no_other_kernel() -> None:
@@ -178,7 +181,8 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     assert not any(plan.spec.pair for plan in plans)
     full = int4_gqa.jobs(Session(Options(), dataclasses.replace(FAKE, kind="cuda")))
     assert [job.batch for job in full if isinstance(job, int4_gqa.BatchJob)] == [32, 64, 128, 256, 512]
-    assert [job.others for job in full if isinstance(job, int4_gqa.BatchJob)] == [True, False, False, False, True]
+    others = [(job.others, job.compiled) for job in full if isinstance(job, int4_gqa.BatchJob)]
+    assert others == [(True, True), (True, False), (True, False), (True, False), (True, True)]
     assert len(int4_gqa.jobs(gpu)) == 1
 
 
@@ -205,6 +209,10 @@ def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> 
         "On fake, row-wise INT4 takes 136.0 us at batch 512 (7.4 GB/s), 3.46 times as fast as the fastest BF16 peer.",
         "Published for an H100, not measured here: 575 us, 1.74 times as fast as Flash-Decoding in BF16.",
     ]
+    beside = [*measured, one("int4", "fbgemm", 400.0)]
+    assert int4_gqa.table(beside)[1][-1][3:7] == ("CU INT4, 4 groups", "", "400.0", "2.5")
+    assert int4_gqa.says(beside)[0] == int4_gqa.says(measured)[0]
+    assert int4_gqa.says(beside)[1] == "FBGEMM's own kernel, with four groups and in the same run, takes 400.0 us at batch 512."
     times, by_splits = int4_gqa.drawn(measured)
     assert "published, H100: CU INT4" in times
     assert "halfbyte triton" in by_splits

@@ -15,6 +15,7 @@ SAYS = {
     "03_transformers.py": "loaded again: the same tokens",
     "04_engine_memory.py": "merged equals whole within",
     "05_decode_layer.py": "token by token equals all at once within",
+    "06_tokens_per_second.py": "tokens a second",
 }
 
 

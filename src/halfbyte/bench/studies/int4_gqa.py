@@ -1,9 +1,10 @@
 """`halfbyte bench study int4-gqa`: 8 query heads on one KV head over 8,192 tokens, BF16 and INT4, as the INT4 work measures it.
 
 Every implementation with 1 to 128 splits, of which the best is reported, and halfbyte as it plans by itself; torch's attention in
-16 bits in every way there is; at the first and the last batch, as some compile for each, the other peers that are installed. The
-tuned kernel ends where a split is one of its tiles, beyond which it would be another kernel. INT4 has one scale and offset a row,
-or four. Times are alone: launches kept apart. On a CPU few sequences of few tokens.
+16 bits in every way there is, and the other peers that are installed: FBGEMM among them, whose kernel the published figures are of.
+FlexAttention, which compiles for each batch, has the first and the last. The tuned kernel ends where a split is one of its tiles,
+beyond which it would be another kernel. INT4 has one scale and offset a row, or four. Times are alone: launches kept apart. On a
+CPU few sequences of few tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from halfbyte.bench.page import Table
 from halfbyte.bench.peers.run import attention_peers
 from halfbyte.bench.records import Record
 from halfbyte.bench.run_bars import free, measure_peers
-from halfbyte.bench.session import Case, Job, Session
+from halfbyte.bench.session import Case, Contender, Job, Session
 from halfbyte.bench.studies import Study
 from halfbyte.bench.studies.published_gqa import BASELINE, BATCHES, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
 from halfbyte.bench.timing import MANY_GRAPHS
@@ -32,6 +33,8 @@ from halfbyte.errors import Unsupported
 from halfbyte.plans.decode_attention import GluonPlan
 
 OP = "gqa study"
+#: Peers by name: what compiles for each batch, and what the published figures are of.
+COMPILES, THEIRS = "flex attention", "fbgemm"
 ROW_WISE = "int4"
 FORMATS = ("bf16", ROW_WISE, "int4_g32")
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -47,19 +50,22 @@ def jobs(session: Session) -> list[Job]:
     quick, gpu = session.options.quick, session.device.kind == "cuda"
     cases = (QUICK_CASES if quick else CASES) if gpu else (QUICK_CPU_CASES if quick else CPU_CASES)
     formats, counts = (QUICK_FORMATS, QUICK_SPLITS) if quick else (FORMATS, SPLITS)
-    others = () if quick else (cases[0], cases[-1])
-    return [BatchJob(batch, context, formats, counts, (batch, context) in others) for batch, context in cases]
+    ends = cases[0], cases[-1]
+    return [
+        BatchJob(batch, context, formats, counts, not quick, not quick and (batch, context) in ends) for batch, context in cases
+    ]
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One batch: torch's attention in bf16, `others`: other peers, then every format in every implementation."""
+    """One batch: torch's attention in bf16, `others`: other peers, `compiled`: FlexAttention too; then every format, every way."""
 
     batch: int
     context: int
     formats: tuple[str, ...] = FORMATS
     splits: tuple[int, ...] = SPLITS
     others: bool = False
+    compiled: bool = False
     op: str = OP
 
     @property
@@ -95,10 +101,14 @@ class BatchJob:
             yield from (replace(r, **beside) for r in ours)  # type: ignore[arg-type]
 
     def _others(self, session: Session, inputs: Inputs) -> list[Record]:
-        """FlexAttention and what else is installed and reads these formats."""
+        """What else is installed and reads these formats; FlexAttention only if peers that compile are wanted."""
         free(session)
         ((k, v),) = inputs.spans
-        contenders = partial(attention_peers, session, self.name, inputs.q, k, v, FORMATS)
+
+        def contenders() -> list[Contender]:
+            found = attention_peers(session, self.name, inputs.q, k, v, FORMATS)
+            return [peer for peer in found if self.compiled or peer.implementation != COMPILES]
+
         found = session.measure(Case(OP, self.name, self.problem.shape.sizes, contenders))
         return [replace(r, case=self.name) for r in found]
 
@@ -158,6 +168,7 @@ _BESIDE = {
     (ROW_WISE, "halfbyte triton"): "FD INT4",
     ("int4_g32", "halfbyte gluon"): "CU INT4, 4 groups",
     ("int4_g32", "halfbyte triton"): "FD INT4, 4 groups",
+    ("int4", THEIRS): "CU INT4, 4 groups",
 }
 
 
@@ -222,6 +233,8 @@ _LINES = (
     ("halfbyte, portable kernel, INT4", ROW_WISE, "halfbyte triton"),
     ("torch, BF16", "bf16", "torch"),
     ("flex attention, BF16", "bf16", "flex"),
+    ("FlashInfer, BF16", "bf16", "flashinfer"),
+    ("FBGEMM, INT4 in 4 groups", "int4", THEIRS),
 )
 
 
@@ -281,7 +294,17 @@ def says(measured: Sequence[Record]) -> list[str]:
     times = [published("H100", "CU INT4", shape) or 0 for shape in shapes]
     faster = [(published("H100", BASELINE, shape) or 0) / t for shape, t in zip(shapes, times, strict=True)]
     theirs = f"Published for an H100, not measured here: {_listed([str(t) for t in times])} us"
-    return [told, f"{theirs}, {_between(faster)} times as fast as Flash-Decoding in BF16."]
+    return [told, *_theirs_said(found), f"{theirs}, {_between(faster)} times as fast as Flash-Decoding in BF16."]
+
+
+def _theirs_said(found: Sequence[Record]) -> list[str]:
+    """The kernel of the published figures, where it ran beside ours."""
+    theirs = [r for r in found if r.implementation == THEIRS and r.seconds]
+    if not theirs:
+        return []
+    batches = _listed([str(r.shape["B"]) for r in theirs])
+    times = _listed([us(r.seconds) for r in theirs])
+    return [f"FBGEMM's own kernel, with four groups and in the same run, takes {times} us at batch {batches}."]
 
 
 def _is_ours(r: Record) -> bool:
