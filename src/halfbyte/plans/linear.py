@@ -25,13 +25,13 @@ class Spec:
     across: int  # warps that divide the rows of a tile
     chunk: int  # K of a chunk: 128, 256, ...
     stages: int
-    scale_slots: int  # steps that scales are kept of: 4 or 8, more than stages, so that streams may drift apart
+    scale_slots: int  # steps that scales are kept of, at least `stages`: with twice as many streams drift apart freely
     piece: int  # scales that are copied at a time
     zero_piece: int  # zero points, the same
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
     sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
-    x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
+    x_cached: bool  # x comes through the L1 cache: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property

@@ -38,11 +38,6 @@ class WgmmaSpec:
         return 0
 
     @property
-    def zero_piece(self) -> int:
-        """Zero points that are copied into a ring at a time: none, they are too few bytes of a row."""
-        return 0
-
-    @property
     def warps(self) -> int:
         return self.across
 
