@@ -1,10 +1,10 @@
 """The tuned linear kernel for few rows: how codes, scales, zero points and x of a step come into shared memory.
 
-A stream's warps copy what the stream reads and nothing else, so that they wait for each other only, not for the block: streams
-drift apart by up to `stages` - 1 steps, and one waits for memory while another computes. A step of a stream:
+A stream's warps copy the codes and x that the stream reads, and a part of the scales of all streams (linear_streams.py). They do
+not wait for the block: streams drift apart, and one waits for memory while another computes. A step of a stream:
 
     wait until its own copies for this step are there; meet the stream's other warps; ask for the step `stages` - 1 further on,
-    whose slot all of them have read by now; compute
+    whose slot all of them have read by now; wait for the others' copies of this step's scales; compute
 
 The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
 in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).

@@ -4,11 +4,11 @@
 
 Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
 *tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps,
-which divide the rows of the tile). Codes, scales, zero points and x of a step come into a ring in shared memory by cp.async, each
-stream's by its own warps, which wait for each other and not for the block (linear_copies.py). Codes enter the product exactly: a
-nibble masked in place is a number already (linear_operands.py); what it has too much (128 + 8, say) is a multiple of the sum of
-x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group. The
-streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
+which divide the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes
+and x of a stream by its own warps (linear_copies.py), which do not wait for the block (linear_streams.py). Codes enter the product
+exactly: a nibble masked in place is a number already (linear_operands.py); what it has too much (128 + 8, say) is a multiple of the
+sum of x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group.
+The streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
 
 Work is the tiles of all weights that are computed together. A program computes as many whole tiles as there are for each. All
 share the tiles that are left: their steps, one after the other, are cut into equal parts, and a program begins with its part. With
