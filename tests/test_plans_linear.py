@@ -11,7 +11,8 @@ from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
 from halfbyte.plans.levels import level_of
-from halfbyte.plans.linear import TABLE_BYTES, GluonLinear, Spec, gluon_linear, shares
+from halfbyte.plans.linear import GluonLinear, Spec, gluon_linear, shares
+from halfbyte.plans.linear_stored import TABLE_BYTES
 from halfbyte.plans.linear_wgmma import WgmmaSpec, tuned_linear
 
 H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}

@@ -52,6 +52,10 @@ def products(*names: str) -> tuple[str, ...]:
     return tuple(f"test_relaunch_linear.py::{name}" for name in names)
 
 
+def streams(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_linear_streams.py::{name}" for name in names)
+
+
 def ops(*names: str) -> tuple[str, ...]:
     return tuple(f"test_ops.py::{name}" for name in names)
 
@@ -355,6 +359,28 @@ MUTANTS = [
         "(q_bias, k_bias, v_bias), level",
         "(q_bias, k_bias, None), level",
         ops("test_qkv_projection_is_three_products"),
+    ),
+    # -- streams of warps that wait for each other's copies
+    Mutant(
+        "one slot of scales too few to need no word of what is read",
+        "plans/linear.py",
+        "self.scale_slots < 2 * self.stages",
+        "self.scale_slots < 2 * self.stages - 1",
+        streams("test_scales_are_there_and_nobody_waits_for_ever[3-5-1000]"),
+    ),
+    Mutant(
+        "a slot of scales called free a step too early",
+        "kernels/linear_streams.py",
+        "    turn = after(turn, C)\n",
+        "",
+        streams("test_scales_are_there_and_nobody_waits_for_ever[2-2-1000]"),
+    ),
+    Mutant(
+        "fewer slots of scales than stages",
+        "plans/linear.py",
+        "range(most, stages - 1, -1)",
+        "range(most, stages - 2, -1)",
+        streams("test_plans_keep_scales_of_so_many_steps"),
     ),
     # -- checkpoints of other libraries
     Mutant(

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.compat import barrier, reinterpret
 from halfbyte.kernels.gluon_operands import unpack_bytes
 from halfbyte.kernels.linear_operands import mma_layout, plain
-from halfbyte.plans.linear import TABLE_BYTES
+from halfbyte.plans.linear_stored import TABLE_BYTES
 
 
 @gluon.jit
@@ -46,6 +46,45 @@ def nibble_planes(x, C: gl.constexpr):
             and.b32 $2, b, 0x000F000F;
             and.b32 $3, c, 0x000F000F;
             }""",
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return (a, b, c, d)
+
+
+@gluon.constexpr_function
+def _exact_asm(S, C):
+    """nibble_planes, and then what they have too much is taken off: exact, 128 + n and n * 2^-24 have room for it."""
+    if C.half == "bf16":
+        minus, take, mask = 0xC300 + S.bias, "fma.rn.bf16x2", "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;"
+    else:
+        minus, take, mask = 0x8000 + S.bias, "fma.rn.f16x2", "and.b32 {0}, {1}, 0x000F000F;"
+    one = 0x3F803F80 if C.half == "bf16" else 0x3C003C00
+    lines = [f"{{ .reg .b32 a, b, c, o, m; mov.b32 o, {one}; mov.b32 m, {minus * 0x10001};"]
+    lines += [f"shr.u32 {name}, $4, {4 * i + 4};" for i, name in enumerate("abc")]
+    for i, source in enumerate(("$4", "a", "b", "c")):
+        lines += [mask.format(f"${i}", source), f"{take} ${i}, ${i}, o, m;"]
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def exact_planes(x, S: gl.constexpr, C: gl.constexpr):
+    """Words of four 4-bit codes -> one tensor a code less its bias. bf16: the number; fp16: times 2^-24."""
+    if C.half == "bf16":
+        a, b, c, d = gl.inline_asm_elementwise(
+            _exact_asm(S, C),
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            _exact_asm(S, C),
             "=&r,=&r,=&r,=&r,r",
             [x],
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
@@ -220,7 +259,9 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Block of 16 words of each row [W, tile, 16] as mma operands, one for each plane, in the order of `x_operands`."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = ring.slice(block * 16, 16, dim=2).load(la)
-    if S.kind == "nibbles":
+    if S.taken_off(C):
+        planes = exact_planes(words, S, C)
+    elif S.kind == "nibbles":
         planes = nibble_planes(words, C)
     elif S.kind == "floats":
         planes = float_planes(words, C)

@@ -3,11 +3,12 @@
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
 Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
-*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps, which
-divide the rows of the tile). Codes, scales, zero points and x of a step come into a ring in shared memory by cp.async. Codes enter
-the product exactly: a nibble masked in place is a number already (linear_operands.py); what it has too much (128 + 8, say) is a
-multiple of the sum of x, which a product with ones gives; the group's scale multiplies fp32 sums of the group. The streams' sums of
-a tile are added at its end, in the order of the streams.
+*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps,
+which divide the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes
+and x of a stream by its own warps (linear_copies.py), which do not wait for the block (linear_streams.py). Codes enter the product
+exactly: a nibble masked in place is a number already (linear_operands.py); what it has too much (128 + 8, say) is a multiple of the
+sum of x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group.
+The streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
 
 Work is the tiles of all weights that are computed together. A program computes as many whole tiles as there are for each. All
 share the tiles that are left: their steps, one after the other, are cut into equal parts, and a program begins with its part. With
@@ -27,17 +28,18 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier, launcher, reinterpret
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
+from halfbyte.kernels.linear_copies import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear_operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear_products import multiply, to_float
-from halfbyte.kernels.linear_ring import fetch_weight, fetch_x, make_rings, place, weight_at
+from halfbyte.kernels.linear_ring import place
 from halfbyte.kernels.linear_sample import FEW_ROWS, sample_configurations
+from halfbyte.kernels.linear_streams import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.plans.linear import Spec, gluon_linear, shares
 from halfbyte.tensors import QuantTensor
 
@@ -165,6 +167,8 @@ def linear(
         tile = quotient(x, steps)
         step = x - tile * steps
     begin = step
+    if S.groups > 0:
+        make_barriers(C)
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     work = (steps, shared, own)
     at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
@@ -172,9 +176,12 @@ def linear(
     ahead_tile = tile
     ahead_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        if i < end:
-            at = fetch_weight(rings, i, at, ahead_step, K, S, C)
-        async_copy.commit_group()
+        at = fetch_codes(i, at, ahead_step, i < end, K, S, C)
+        if S.groups > 0:
+            if i == 0:
+                barrier()  # all see the barriers of scales
+            at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
+        commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
@@ -188,23 +195,30 @@ def linear(
         gdc_launch_dependents()
     x_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        if i < end:
-            fetch_x(rings, i, x_step, X, rows, K, x_row, C)
-        async_copy.commit_group()
+        fetch_x(i, x_step, i < end, X, rows, K, x_row, C)
+        commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
+    check_addresses(rings[0], S, C)
     acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
     slot = 0
+    turn = 0
+    ahead_turn = C.stages - 1
     for now in range(end):
-        async_copy.wait_group(C.stages - 2)
-        if ahead < end:
-            free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            fetch_x(rings, free, ahead_step, X, rows, K, x_row, C)
-            at = fetch_weight(rings, free, at, ahead_step, K, S, C)
-        async_copy.commit_group()
+        meet(turn, C.stages - 2, S, C)
+        free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        if S.groups > 0:  # scales come first, as other streams wait for them
+            if C.told_free:
+                await_free(ahead_turn, C)
+            at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
+        at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
+        fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
+        commit()
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
-        acc = multiply(acc, rings, slot, select, S, C)
+        if S.groups > 0:
+            await_scales(turn, C)
+        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
         step += 1
         if (step == steps) | (now + 1 == shared):
             if C.sums_apart:
@@ -218,6 +232,8 @@ def linear(
                 sums.store(acc)
             barrier()
             v = gl.sum(sums.load(_output_layout(C)), axis=0)
+            if not C.sums_apart:
+                barrier()  # nobody reads these sums any more: codes may come into the slot
             if (begin == 0) & (step == steps):
                 write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
             else:
@@ -238,7 +254,9 @@ def linear(
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-    async_copy.wait_group(0)
+        turn = after(turn, C)
+        ahead_turn = after(ahead_turn, C)
+    meet(turn, 0, S, C)
 
 
 def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:

@@ -89,14 +89,6 @@ def _warps_of(C, groups):
 
 
 @gluon.constexpr_function
-def x_copy_layout(C):
-    """[streams, x_high, chunk / 32, x_low, 32]: one lane copies 16 bytes."""
-    if C.x_cached:
-        return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 2 // C.x_low, 2, C.x_low, 8], [C.streams, C.across, 1, 1, 1], [4, 2, 3, 1, 0])
-    return gl.BlockedLayout([1, 1, 1, 1, 8], [1, 2 // C.x_low, 4, C.x_low, 4], [C.streams, C.across, 1, 1, 1], [4, 2, 3, 1, 0])
-
-
-@gluon.constexpr_function
 def x_layout(C, planes):
     """[streams, x_high, 4, x_low, 32] as the lanes of an mma need it; k = 32 i2 + i4, row = x_low i1 + i3."""
     if planes == 4:

@@ -128,25 +128,25 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, rings, slot, select, S: gl.constexpr, C: gl.constexpr):
+def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
     """acc + one step's products, [streams, tile, rows of x]."""
     scales = ()
     zeros = ()
     if S.abreast(C) > 1:
-        scales = _column_scales(rings[1].index(slot), S, C)
+        scales = _column_scales(rings[1].index(scale_slot), S, C)
         if S.zero:
-            zeros = _column_scales(rings[2].index(slot), S, C)
+            zeros = _column_scales(rings[2].index(scale_slot), S, C)
         dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma_layout(C))
         sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
         for part in gl.static_range(gl.constexpr(C.chunk // 128)):
             acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
         return acc
     if S.operands_scaled(C):
-        scales = _sixteenths(rings[1].index(slot), S, C)
+        scales = _sixteenths(rings[1].index(scale_slot), S, C)
     elif S.groups > 0:
-        scales = _scales_of(rings[1].index(slot), S, C)
+        scales = _scales_of(rings[1].index(scale_slot), S, C)
     if S.zero:
-        zeros = _scales_of(rings[2].index(slot), S, C)
+        zeros = _scales_of(rings[2].index(scale_slot), S, C)
     for part in gl.static_range(gl.constexpr(C.chunk // 128)):
         acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
     return acc
@@ -163,7 +163,7 @@ def _multiply_side_by_side(
     mma: gl.constexpr = mma_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     n: gl.constexpr = S.operands(C)
-    shift: gl.constexpr = S.shift(C.half)
+    shift: gl.constexpr = 0.0 if S.taken_off(C) else S.shift(C.half)
     ones = gl.full([C.streams, 16 * C.across, 16], 1.0, select[0].dtype, la)
     x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
     a = ()
@@ -195,7 +195,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
     codes = rings[0].index(slot)
     planes: gl.constexpr = S.planes
     first: gl.constexpr = part * (8 // planes)  # block of words
-    shift: gl.constexpr = S.shift(C.half)
+    shift: gl.constexpr = 0.0 if S.taken_off(C) else S.shift(C.half)
     # Sums of whole rows, and of codes that are scaled before the product, go straight into `acc`.
     direct: gl.constexpr = S.groups == 0 or S.operands_scaled(C)
     groups: gl.constexpr = 1 if direct else S.groups

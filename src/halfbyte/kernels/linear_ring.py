@@ -1,4 +1,5 @@
-"""The tuned linear kernel: what lies in shared memory, and how codes, scales, zero points and x of a step come there."""
+"""The tuned linear kernels: which weight a tile belongs to, and for warp-group products how codes and scales of a step come into
+shared memory; their zero points come straight to registers. For few rows of x: linear_copies.py."""
 
 from __future__ import annotations
 
@@ -7,31 +8,18 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.compat import copy_to_shared
 from halfbyte.kernels.gluon_operands import code_ring_layout
-from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy_layout, x_copy_layout
+from halfbyte.kernels.linear_operands import code_copy_layout, plain, scale_copy_layout
 
 
 @gluon.jit
 def weight_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales and zero points of each stage. Codes come first: a table behind them is read by its address."""
+    """Shared memory: codes and scales of each stage. Codes come first: a table behind them is read by its address."""
     codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
     scales = codes
-    zeros = codes
     if S.groups > 0:
         scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
-        shape: gl.constexpr = [C.stages, C.tile, C.columns(S)]
-        scales = gl.allocate_shared_memory(scale_type, shape, plain(2))
-        if S.zero and C.zero_piece > 0:
-            zeros = gl.allocate_shared_memory(gl.uint8, shape, plain(2))
-    return codes, scales, zeros
-
-
-@gluon.jit
-def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales, zero points and x of each stage."""
-    codes, scales, zeros = weight_rings(S, C)
-    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
-    x = gl.allocate_shared_memory(x_type, [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32], plain(5))
-    return codes, scales, zeros, x
+        scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
+    return codes, scales
 
 
 @gluon.jit
@@ -61,20 +49,20 @@ def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr
 
 
 @gluon.jit
-def _scale_pointers(Base, n0, step, K, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Addresses of the scales (or zero points) of a step of a tile, [tile, W * groups]."""
+def _scale_pointers(Base, n0, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of the scales of a step of a tile, [tile, groups]."""
     columns: gl.constexpr = C.columns(S)
-    layout: gl.constexpr = scale_copy_layout(C, columns, piece)
+    layout: gl.constexpr = scale_copy_layout(C, columns, C.piece)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
     c = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
-    G = K // (S.group * piece) * piece  # scales of a row: the compiler sees that they are whole pieces
+    G = K // (S.group * C.piece) * C.piece  # scales of a row: the compiler sees that they are whole pieces
     return Base + (n0.to(gl.int64) * G + step * columns) + (row * G + c)
 
 
 @gluon.jit
-def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Scales (or zero points) of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
-    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), piece)
+def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr):
+    """Scales of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
+    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), C.piece)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
     c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
     copy_to_shared(ring, pointers, mask=(row < rows) & (c < columns))
@@ -82,8 +70,8 @@ def _copy_scales(ring, pointers, rows, columns, piece: gl.constexpr, S: gl.const
 
 @gluon.jit
 def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
-    """Where a step of a tile lies: addresses of its codes, scales and zero points, and the rows of the weight from there on."""
-    codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
+    codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     layout: gl.constexpr = code_copy_layout(C, S.words(C))
     w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -91,16 +79,14 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
     width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
     codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
     if S.groups > 0:
-        scales = _scale_pointers(scales, n0, step, K, C.piece, S, C)
-        if S.zero and C.zero_piece > 0:
-            zeros = _scale_pointers(zeros, n0, step, K, C.zero_piece, S, C)
-    return codes, scales, zeros, N - n0
+        scales = _scale_pointers(scales, n0, step, K, S, C)
+    return codes, scales, N - n0
 
 
 @gluon.jit
 def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
-    """Ask for codes, scales and zero points of the step that `at` points to; returns where the next one is."""
-    codes, scales, zeros, rows = at
+    """Ask for codes and scales of the step that `at` points to; returns where the next one is."""
+    codes, scales, rows = at
     left = K - step * C.step
     if (rows >= C.tile) & (left >= C.step):
         copy_to_shared(rings[0].index(slot), codes)
@@ -113,33 +99,6 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
     codes += C.streams * S.words(C)
     if S.groups > 0:
         columns = left // (S.group * C.piece) * C.piece
-        _copy_scales(rings[1].index(slot), scales, rows, columns, C.piece, S, C)
+        _copy_scales(rings[1].index(slot), scales, rows, columns, S, C)
         scales += C.columns(S)
-        if S.zero and C.zero_piece > 0:
-            columns = left // (S.group * C.zero_piece) * C.zero_piece
-            _copy_scales(rings[2].index(slot), zeros, rows, columns, C.zero_piece, S, C)
-            zeros += C.columns(S)
-    return codes, scales, zeros, rows
-
-
-@gluon.jit
-def fetch_x(rings, slot, step, X, rows, K, x_row, C: gl.constexpr):
-    """Ask for x of one step. Rows that are not there are read as the last one: nobody looks at their products."""
-    layout: gl.constexpr = x_copy_layout(C)
-    s1: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    s4: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
-    s5: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    w = gl.arange(0, C.streams, layout=s1)[:, None, None, None, None]
-    high = gl.arange(0, C.x_high, layout=s2)[None, :, None, None, None]
-    part = gl.arange(0, C.chunk // 32, layout=s3)[None, None, :, None, None]
-    low = gl.arange(0, C.x_low, layout=s4)[None, None, None, :, None]
-    k = gl.arange(0, 32, layout=s5)[None, None, None, None, :] + (part * 32 + w * C.chunk)
-    m = gl.minimum(high * C.x_low + low, rows - 1)
-    pointers = X + step * C.step + (m * x_row + k)
-    left = K - step * C.step
-    if left >= C.step:
-        copy_to_shared(rings[3].index(slot), pointers, cache_modifier=".ca" if C.x_cached else "")
-    else:
-        copy_to_shared(rings[3].index(slot), pointers, mask=(m >= 0) & (k < left), cache_modifier=".ca" if C.x_cached else "")
+    return codes, scales, rows

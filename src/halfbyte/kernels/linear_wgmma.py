@@ -64,10 +64,10 @@ ORDER_BLOCK = 1024
 @gluon.jit
 def _make_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes, scales and x of each stage; zero points have no ring here."""
-    codes, scales, zeros = weight_rings(S, C)
+    codes, scales = weight_rings(S, C)
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x = gl.allocate_shared_memory(half_type(C), [C.stages * C.blocks, C.rows, 64], layout)
-    return codes, scales, zeros, x
+    return codes, scales, x
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
         if (unit * depth) % 64 == 0:
             parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
         a = _operand(parts, unit, depth, C)
-        x = _x_operand(rings[3].index(slot * C.blocks + unit * depth // 64), unit, depth)
+        x = _x_operand(rings[2].index(slot * C.blocks + unit * depth // 64), unit, depth)
         done = none
         if unit > 0 or C.carried:
             done = warpgroup_mma_wait(0, deps=[p])
@@ -259,7 +259,7 @@ def linear(
     x_step = step
     for i in gl.static_range(ahead):
         if now + i < end:
-            _fetch_x(rings[3], i, X, x_block, x_step, steps, C)
+            _fetch_x(rings[2], i, X, x_block, x_step, steps, C)
         async_copy.commit_group()
         x_step += 1
         x_block = gl.where(x_step == steps, gl.where(x_block + 1 == blocks, 0, x_block + 1), x_block)
@@ -284,7 +284,7 @@ def linear(
             # Into the slot of two steps before: products with the step before may still be under way.
             if at_step + ahead < end:
                 free = gl.where(slot >= 2, slot - 2, slot + ahead)
-                _fetch_x(rings[3], free, X, next_block, next_step, steps, C)
+                _fetch_x(rings[2], free, X, next_block, next_step, steps, C)
                 at = fetch_weight(rings, free, at, next_step, K, S, C)
             async_copy.commit_group()
             next_tile, next_block, next_step, at = _next(

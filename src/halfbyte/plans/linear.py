@@ -2,127 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from halfbyte.formats import E2M1, Format
-from halfbyte.plans.levels import level_of, pattern
+from halfbyte.formats import Format
+from halfbyte.plans.linear_stored import Stored, stored
 
 if TYPE_CHECKING:
     from halfbyte.plans.linear_wgmma import WgmmaSpec
-
-#: Shared memory of a table: two values of every byte, for each of 32 banks.
-TABLE_BYTES = 256 * 32 * 4
-_SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
-
-
-class Ring(Protocol):
-    """What a ring of stored words in shared memory is laid out by."""
-
-    @property
-    def streams(self) -> int: ...
-    @property
-    def tile(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def spare(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How a weight is stored: one compile-time constant of the tuned kernel.
-
-    kind    what a 16-bit word holds: "nibbles" (four integers), "bytes" (two int8), "floats" (four E2M1 numbers), "pairs" (four
-            codes of a table)
-    group   codes that share a scale; 0: a whole row
-    scale   type of a stored scale: "f16", "f32", "e8m0", "e4m3"
-    zero    zero points are stored
-    bias    what is subtracted from every code besides
-    table   the 16-bit patterns of the values of a table over `level`, of every code
-    level   what a table's numbers are multiples of
-    factor  one more fp32 factor for the whole tensor
-    """
-
-    kind: str
-    group: int
-    scale: str
-    zero: bool
-    bias: int
-    table: tuple[int, ...]
-    level: float
-    factor: bool
-
-    @property
-    def planes(self) -> int:
-        """Codes in one 16-bit word."""
-        return 2 if self.kind == "bytes" else 4
-
-    def words(self, spec: Ring) -> int:
-        """16-bit words of a chunk of a row."""
-        return spec.chunk // self.planes
-
-    @property
-    def groups(self) -> int:
-        """Scales of a row in 128 k."""
-        return 128 // self.group if self.group else 0
-
-    def abreast(self, spec: Spec) -> int:
-        """Groups whose sums lie side by side in one product: fewer than 8 rows of x leave columns of it free."""
-        free = spec.rows // spec.few
-        return free if self.planes == 4 and 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
-
-    def operands(self, spec: Spec) -> int:
-        """Operands of the tensor cores, 16 k each, whose products are scaled together."""
-        return self.abreast(spec) * self.group // 16
-
-    def halved(self, spec: Spec) -> bool:
-        """What is scaled together is 8 words, half of an mma's depth: two planes share an operand."""
-        return self.operands(spec) == 2
-
-    def operands_scaled(self, spec: Spec) -> bool:
-        """Codes of 16 share a scale, which multiplies them in 16 bits."""
-        return self.group == 16 and self.abreast(spec) == 1
-
-    @property
-    def scale_bytes(self) -> int:
-        return _SCALES[self.scale]
-
-    def slot_bytes(self, spec: Ring) -> int:
-        """Shared memory of the codes of one stage."""
-        return spec.streams * spec.tile * self.words(spec) * 2
-
-    def table_at(self, spec: Ring) -> int:
-        """Where the table lies, in multiples of its size: behind the stages."""
-        return -(-spec.stages * self.slot_bytes(spec) // TABLE_BYTES)
-
-    def slots(self, spec: Ring) -> int:
-        """Stages, and what the table takes behind them."""
-        behind = -(-(self.table_at(spec) + 1) * TABLE_BYTES // self.slot_bytes(spec)) if self.table else spec.stages
-        return behind + spec.spare
-
-    def unit(self, half: str) -> float:
-        """What one step of a code is, in products of the tensor cores: in the operands, and for E2M1 in bf16 in those of x, too."""
-        if self.kind == "floats":
-            return 2.0**-62 if half == "bf16" else 2.0**-14
-        return 1.0 / self.level if self.table else 1.0 if half == "bf16" else 2.0**-24
-
-    def x_factor(self, spec: Spec) -> float:
-        """What x is multiplied by: E2M1's bits in a bf16 are the number times 2^-126, too small for what fp32 can add up."""
-        return 1.0 if self.kind != "floats" or spec.half == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
-
-    def scale_factor(self, spec: Spec) -> float:
-        """What scales that multiply operands are multiplied by: a bf16 holds code times scale exactly from 2^-133 on."""
-        return 2.0**7 if self.kind == "floats" and spec.half == "bf16" else 1.0
-
-    def shift(self, half: str) -> float:
-        """What operands have too much, apart from zero points."""
-        extra = {("nibbles", "bf16"): 128, ("bytes", "fp16"): 128}.get((self.kind, half), 0)
-        return (self.bias + extra) * self.unit(half)
 
 
 @dataclass(frozen=True)
@@ -137,12 +25,13 @@ class Spec:
     across: int  # warps that divide the rows of a tile
     chunk: int  # K of a chunk: 128, 256, ...
     stages: int
+    scale_slots: int  # steps that scales are kept of, at least `stages`: with twice as many streams drift apart freely
     piece: int  # scales that are copied at a time
     zero_piece: int  # zero points, the same
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
     sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
-    x_cached: bool  # x comes through the L1 cache, 8 bytes at a time: the blocks of a multiprocessor read the same
+    x_cached: bool  # x comes through the L1 cache: the blocks of a multiprocessor read the same
     spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property
@@ -177,10 +66,41 @@ class Spec:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the rings of codes (the table behind them), x, scales and zero points, and sums."""
-        weight = self.weights[0]
-        scales = self.tile * self.columns(weight) * (weight.scale_bytes + weight.zero)
-        ring = weight.slots(self) * weight.slot_bytes(self) + self.stages * (2 * self.step * self.few + scales)
-        return ring + (4 * self.streams * self.part_floats if self.sums_apart else 0)
+        return self.ring_bytes + (4 * self.streams * self.part_floats if self.sums_apart else 0)
+
+    @property
+    def x_at(self) -> int:
+        """Where x lies in shared memory: behind the codes."""
+        return self.weights[0].slots(self) * self.weights[0].slot_bytes(self)
+
+    @property
+    def scales_at(self) -> int:
+        return self.x_at + self.stages * 2 * self.step * self.few
+
+    @property
+    def zeros_at(self) -> int:
+        return self.scales_at + self._scale_bytes(self.weights[0].scale_bytes)
+
+    @property
+    def barriers_at(self) -> int:
+        """Where barriers lie, 8 bytes each: for each slot of scales that it is filled, and behind those that it is free."""
+        return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
+
+    @property
+    def told_free(self) -> bool:
+        """Streams say when they have read a slot of scales. With slots for twice the stages that is known without: who is in a
+        step has had the scales of the step before, so all streams have asked for those, which they do `stages` - 1 steps ahead.
+        """
+        return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
+
+    @property
+    def ring_bytes(self) -> int:
+        """Codes, x, scales and zero points of all stages, and barriers."""
+        return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
+
+    def _scale_bytes(self, size: int) -> int:
+        """Of all slots of scales (or zero points) of `size` bytes."""
+        return self.scale_slots * self.tile * self.columns(self.weights[0]) * size
 
     def columns(self, weight: Stored) -> int:
         """Scales of a row in one step."""
@@ -312,6 +232,7 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         across=across,
         chunk=128 if wide else 256,
         stages=1,
+        scale_slots=4,
         piece=1,
         zero_piece=1,
         pair=False,
@@ -331,13 +252,23 @@ def staged(shape: Spec, blocks: int, capability: tuple[int, int], depths: Sequen
     """The same with the first of `depths` stages that lets so many blocks run on a multiprocessor at once, and no more; or None."""
     everything = shared_memory(capability)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
-    for stages, sums_apart in itertools.product(depths, apart):
-        spec = replace(shape, stages=stages, sums_apart=sums_apart)
+    for stages, sums_apart, slots in ((n, a, s) for n in depths for a in apart for s in _scale_slots(n)):
+        spec = replace(shape, stages=stages, sums_apart=sums_apart, scale_slots=slots)
         if blocks * (spec.shared_bytes + BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
                 spec = replace(spec, spare=spec.spare + 1)
             return spec
     return None
+
+
+def _scale_slots(stages: int) -> tuple[int, ...]:
+    """How many steps' scales to keep, the best first.
+
+    With twice the stages no stream ever waits to ask for scales: before that it waits for scales that others are to ask for. A
+    power of two takes fewer instructions.
+    """
+    most = 2 * stages
+    return (1 << (most - 1).bit_length(), *range(most, stages - 1, -1))
 
 
 def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
@@ -372,21 +303,3 @@ def cut(programs: int, tiles: int) -> str:
     if tiles % programs == 0:
         return "data-parallel"
     return f"split-K, {programs // tiles} parts a tile" if programs % tiles == 0 else "stream-K"
-
-
-def stored(fmt: Format, half: str, tables: bool = False) -> Stored | str:
-    """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `tables`: E2M1 through a table, too."""
-    code, scale = fmt.code, fmt.scale
-    assert scale is not None
-    floats = code.values == E2M1.values and not tables
-    group = scale.group or 0
-    if group not in (0, 16, 32, 64, 128) or scale.nested is not None:
-        return f"{fmt.name} is read by the portable kernel only"
-    if fmt.offset == "int" and not group:
-        return "zero points of whole rows are read by the portable kernel only"
-    table, level = tuple[int, ...](), 1.0
-    if code.values is not None and not floats:
-        level = level_of(code, half)
-        table = tuple(pattern(value / level, half) for value in code.values)
-    kind = "floats" if floats else "pairs" if table else "bytes" if code.bits == 8 else "nibbles"
-    return Stored(kind, group, scale.dtype, fmt.offset == "int", code.bias, table, level, fmt.tensor_scale)

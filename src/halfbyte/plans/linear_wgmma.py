@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, Stored, cut, gluon_linear, scale_piece, shared_memory, stored
+from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, cut, gluon_linear, scale_piece, shared_memory
+from halfbyte.plans.linear_stored import Stored, stored
 
 #: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantised weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256
@@ -34,11 +35,6 @@ class WgmmaSpec:
     @property
     def spare(self) -> int:
         """Slots of the ring that nobody uses: none is needed, as two blocks have no room at once."""
-        return 0
-
-    @property
-    def zero_piece(self) -> int:
-        """Zero points that are copied into a ring at a time: none, they are too few bytes of a row."""
         return 0
 
     @property
