@@ -198,16 +198,18 @@ class PackedCache(Cache):  # type: ignore[misc]
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""
         held = [layer.kv.lengths for layer in self.layers if layer.kv is not None]
-        return len(held) in (0, len(self.layers)) and all(torch.equal(lengths, held[0]) for lengths in held)
+        alike = all(torch.equal(lengths.to(held[0].device), held[0]) for lengths in held)  # layers may lie on several GPUs
+        return len(held) in (0, len(self.layers)) and alike
 
     def restore(self) -> None:
         """Forget the tokens of a forward that stopped half-way: every layer is cropped to what all of them hold."""
         if any(layer.kv is None for layer in self.layers):
             self.reset()
         else:
-            shortest = torch.stack([layer.kv.lengths for layer in self.layers]).amin(0)
+            first = self.layers[0].kv.device
+            shortest = torch.stack([layer.kv.lengths.to(first) for layer in self.layers]).amin(0)
             for layer in self.layers:
-                layer.kv.crop(shortest)
+                layer.kv.crop(shortest.to(layer.kv.device))
         self._open = False
 
     @property
