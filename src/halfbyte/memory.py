@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def estimate(
     models that a packed cache cannot serve.
     """
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
-        check(value is None or value > 0, f"{name}={value}; it must be above 0")
+        check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
     key_format(keys), value_format(values)  # before anything is fetched from the Hub
     weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
     config = load_config(resolve_model(model))
@@ -125,7 +126,7 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise InvalidArgument(f"{argument}={text!r}; give a number with a unit, such as 24GB or 24GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
 def load_config(model: str) -> Any:
