@@ -76,6 +76,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "qkv", "--impl", "fast", "--device", "cpu"], "impl='fast' does not exist"),
         (["extract", "./no-such-folder", "-o", "./never-made"], "there is no folder"),
         (["extract", "demo", "-o", "."], "output='.' exists"),
+        (["quantize", "demo", "--weights", "nf4", "-o", "./no-such-folder/it"], "the folder it would lie in"),
+        (["generate", "./no-such-folder", "--prompt", "a\udcff"], "prompt cannot be read as UTF-8 text"),
     ],
 )
 def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
