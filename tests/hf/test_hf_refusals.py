@@ -113,6 +113,9 @@ def test_wrong_things():
         hf.quantize(torch.nn.Linear(2, 2), "nf4")
     with pytest.raises(InvalidArgument, match="model_or_config"):
         hf.PackedCache({"hidden_size": 3}, 64)
+    for options in ({"skip_layers": 0}, {"rotate_keys": "yes"}):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            hf.PackedCache(tf.LlamaConfig(**LLAMA), 64, **options)
     for capacity in (0, -1, 2.5):
         with pytest.raises(InvalidArgument, match="capacity"):
             hf.PackedCache(tf.LlamaConfig(**LLAMA), capacity)
