@@ -493,6 +493,28 @@ def test_wrapped_pages_are_the_engines() -> None:
         wrapped.reorder(torch.tensor([1, 0]))
 
 
+@pytest.mark.parametrize("which", ["codes", "lengths"])
+def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
+    """A prefix of all sequences, expanded: what one appends would overwrite what another did."""
+    native = KVCache(1, 2, 64, 64, keys="int8", values="int8")
+    native.append(*tokens(1, 2, 5, 64))
+
+    def wide(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.expand(3, *t.shape[1:]) if which == "codes" else t.repeat(3, *[1] * (t.ndim - 1))
+
+    planes = [Plane(p.format, *map(wide, p.tensors())) for p in (native.keys, native.values)]  # type: ignore[arg-type]
+    lengths = native.lengths.repeat(3) if which == "codes" else native.lengths.expand(3)
+    shared = KVCache.from_buffers(*planes, lengths)
+    assert all(torch.equal(a[i], b[0]) for i in range(3) for a, b in zip(shared.dequantized(), native.dequantized(), strict=True))
+    before = snapshot(shared)
+    with pytest.raises(InvalidArgument, match=f"{which} holds several elements in one place"):
+        shared.append(*tokens(3, 2, 1, 64))
+    assert_unchanged(shared, before)
+    own = shared.select(torch.tensor([0, 2]))
+    own.append(*tokens(2, 2, 1, 64))
+    assert own.lengths.tolist() == [6, 6]
+
+
 def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
     cache = KVCache(2, 2, 64, 64, keys="int4_channel", values="int4_g32")
     k, v, n = cache.keys, cache.values, cache.lengths
