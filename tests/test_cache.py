@@ -493,6 +493,25 @@ def test_wrapped_pages_are_the_engines() -> None:
         wrapped.reorder(torch.tensor([1, 0]))
 
 
+@pytest.mark.parametrize("keys", ["int8_tensor", "int4_channel"])
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_what_was_made_in_inference_mode_goes_on_outside_of_it(kind: type[KVCache], keys: str) -> None:
+    """Servers wrap generation in torch.inference_mode; caches made inside are cropped, reset and appended to anywhere."""
+    k, v = tokens(2, 2, 33, 64)
+    with torch.inference_mode():
+        made = [kind(2, 2, 64, 96, keys=keys)]
+        made[0].append(k, v)
+        made += [] if kind is PagedKVCache else [made[0].select(torch.tensor([1, 0]))]
+    for cache in made:
+        cache.append(k, v)
+        cache.reorder(torch.tensor([1, 0]))
+        cache.crop(5)
+        assert cache.lengths.tolist() == [5, 5]
+        cache.reset()
+        with torch.inference_mode():
+            cache.append(k, v)
+
+
 @pytest.mark.parametrize("which", ["codes", "lengths"])
 def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
     """A prefix of all sequences, expanded: what one appends would overwrite what another did."""

@@ -19,7 +19,7 @@ from halfbyte.ops._relaunch_append import Request
 from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
-from halfbyte.planes import Plane, Rope, new_plane
+from halfbyte.planes import Plane, Rope, lasting, new_plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale
@@ -97,11 +97,12 @@ class KVCache:
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
-        self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
-        self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+        with lasting():
+            self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
+            self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = _given_scales(self.keys, self.values)
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._at_most = 0
         if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
             prepare(self.lengths.device)
@@ -292,8 +293,9 @@ class KVCache:
         index = self._index(index)
         self._check_owned("select")
         made = copy.copy(self)
-        made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
-        made.lengths, made._expanded = self.lengths[index], ""
+        with lasting():
+            made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
+            made.lengths, made._expanded = self.lengths[index], ""
         return made
 
     def repeat_interleave(self, repeats: int) -> KVCache:
