@@ -103,6 +103,14 @@ def test_gpt2_has_its_sizes_under_other_names(tmp_path: Path) -> None:
     assert found.quantized_parameters == 2 * 12 * 64 * 64
 
 
+def test_weights_that_are_quantised_already_are_told(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=100, n_positions=64)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    assert any("already (gptq), and counted in 16 bits" in note for note in estimate(str(tmp_path)).notes)
+    assert not any("already" in note for note in estimate(str(tmp_path), weights="int8_col").notes)
+
+
 def test_the_shipped_model() -> None:
     assert shipped_model().name == "tiny"
     found = estimate("demo", keys="int8", values="int8", weights="nf4")

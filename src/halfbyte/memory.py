@@ -117,7 +117,7 @@ def estimate(
         memory=memory,
         tokens_that_fit=fit(plain_weights - saved, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=_notes(skeleton, cache, weight),
+        notes=_notes(skeleton, cache, weight, _method(config)),
     )
 
 
@@ -217,9 +217,17 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, in
     return saved, parameters
 
 
-def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None) -> tuple[str, ...]:
+def _method(config: Any) -> str | None:
+    """How the weights of the model's files are quantised already, if they are."""
+    found = getattr(config, "quantization_config", None)
+    return None if found is None else str(found.get("quant_method") if isinstance(found, dict) else found.quant_method)
+
+
+def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method: str | None) -> tuple[str, ...]:
     """What the figures leave out or put in that a reader may not expect."""
     notes = []
+    if method is not None and fmt is None:
+        notes.append(f"the weights of this model are quantised already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
     experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)
