@@ -157,6 +157,16 @@ def test_models_that_cannot_be_estimated(tmp_path: Path) -> None:
         estimate(str(tmp_path / "bloom"))
 
 
+@pytest.mark.parametrize(
+    "damage", [{"hidden_size": "64"}, {"hidden_act": "none such"}, {"num_attention_heads": 0}, {"quantization_config": 5}]
+)
+def test_a_damaged_configuration_is_one_error(tmp_path: Path, damage: dict[str, object]) -> None:
+    config = json.loads((shipped_model() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | damage))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        estimate(str(tmp_path))
+
+
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("demo") == resolve_model("tiny") == str(shipped_model())
     assert resolve_model("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"

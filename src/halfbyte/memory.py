@@ -137,7 +137,7 @@ def load_config(model: str) -> Any:
         raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers meets a damaged configuration with whatever its checks run into
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"model={model!r}: no usable config.json there or on the Hub: {reason}") from error
 
@@ -156,6 +156,9 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
         raise CheckpointError(
             f"model={name!r} is of type {config.model_type!r}, which transformers has no causal language model for"
         ) from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(f"model={name!r}: transformers cannot build what its config.json describes ({reason})") from error
     return model
 
 
@@ -220,7 +223,8 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, in
 def _method(config: Any) -> str | None:
     """How the weights of the model's files are quantised already, if they are."""
     found = getattr(config, "quantization_config", None)
-    return None if found is None else str(found.get("quant_method") if isinstance(found, dict) else found.quant_method)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return None if method is None else str(method)
 
 
 def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method: str | None) -> tuple[str, ...]:
