@@ -1,7 +1,7 @@
 """Peers of decode attention: torch's own, FlexAttention, transformers' quantised cache, FlashInfer and FBGEMM.
 
-Run on an H200: FlashInfer 0.5.3 and FBGEMM 1.6.0 (fbgemm-gpu-genai), beside torch's own. transformers' quantised caches were run on a
-CPU only; that of fp8 is refused by transformers 5.17, which the H200 had.
+Run on an H200: FlashInfer 0.5.3 and FBGEMM 1.6.0 (fbgemm-gpu-genai), beside torch's own. transformers' quantised caches were run on
+a CPU only; that of fp8 is refused by transformers 5.17, which the H200 had.
 """
 
 from __future__ import annotations
