@@ -119,8 +119,9 @@ class KVCache:
     ) -> KVCache:
         """Wrap memory that an engine owns, without copying: see `Plane` for shapes. Strides are taken as they are.
 
-        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. What has a stride of 0 can be read only. Page and length management stay the engine's: on a
-        GPU, `append` counts tokens on the host from its first call on and does not see lengths that the engine raises later.
+        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. What has a stride of 0 can be read only. Page and
+        length management stay the engine's: on a GPU, `append` counts tokens on the host from its first call on and does not see
+        lengths that the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
         check_rotation(rotate_keys, keys.dim)
@@ -216,8 +217,8 @@ class KVCache:
         """
         if self._expanded:
             raise InvalidArgument(
-                f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every sequence "
-                f"memory of its own to append to"
+                f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every "
+                f"sequence memory of its own to append to"
             )
         planes = (self.keys, self.values, self.lengths)
         request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)

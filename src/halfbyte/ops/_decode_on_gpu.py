@@ -29,8 +29,8 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
 _FIXED_CHUNK = 1024
 
-#: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads a
-#: KV head are one block more.
+#: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads
+#: a KV head are one block more.
 MOST_BLOCKS = 65_535
 
 
