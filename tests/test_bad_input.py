@@ -150,6 +150,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "cache: nf4 for values": (lambda: KVCache(2, 2, 64, 64, values=WEIGHT_FORMATS["nf4"]), "values"),
     "paged: page_size 48": (lambda: PagedKVCache(1, 1, 64, 64, page_size=48), "page_size=48"),
     "paged: pages -1": (lambda: paged(pages=-1), "pages=-1"),
+    "paged: pages True": (lambda: paged(pages=True), "pages=True"),
     "paged: pages a string": (lambda: paged(pages="a"), "pages='a'"),
     # -- append
     "append: k of rank 2": (kv(r(2, 64)), r"k has shape \[2, 64\]"),

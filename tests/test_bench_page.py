@@ -302,6 +302,12 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             rec().to_json().replace(json.dumps(SHAPE, sort_keys=True), "null") + "\n",
             "line 1: not a record, as `halfbyte bench ... --output` writes them (TypeError: shape is None",
         ),
+        (json.dumps(json.loads(rec().to_json()) | {"seconds": "1"}) + "\n", "seconds is '1'; expected float | None"),
+        (json.dumps(json.loads(rec().to_json()) | {"op": 3}) + "\n", "op is 3; expected str"),
+        (
+            json.dumps(json.loads(rec().to_json()) | {"environment": {**dataclasses.asdict(GPU), "versions": None}}) + "\n",
+            "versions is None; expected dict[str, str]",
+        ),
     ],
 )
 def test_bad_records_are_one_line(text: str | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

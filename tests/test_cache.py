@@ -493,6 +493,47 @@ def test_wrapped_pages_are_the_engines() -> None:
         wrapped.reorder(torch.tensor([1, 0]))
 
 
+@pytest.mark.parametrize("keys", ["int8_tensor", "int4_channel"])
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_what_was_made_in_inference_mode_goes_on_outside_of_it(kind: type[KVCache], keys: str) -> None:
+    """Servers wrap generation in torch.inference_mode; caches made inside are cropped, reset and appended to anywhere."""
+    k, v = tokens(2, 2, 33, 64)
+    with torch.inference_mode():
+        made = [kind(2, 2, 64, 96, keys=keys)]
+        made[0].append(k, v)
+        made += [] if kind is PagedKVCache else [made[0].select(torch.tensor([1, 0]))]
+    for cache in made:
+        cache.append(k, v)
+        cache.reorder(torch.tensor([1, 0]))
+        cache.crop(5)
+        assert cache.lengths.tolist() == [5, 5]
+        cache.reset()
+        with torch.inference_mode():
+            cache.append(k, v)
+
+
+@pytest.mark.parametrize("which", ["codes", "lengths"])
+def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
+    """A prefix of all sequences, expanded: what one appends would overwrite what another did."""
+    native = KVCache(1, 2, 64, 64, keys="int8", values="int8")
+    native.append(*tokens(1, 2, 5, 64))
+
+    def wide(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.expand(3, *t.shape[1:]) if which == "codes" else t.repeat(3, *[1] * (t.ndim - 1))
+
+    planes = [Plane(p.format, *map(wide, p.tensors())) for p in (native.keys, native.values)]  # type: ignore[arg-type]
+    lengths = native.lengths.repeat(3) if which == "codes" else native.lengths.expand(3)
+    shared = KVCache.from_buffers(*planes, lengths)
+    assert all(torch.equal(a[i], b[0]) for i in range(3) for a, b in zip(shared.dequantized(), native.dequantized(), strict=True))
+    before = snapshot(shared)
+    with pytest.raises(InvalidArgument, match=f"{which} holds several elements in one place"):
+        shared.append(*tokens(3, 2, 1, 64))
+    assert_unchanged(shared, before)
+    own = shared.select(torch.tensor([0, 2]))
+    own.append(*tokens(2, 2, 1, 64))
+    assert own.lengths.tolist() == [6, 6]
+
+
 def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
     cache = KVCache(2, 2, 64, 64, keys="int4_channel", values="int4_g32")
     k, v, n = cache.keys, cache.values, cache.lengths

@@ -103,6 +103,14 @@ def test_gpt2_has_its_sizes_under_other_names(tmp_path: Path) -> None:
     assert found.quantized_parameters == 2 * 12 * 64 * 64
 
 
+def test_weights_that_are_quantised_already_are_told(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=100, n_positions=64)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    assert any("already (gptq), and counted in 16 bits" in note for note in estimate(str(tmp_path)).notes)
+    assert not any("already" in note for note in estimate(str(tmp_path), weights="int8_col").notes)
+
+
 def test_the_shipped_model() -> None:
     assert shipped_model().name == "tiny"
     found = estimate("demo", keys="int8", values="int8", weights="nf4")
@@ -147,6 +155,16 @@ def test_models_that_cannot_be_estimated(tmp_path: Path) -> None:
         estimate(str(tmp_path / "vit"))
     with pytest.raises(Unsupported, match="bloom"):
         estimate(str(tmp_path / "bloom"))
+
+
+@pytest.mark.parametrize(
+    "damage", [{"hidden_size": "64"}, {"hidden_act": "none such"}, {"num_attention_heads": 0}, {"quantization_config": 5}]
+)
+def test_a_damaged_configuration_is_one_error(tmp_path: Path, damage: dict[str, object]) -> None:
+    config = json.loads((shipped_model() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | damage))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        estimate(str(tmp_path))
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

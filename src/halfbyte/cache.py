@@ -14,12 +14,12 @@ import torch
 from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.ops._buffers import check_buffers
+from halfbyte.ops._buffers import check_buffers, expanded
 from halfbyte.ops._relaunch_append import Request
 from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
-from halfbyte.planes import Plane, Rope, new_plane
+from halfbyte.planes import Plane, Rope, lasting, new_plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale
@@ -73,6 +73,8 @@ class KVCache:
     _at_most: int | None = None
     #: A CUDA graph appends to this cache, and its replays do not pass here.
     _in_graph = False
+    #: The name of an engine's tensor that can be read only, as several sequences share its memory.
+    _expanded = ""
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
@@ -95,11 +97,12 @@ class KVCache:
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
-        self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
-        self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+        with lasting():
+            self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
+            self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = _given_scales(self.keys, self.values)
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._at_most = 0
         if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
             prepare(self.lengths.device)
@@ -116,14 +119,16 @@ class KVCache:
     ) -> KVCache:
         """Wrap memory that an engine owns, without copying: see `Plane` for shapes. Strides are taken as they are.
 
-        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. Page and length management stay the engine's: on a
-        GPU, `append` counts tokens on the host from its first call on and does not see lengths that the engine raises later.
+        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. What has a stride of 0 can be read only. Page and
+        length management stay the engine's: on a GPU, `append` counts tokens on the host from its first call on and does not see
+        lengths that the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
         check_rotation(rotate_keys, keys.dim)
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
         cache.rotate_keys = rotate_keys
+        cache._expanded = expanded(keys, values, lengths)
         cache._given = _given_scales(keys, values)
         cache._measures = "tensor" in (keys.format.granularity, values.format.granularity)
         return cache
@@ -210,6 +215,11 @@ class KVCache:
         fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
         beyond the capacity are not written.
         """
+        if self._expanded:
+            raise InvalidArgument(
+                f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every "
+                f"sequence memory of its own to append to"
+            )
         planes = (self.keys, self.values, self.lengths)
         request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
         if request is None or not request.known:
@@ -284,8 +294,9 @@ class KVCache:
         index = self._index(index)
         self._check_owned("select")
         made = copy.copy(self)
-        made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
-        made.lengths = self.lengths[index]
+        with lasting():
+            made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
+            made.lengths, made._expanded = self.lengths[index], ""
         return made
 
     def repeat_interleave(self, repeats: int) -> KVCache:

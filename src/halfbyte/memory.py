@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def estimate(
     models that a packed cache cannot serve.
     """
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
-        check(value is None or value > 0, f"{name}={value}; it must be above 0")
+        check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
     key_format(keys), value_format(values)  # before anything is fetched from the Hub
     weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
     config = load_config(resolve_model(model))
@@ -116,7 +117,7 @@ def estimate(
         memory=memory,
         tokens_that_fit=fit(plain_weights - saved, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=_notes(skeleton, cache, weight),
+        notes=_notes(skeleton, cache, weight, _method(config)),
     )
 
 
@@ -125,7 +126,7 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise InvalidArgument(f"{argument}={text!r}; give a number with a unit, such as 24GB or 24GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
 def load_config(model: str) -> Any:
@@ -136,7 +137,7 @@ def load_config(model: str) -> Any:
         raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers meets a damaged configuration with whatever its checks run into
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"model={model!r}: no usable config.json there or on the Hub: {reason}") from error
 
@@ -155,6 +156,9 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
         raise CheckpointError(
             f"model={name!r} is of type {config.model_type!r}, which transformers has no causal language model for"
         ) from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(f"model={name!r}: transformers cannot build what its config.json describes ({reason})") from error
     return model
 
 
@@ -216,9 +220,18 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, in
     return saved, parameters
 
 
-def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None) -> tuple[str, ...]:
+def _method(config: Any) -> str | None:
+    """How the weights of the model's files are quantised already, if they are."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return None if method is None else str(method)
+
+
+def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method: str | None) -> tuple[str, ...]:
     """What the figures leave out or put in that a reader may not expect."""
     notes = []
+    if method is not None and fmt is None:
+        notes.append(f"the weights of this model are quantised already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
     experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)

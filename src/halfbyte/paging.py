@@ -12,9 +12,11 @@ from typing import Unpack
 
 import torch
 
+from halfbyte.arguments import integer
 from halfbyte.cache import KEYS, CacheOptions, KVCache, New, check_sizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
+from halfbyte.planes import lasting
 
 
 class PagedKVCache(KVCache):
@@ -45,10 +47,11 @@ class PagedKVCache(KVCache):
         check(page_size % block == 0, f"page_size={page_size}; {fmt} quantises blocks of {block} tokens and needs a multiple of it")
         per_sequence = -(-capacity // page_size)
         pages = batch * per_sequence if pages is None else pages
-        check(isinstance(pages, int) and pages >= 0, f"pages={pages!r}; expected an integer of at least 0")
+        integer("pages", pages, 0, 2**31 - 1, "an integer of at least 0")
         self._allocate(batch, (pages, kv_heads, page_size), head_dim, options)
-        self._table = torch.full((batch, per_sequence), -1, dtype=torch.int32)  # the page table as the host writes it
-        self.page_table = self._table.to(self.lengths.device, copy=True)
+        with lasting():
+            self._table = torch.full((batch, per_sequence), -1, dtype=torch.int32)  # the page table as the host writes it
+            self.page_table = self._table.to(self.lengths.device, copy=True)
         self._held: list[list[int]] = [[] for _ in range(batch)]  # pages of each sequence, in order
         self._tokens = [0] * batch  # lengths, as the host knows them
         self._holders = [0] * pages  # how many sequences hold each page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +97,12 @@ class Cache(Protocol):
     def page_table(self) -> torch.Tensor | None: ...
     @property
     def rotate_keys(self) -> bool: ...
+
+
+def lasting() -> AbstractContextManager[object]:
+    """Where memory is made that outlives a `torch.inference_mode` around it, outside of which it could not be written to."""
+    inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else nullcontext()
 
 
 def new_plane(

@@ -41,6 +41,22 @@ def test_appending_on_another_gpu() -> None:
         assert same_bits(a, b.cpu())
 
 
+def test_a_model_over_two_gpus_recovers_from_a_forward_that_failed() -> None:
+    transformers = pytest.importorskip("transformers")
+    import halfbyte.hf as hf
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    cache = hf.PackedCache(hf.quantize(model, keys="int8", values="int8"), 64)
+    k = torch.randn(1, 2, 5, 32, dtype=torch.bfloat16)
+    for layer in (0, 1, 0):
+        cache.update(k.to(f"cuda:{layer}"), k.to(f"cuda:{layer}"), layer)
+    with pytest.raises(hb.HalfbyteError, match="stopped half-way"):
+        cache.update(k.to("cuda:0"), k.to("cuda:0"), 0)
+    cache.restore()
+    assert [layer.kv.lengths.tolist() for layer in cache.layers] == [[5], [5]]
+
+
 def test_one_sequence_over_all_gpus(impl: str) -> None:
     """Each GPU holds a part of the sequence; what they return is merged on the first."""
     rng = torch.Generator().manual_seed(0)

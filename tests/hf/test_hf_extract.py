@@ -74,3 +74,12 @@ def test_quantised_projections_are_refused() -> None:
     model = hf.quantize(copy.deepcopy(base("llama")), weights="nf4")
     with pytest.raises(InvalidArgument, match="a projection is a QuantLinear"):
         extract(model, "llama")
+
+
+def test_weights_that_the_files_lack_are_not_made_up(tmp_path: Path) -> None:
+    """transformers fills in random numbers for what is missing, with a warning only."""
+    model = base("llama")
+    state = {name: t.contiguous() for name, t in model.state_dict().items() if not name.endswith("0.self_attn.v_proj.weight")}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(CheckpointError, match=r"missing keys: .*v_proj"):
+        load_layer(str(tmp_path))

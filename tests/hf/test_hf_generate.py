@@ -226,6 +226,20 @@ def test_assisted_decoding(build, prompt, greedy, quantised):
     assert torch.equal(greedy(model, ids, new=20, prompt_lookup_num_tokens=3)[0], expected)
 
 
+@pytest.mark.parametrize("new", [42, 43, 44])  # 21 + 43 tokens are a whole capacity
+def test_drafts_beyond_the_longest_answer(build, prompt, greedy, new):
+    model, ids = hf.quantize(build("llama"), keys="bf16", values="bf16"), prompt(1)
+    expected, _ = greedy(model, ids, new=new)
+    assert torch.equal(greedy(model, ids, new=new, prompt_lookup_num_tokens=70)[0], expected)
+
+
+def test_an_assistant_drafts_more_than_its_first_call_needs(build, prompt, greedy):
+    model, ids = hf.quantize(build("llama"), keys="bf16", values="bf16"), prompt(1)
+    assistant = hf.quantize(build("llama"), keys="int4", values="int4")
+    expected, _ = greedy(model, ids, new=120)
+    assert torch.equal(greedy(model, ids, new=120, assistant_model=assistant)[0], expected)
+
+
 def test_the_models_own_cache_implementation_gives_way(build, prompt, greedy):
     """Gemma 2 folders on the Hub carry cache_implementation="hybrid" in their generation_config."""
     model, ids = build("gemma2"), prompt()

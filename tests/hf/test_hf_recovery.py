@@ -84,6 +84,14 @@ def test_options_that_mean_nothing_are_refused(build, options, says):
     assert model.state_dict().keys() == before
 
 
+@pytest.mark.parametrize(
+    ("options", "says"), [({"device_map": "auto"}, "device_map: no such option"), ({"dtype": "bf16"}, "dtype='bf16'")]
+)
+def test_options_of_load_are_looked_at_before_files(tmp_path, options, says):
+    with pytest.raises(InvalidArgument, match=says):
+        hf.load(tmp_path / "none", "nf4", **options)
+
+
 def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
     from safetensors.torch import load_file, save_file
 

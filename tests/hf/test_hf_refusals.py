@@ -55,6 +55,15 @@ def test_refused_model_is_unchanged():
     assert any(isinstance(m, QuantLinear) for m in model.modules())
 
 
+def test_a_model_whose_attention_cannot_be_set_is_refused(build, monkeypatch):
+    """Code of its own, say from the Hub: transformers would only warn, and the cache would stay in 16 bits."""
+    model = build("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    with pytest.raises(Unsupported, match="LlamaForCausalLM computes attention itself"):
+        hf.quantize(model, "nf4", keys="int8")
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+
+
 def test_shapes_that_do_not_fit_name_the_module():
     model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**LLAMA, "intermediate_size": 96}))
     with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*16, 32 would fit.*skip_modules"):
@@ -104,6 +113,9 @@ def test_wrong_things():
         hf.quantize(torch.nn.Linear(2, 2), "nf4")
     with pytest.raises(InvalidArgument, match="model_or_config"):
         hf.PackedCache({"hidden_size": 3}, 64)
+    for options in ({"skip_layers": 0}, {"rotate_keys": "yes"}):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            hf.PackedCache(tf.LlamaConfig(**LLAMA), 64, **options)
     for capacity in (0, -1, 2.5):
         with pytest.raises(InvalidArgument, match="capacity"):
             hf.PackedCache(tf.LlamaConfig(**LLAMA), capacity)

@@ -46,6 +46,20 @@ def test_prefill_and_the_registered_op() -> None:
     torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prompt_of_more_rows_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    """131,072 tokens of a model with 16 query heads a KV head; here 33 tokens, and 2 blocks of 32 rows in a launch."""
+    k, v = torch.randn(2, 2, 2, 40, 64).bfloat16()
+    q = torch.randn(2, 8, 33, 64).bfloat16().transpose(0, 1).contiguous().transpose(0, 1)
+    cache = hb.KVCache(2, 2, 64, 64)
+    cache.append(k, v, counts=torch.tensor([40, 35]))
+    options = {"window": 9, "starts": torch.tensor([0, 4]), "return_lse": True, "impl": "triton"}
+    whole = hb.decode_attention(q, cache, deterministic_batch=deterministic, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr("halfbyte.ops._decode_on_gpu.MOST_BLOCKS", 2)
+    cut = hb.decode_attention(q, cache, deterministic_batch=deterministic, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
 def test_what_cannot_run_here_is_refused() -> None:
     cache = hb.KVCache(1, 2, 64, 64)
     cache.append(*torch.randn(2, 1, 2, 3, 64))

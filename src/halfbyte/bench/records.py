@@ -123,10 +123,30 @@ class Record:
         """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
         data: dict[str, Any] = json.loads(line)
         whole = {"bars": (), "by_layer": (), **data, "environment": Environment(**data["environment"])}
-        if not isinstance(whole["shape"], dict):
-            raise TypeError(f"shape is {whole['shape']!r} and no object")
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
-        return Record(**{**whole, "bars": bars, "by_layer": tuple(whole["by_layer"])})
+        made = Record(**{**whole, "shape": whole["shape"], "bars": bars, "by_layer": tuple(whole["by_layer"])})
+        parts: tuple[Record | Environment | Verdict, ...] = (made, made.environment, *bars)
+        for part in parts:
+            _check_types(part)
+        return made
+
+
+#: What a field may hold, by its annotation; one that begins otherwise is what `from_json` has made.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "dict": (dict,),
+}
+
+
+def _check_types(part: Record | Environment | Verdict) -> None:
+    """Raise TypeError for a field of another type: its figures would be told wrongly, or not at all."""
+    for f in dataclasses.fields(part):
+        value, kind = getattr(part, f.name), str(f.type).split("[")[0]
+        if not isinstance(value, _TYPES.get(kind, (object,))):
+            raise TypeError(f"{f.name} is {value!r:.80}; expected {f.type}")
 
 
 @dataclass(frozen=True)

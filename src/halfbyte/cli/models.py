@@ -98,15 +98,25 @@ def generate(
     from halfbyte.evals.model import load, write
     from halfbyte.evals.quality import Setting, parse_layers, with_weights
 
+    text = _text(prompt)
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
     quantised = with_weights(loaded, setting.weights)
-    text = sys.stdin.read() if prompt == "-" else prompt
     print(text, end="", flush=True)
     for piece in write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed):
         print(piece, end="", flush=True)
     print()
+
+
+def _text(prompt: str) -> str:
+    """The prompt itself, or standard input; bytes that are no text are refused before a model is loaded."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # a shell's bytes that are not UTF-8 come as lone surrogates
+    except UnicodeError as error:
+        raise InvalidArgument(f"prompt cannot be read as UTF-8 text: {error}") from error
+    return text
 
 
 def quantize(
@@ -130,6 +140,8 @@ def quantize(
 
     if output.exists():
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
+    if not output.absolute().parent.is_dir():
+        raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
     made = _quantised(model, weights, skip, source)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:

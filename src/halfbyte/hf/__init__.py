@@ -104,6 +104,11 @@ def _cache_settings(
     plain = "fp16" if half_type(model) is torch.float16 else "bf16"
     settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
     layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
+    if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+        raise Unsupported(  # transformers would warn, and go on with 16 bits
+            f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "
+            f"transformers, so nothing would read a packed cache; quantise its weights only (keys=None, values=None)"
+        )
     if not hasattr(model, "_prepare_cache_for_generation") and hasattr(model, "generate"):
         raise Unsupported(
             "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantise "

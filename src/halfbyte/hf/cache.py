@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from halfbyte.cache import KVCache
+from halfbyte.cache import KVCache, check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
@@ -168,6 +168,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)
+        check_rotation(rotate_keys, head_dims(config)[0])
         self.capacity = -(-capacity // BUCKET) * BUCKET
         super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
@@ -198,16 +199,18 @@ class PackedCache(Cache):  # type: ignore[misc]
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""
         held = [layer.kv.lengths for layer in self.layers if layer.kv is not None]
-        return len(held) in (0, len(self.layers)) and all(torch.equal(lengths, held[0]) for lengths in held)
+        alike = all(torch.equal(lengths.to(held[0].device), held[0]) for lengths in held)  # layers may lie on several GPUs
+        return len(held) in (0, len(self.layers)) and alike
 
     def restore(self) -> None:
         """Forget the tokens of a forward that stopped half-way: every layer is cropped to what all of them hold."""
         if any(layer.kv is None for layer in self.layers):
             self.reset()
         else:
-            shortest = torch.stack([layer.kv.lengths for layer in self.layers]).amin(0)
+            first = self.layers[0].kv.device
+            shortest = torch.stack([layer.kv.lengths.to(first) for layer in self.layers]).amin(0)
             for layer in self.layers:
-                layer.kv.crop(shortest)
+                layer.kv.crop(shortest.to(layer.kv.device))
         self._open = False
 
     @property
@@ -252,6 +255,7 @@ def layer_formats(
     v.check_shape((1, 1, BUCKET, value_dim), f"values={v.name!r}: a head of this model")
     count = int(config.num_hidden_layers)
     plain = key_format("fp16" if dtype is torch.float16 else "bf16")
+    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     skipped = set()
     for layer in skip_layers:
         check(

@@ -6,6 +6,7 @@ config.json a `quantization_config` that says which module has which format.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import shutil
@@ -202,6 +203,13 @@ def load(
     """
     from halfbyte.hf import quantize
 
+    if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
+        raise InvalidArgument(
+            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
+            f"transformers': give them to from_pretrained, with a folder that halfbyte.hf.save has written"
+        )
+    known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
+    check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
     quantization = read_quantization(folder)
     foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)

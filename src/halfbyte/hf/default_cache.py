@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.hf.attention import NAME, announce
-from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.cache import BUCKET, PackedCache
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,22 @@ class DefaultCache:
         """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none."""
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
-        if wanted and unset:
+        if wanted and unset and getattr(generation_config, "is_assistant", False):
+            # It drafts a few tokens a call, in a cache that it keeps from the first call on: how long that gets is not known here.
+            announce("assistant", "halfbyte: a model that drafts for another one keeps transformers' own growing cache; said once")
+        elif wanted and unset:
             longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
-            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
+            model_kwargs["past_key_values"] = self.settings.make(self.model, longest + _beyond(generation_config, mode))
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
+
+
+def _beyond(generation_config: Any, mode: Any) -> int:
+    """Tokens that drafts may reach beyond the longest answer: they are in the cache before they are judged."""
+    if getattr(mode, "value", mode) != "assisted_generation":
+        return 0
+    return max(getattr(generation_config, "prompt_lookup_num_tokens", None) or 0, BUCKET)
 
 
 def make_default(model: Any, settings: CacheSettings) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from halfbyte.checkpoints.projections import Metadata, Projections
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.hf.families import text_config
 
 
@@ -66,16 +66,11 @@ def _projections(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | N
 
 
 def load_layer(name: str, layer: int = 0, head: int | None = None) -> Projections:
-    """`extract` from a model folder, a Hub id or `demo`."""
-    from transformers import AutoModelForCausalLM
+    """`extract` from a model folder, a Hub id or `demo`; the files are checked as `halfbyte.hf.load` does."""
     from transformers.utils import logging
 
+    from halfbyte.hf.checkpoint import load
     from halfbyte.paths import resolve_model
 
     logging.disable_progress_bar()
-    path = resolve_model(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"model={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    return extract(model, name, layer, head)
+    return extract(load(resolve_model(name), dtype=torch.float32), name, layer, head)

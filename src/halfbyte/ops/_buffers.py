@@ -58,3 +58,14 @@ def _check_plane(name: str, plane: Plane, batch: int) -> None:
             t is not None and tuple(t.shape) == want and t.dtype is dtype and t.device == plane.codes.device,
             f"{name}.{part} is {found}; {fmt} needs {dtype} {list(want)} on {plane.codes.device}",
         )
+
+
+def expanded(keys: Plane, values: Plane, lengths: torch.Tensor) -> str:
+    """The name of a tensor that holds several of its elements in one place (a stride of 0), which can be read only; "" for none."""
+    named = {"lengths": lengths} | {
+        f"{name}.{part}": t
+        for name, plane in (("keys", keys), ("values", values))
+        for part, t in zip(("codes", "scales", "offsets", "tail"), plane.tensors(), strict=True)
+        if t is not None
+    }
+    return next((name for name, t in named.items() if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))), "")

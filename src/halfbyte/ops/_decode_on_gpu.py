@@ -29,6 +29,10 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
 _FIXED_CHUNK = 1024
 
+#: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads
+#: a KV head are one block more.
+MOST_BLOCKS = 65_535
+
 
 @dataclass(frozen=True)
 class Call:
@@ -212,9 +216,24 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
 def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
     from halfbyte.kernels import decode_triton
 
-    part = floats(c.q.device, decode_triton.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
     start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
+    most = max(1, MOST_BLOCKS * tiles.block_rows // (c.q.shape[1] // c.keys.heads))
+    if c.q.shape[2] > most:
+        for first in range(0, c.q.shape[2], most):
+            _launch_piece(c, slice(first, first + most), start + first, tiles, own)
+        return
+    part = floats(c.q.device, decode_triton.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
     decode_triton.launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
+
+
+def _launch_piece(c: Call, queries: slice, start: torch.Tensor, tiles: TritonTiles, own: bool) -> None:
+    """Some of the queries of a call, the first of them at position `start`."""
+    out, lse = c.out[:, :, queries], c.lse[:, :, queries]
+    made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (out, lse)]
+    piece = replace(c, q=c.q[:, :, queries], query_start=start, out=made[0], lse=made[1])
+    _launch_triton(piece, tiles, own)
+    out.copy_(piece.out)
+    lse.copy_(piece.lse)
 
 
 @functools.cache

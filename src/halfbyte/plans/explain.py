@@ -34,12 +34,15 @@ def explanation(
 
     `table`: the measured plans of that GPU.
     """
-    check(min(q_heads, kv_heads) > 0, f"heads={q_heads}/{kv_heads}; both must be above 0")
+    check(0 < min(q_heads, kv_heads) <= q_heads < 2**31, f"heads={q_heads}/{kv_heads}; both must be above 0 and below 2^31")
     for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
-        check(size > 0, f"{name}={size}; it must be above 0")
+        check(0 < size < 2**31, f"{name}={size}; it must be above 0 and below 2^31")
     check(q_heads % kv_heads == 0, f"heads={q_heads}/{kv_heads}; query heads must be a multiple of KV heads")
     _check_half(dtype)
+    check(page >= 0, f"page={page}; tokens of a page, or 0 for contiguous memory")
     k, v = key_format(keys), value_format(values)
+    for name, fmt in (("keys", k), ("values", v)):
+        fmt.check_shape((1, 1, page or fmt.token_block or 1, dim), f"{name}={fmt.name!r}: a {'page' if page else 'head'}")
     p = dense_problem(
         dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
@@ -106,8 +109,13 @@ def linear_explanation(
     """
     check(len(features) in (1, 3), f"{len(features)} weights; a launch computes one (linear) or three (qkv_projection)")
     check(len(weights) in (1, len(features)), f"weights={','.join(weights)!r}; give one format, or one for each of {len(features)}")
-    for name, size in {"rows": rows, "in features": width, "out features": min(features)}.items():
-        check(size > 0, f"{name}={size}; it must be above 0")
+    for name, size in {
+        "rows": rows,
+        "in features": width,
+        "out features": min(features),
+        "all out features": sum(features),
+    }.items():
+        check(0 < size < 2**31, f"{name}={size}; it must be above 0 and below 2^31")
     _check_half(dtype)
     formats = [weight_format(name) for name in weights] * (len(features) // len(weights))
     for fmt, n in zip(formats, features, strict=True):
