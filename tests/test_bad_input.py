@@ -119,6 +119,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "cache: kv_heads 0": (lambda: KVCache(1, 0, 64, 64), "kv_heads=0"),
     "cache: head_dim 0": (lambda: KVCache(1, 1, 0, 64), "head_dim=0"),
     "cache: capacity 0": (lambda: KVCache(1, 1, 64, 0), "capacity=0"),
+    "cache: capacity beyond lengths": (lambda: KVCache(1, 1, 64, 2**31), "capacity=2147483648; .* below 2.31"),
     "cache: capacity a float": (lambda: KVCache(1, 1, 64, 2.5), "capacity=2.5"),  # type: ignore[arg-type]
     "cache: keys unknown": (lambda: cache(keys="int5"), r"keys='int5' is not a format; choose one of: fp16.*int4_channel"),
     "cache: keys None": (lambda: cache(keys=None), "keys=None"),

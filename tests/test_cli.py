@@ -56,7 +56,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--batch", "9" * 400], "above 0 and below 2^31"),
         (["explain", "--dim", "80"], "values='int4_g32': a head has a last axis of 80"),
         (["explain", "--dim", "81", "--keys", "int4", "--values", "int8"], "keys='int4': a head has a last axis of 81"),
-        (["explain", "--keys", "int4_channel", "--page", "16"], "keys='int4_channel': a page has a tokens of 16"),
+        (["explain", "--keys", "int4_channel", "--page", "16"], "keys='int4_channel': a page has a number of tokens of 16"),
         (["explain", "--page", "-3"], "page=-3"),
         (["explain", "--capability", ","], "--capability ','; give two whole numbers, such as 9.0"),
         (["tune", "--dry-run", "--rows", ","], "--rows names nothing to measure"),

@@ -106,6 +106,13 @@ def test_leading_axes_strides_and_empty_inputs() -> None:
     assert cpu.linear(inputs(3, 128), build("nf4", 0, 128), None).shape == (3, 0)
 
 
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_no_columns_leave_the_bias(name: str) -> None:
+    weight, bias = quantize(torch.zeros(4, 0), name), torch.arange(4.0)
+    assert torch.equal(cpu.linear(torch.zeros(2, 3, 0), weight, bias), bias.expand(2, 3, 4))
+    assert cpu.linear(torch.zeros(0, 3, 0), weight, None).shape == (0, 3, 4)
+
+
 def test_a_bias_is_added_before_rounding() -> None:
     weight = build("int8_col", 64, 256)
     x = inputs(8, 256, dtype=torch.bfloat16)

@@ -346,13 +346,10 @@ def check_rotation(rotate_keys: object, head_dim: int) -> None:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Every named size must be a positive integer; the batch may be 0."""
+    """Every named size must be a positive integer that int32 holds, as lengths are; the batch may be 0."""
     for name, size in sizes.items():
         least = 0 if name == "batch" else 1
-        check(
-            isinstance(size, int) and not isinstance(size, bool) and size >= least,
-            f"{name}={size!r}; expected an integer of at least {least}",
-        )
+        integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
 
 
 def _map(plane: Plane, pick: Callable[[torch.Tensor], torch.Tensor]) -> Plane:

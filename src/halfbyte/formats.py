@@ -176,7 +176,7 @@ class Format:
             )
         if self.scale is None or self.scale.group is None:
             return
-        axis, what = (-2, "tokens") if self.token_block else (-1, "last axis")
+        axis, what = (-2, "number of tokens") if self.token_block else (-1, "last axis")
         size = shape[axis] if len(shape) >= -axis else 0
         if size % self.scale.group:
             fits = [g for g in (16, 32, 64, 128) if size % g == 0]

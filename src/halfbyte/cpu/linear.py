@@ -24,7 +24,7 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
     """x [..., K] times the rows of `weight` [N, K], plus bias [N]: [..., N] in x's dtype."""
     features, width = weight.shape
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    rows = x.reshape(-1, width).to(wide)  # [M, K]
+    rows = x.reshape(x.shape[:-1].numel(), width).to(wide)  # [M, K]; either may be 0
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)  # the columns of x in the order of the stored ones
     scales = None if weight.scales is None else block_scales(weight, wide)  # [N, G]
@@ -40,7 +40,7 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
         torch.mm(unit, rows.mT, out=y[lo:hi])
     if scales is not None and scales.shape[-1] == 1:
         y *= scales
-    if scales is not None and weight.offsets is not None:
+    if scales is not None and weight.offsets is not None and width:
         sums = torch.unflatten(rows, -1, (scales.shape[-1], -1)).sum(-1)  # [M, G]
         y -= (scales * weight.offsets) @ sums.mT
     if bias is not None:
