@@ -2,9 +2,9 @@
 
 python examples/06_tokens_per_second.py [--model FOLDER or Hub id] [--batch 8] [--context 8192] [--weights nf4] [--keys int8] ...
 
-`--model llama-3-8b` has that model's sizes and random weights, which take as long. On a GPU both sides are compiled and recorded in
-CUDA graphs by generate() itself: 16 bits with transformers' static cache, halfbyte with its packed one. Neither is faster for being
-measured here: prompts of random tokens, the prefill taken off, medians.
+A model's 16-bit weights must fit one GPU. `--model llama-3-8b` has that model's sizes and random weights, which take as long. On a
+GPU both sides are compiled and recorded in CUDA graphs by generate() itself: 16 bits with transformers' static cache, halfbyte with
+its packed one. Neither is faster for being measured here: prompts of random tokens, the prefill taken off, medians.
 """
 
 import argparse
@@ -27,10 +27,14 @@ parser.add_argument("--layers", type=int, help="of llama-3-8b, in place of 32: c
 parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
 parser.add_argument("--new", type=int, default=64, help="tokens that are generated behind it")
-parser.add_argument("--weights", default="int4_g64")
+parser.add_argument("--weights", default="int4_g64", help="the shipped model has no groups of 128; README's figure is of int4_g128")
 parser.add_argument("--keys", default="int8")
 parser.add_argument("--values", default="int4_g32")
 given = parser.parse_args()
+if given.new < 2:
+    parser.error("--new: at least 2; the first token comes from the prompt")
+if given.layers and given.model != "llama-3-8b":
+    parser.error("--layers: only with --model llama-3-8b")
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # on a CPU 16 bits are slower in both

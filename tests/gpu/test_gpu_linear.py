@@ -18,7 +18,7 @@ from halfbyte.bench.checks import linear_accuracy
 from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
-from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.linear_wgmma import WgmmaSpec
 from halfbyte.tensors import QuantTensor
 
@@ -164,7 +164,25 @@ MARKED = [
     Case(("int4_g128",) * 3, (PLACE.size(4000, 64), 1024, 1024), PLACE.size(24, 3), PLACE.size(4096, 256), bias=True),
     Case(("nvfp4",), (PLACE.size(3001, 40),), PLACE.size(64, 3), PLACE.size(2320, 208), "float16"),
     Case(("int4_g64",), (PLACE.size(2000, 40),), PLACE.size(40, 3), PLACE.size(4352, 256)),
+    # Programs of the kernel for few rows that go round their rings: parts of tiles and whole ones, few and many slots for scales.
+    Case(("nf4",), (PLACE.size(20000, 40),), 1, PLACE.size(8192, 256)),
+    Case(("int4_g32",), (PLACE.size(20000, 40),), 4, PLACE.size(8192, 256), "float16"),
+    Case(("int4_g32",), (PLACE.size(20000, 40),), 16, PLACE.size(8192, 256)),
+    Case(("int4_sym_g128",), (PLACE.size(20000, 40),), 16, PLACE.size(8192, 256), bias=True),
 ]
+
+
+@needs_gpu
+def test_some_programs_go_round_the_rings_of_few_rows() -> None:
+    """Twice round the slots of scales, with streams that say what they have read and with slots enough to know it."""
+    told = set()
+    for case in MARKED:
+        half, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"processors": 132, "capability": (9, 0), "pair": True}
+        weights = [(hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True)]
+        plan = gluon_linear(weights, rows=case.rows, width=case.width, half=half, **gpu)
+        if isinstance(plan, GluonLinear) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
+            told.add(plan.spec.told_free)
+    assert told == {True, False}
 
 
 @pytest.mark.compile_first

@@ -61,7 +61,8 @@ def _beyond(generation_config: Any, mode: Any) -> int:
     """Tokens that drafts may reach beyond the longest answer: they are in the cache before they are judged."""
     if getattr(mode, "value", mode) != "assisted_generation":
         return 0
-    return max(getattr(generation_config, "prompt_lookup_num_tokens", None) or 0, BUCKET)
+    wanted = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    return int(max(*wanted, BUCKET))
 
 
 def make_default(model: Any, settings: CacheSettings) -> None:

@@ -204,7 +204,7 @@ def linear(
     turn = 0
     ahead_turn = C.stages - 1
     for now in range(end):
-        meet(turn, C.stages - 2, S, C)
+        meet(turn, C.stages - 2, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
         if S.groups > 0:  # scales come first, as other streams wait for them
             if C.told_free:
@@ -256,7 +256,7 @@ def linear(
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         turn = after(turn, C)
         ahead_turn = after(ahead_turn, C)
-    meet(turn, 0, S, C)
+    meet(turn, 0, C)
 
 
 def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:

@@ -1,8 +1,8 @@
 """The tuned linear kernel for few rows: streams of warps, and how they wait for copies and for each other.
 
 A stream's warps meet once a step, and nobody else does. Scales (and zero points) of all streams lie next to each other in a row of
-the weight, less than a piece of 16 bytes for each: all warps of the block copy whole pieces of them, and of each slot of the
-scales' ring two barriers (mbarrier) count
+the weight, with groups of 128 less than a piece of 16 bytes for each: all warps of the block copy whole pieces of them, and of each
+slot of the scales' ring two barriers (mbarrier) count
 
     filled: threads whose copies into it are there. Waited for ahead of the products; the copies count by themselves
     free:   streams that have read what is in it. Waited for ahead of the next copies into it
@@ -99,7 +99,7 @@ def _parity_of(turn, C: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _meet_asm(groups, S, C):
+def _meet_asm(groups, C):
     if C.across == 1:
         meet = "bar.warp.sync 0xffffffff;"
     else:
@@ -113,13 +113,13 @@ def _meet_asm(groups, S, C):
 
 
 @gluon.jit
-def meet(turn, groups: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def meet(turn, groups: gl.constexpr, C: gl.constexpr):
     """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here.
 
     If need be the other streams are told that this one has read the scales of all steps before.
     """
     gl.inline_asm_elementwise(
-        _meet_asm(groups, S, C),
+        _meet_asm(groups, C),
         "=r,r,r,~{memory}",
         [thread_of(C), slot_of(turn, C) * 8],
         dtype=gl.int32,

@@ -90,6 +90,7 @@ class Spec:
     def told_free(self) -> bool:
         """Streams say when they have read a slot of scales. With slots for twice the stages that is known without: who is in a
         step has had the scales of the step before, so all streams have asked for those, which they do `stages` - 1 steps ahead.
+        (That a thread's reads come before what it asks for later is the order of the machine: PTX says it of arriving alone.)
         """
         return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
 
@@ -184,6 +185,8 @@ def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) ->
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if rows > MOST_ROWS:
         return f"{rows} rows; the tuned kernel takes {MOST_ROWS}"
+    if width >= 2**30:
+        return f"rows of {width} numbers; the tuned kernel counts their bytes in 32 bits"
     if width % (8 * weight.planes):
         return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
     if weight.group and not (piece(shape, width, weight.scale_bytes) and (piece(shape, width, 1) or not weight.zero)):

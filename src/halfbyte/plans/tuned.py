@@ -29,7 +29,7 @@ from halfbyte.settings import stored_plans
 #: Rows of x up to which kernels round to a power of two; beyond, they take blocks of so many.
 _BLOCK_ROWS = 64
 #: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
-VERSION = 1
+VERSION = 2
 
 
 class DamagedPlans(HalfbyteError, ValueError):
