@@ -70,6 +70,7 @@ class Block:
     """The threads of a block, numbered as in a row-major tensor of `shape`, one element each.
 
     barriers: the count of each mbarrier. arrived: how often threads did. events: waits and arrivals, with each thread's operands.
+    copied: bytes, those that two threads copy counted twice.
     """
 
     def __init__(self, shape: tuple[int, ...], shared: int, memory: Array) -> None:
@@ -78,6 +79,7 @@ class Block:
         self.memory = memory
         self.barriers: dict[int, int] = {}
         self.arrived: Counter[int] = Counter()
+        self.copied = 0
         self.events: list[tuple[str, list[Array]]] = []
         self._registers: dict[str, Array] = {}
 
@@ -155,6 +157,7 @@ class Block:
         assert source.max() < self.memory.size, "beyond what there is"
         copied = np.where(wanted, self.memory[source], 0)
         self.shared[into] = copied
+        self.copied += copied.size
         assert (self.shared[into] == copied).all(), "two threads copy to one place"
 
 

@@ -128,6 +128,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     nothing = (None, None)
     steps = -(-width // spec.step)
     for number, tile in ((1, ("0", spec.tile)), (2, ("1", 0))):
+        there = min(spec.tile, features[int(tile[0])] - tile[1])
         step = torch.tensor([[[steps - 2]]], dtype=torch.int32)
         tile_number = torch.full_like(step, number)
         at = linear_copies.weight_at(tile_number, step, *addresses, nothing, nothing, addresses[0], features, width, weight, spec)
@@ -137,10 +138,12 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
             scale_slot = turn % spec.scale_slots
             shared = expected(block, tensors, tile, (slot, scale_slot), now, width if wanted else 0, spec)
             block.arrived.clear()
+            block.copied = 0
             step.fill_(now)
             if weight.groups:
                 at = linear_copies.fetch_scales(torch.full_like(step, turn), at, step, wanted, width, weight, spec)
                 assert block.arrived == {spec.barriers_at + 8 * scale_slot: 32 * spec.warps}
+                assert block.copied == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
             at = linear_copies.fetch_codes(slot, at, step, wanted, width, weight, spec)
             linear_copies.fetch_x(slot, step, wanted, tensors.address("x"), rows, width, width + gap, spec)
             wrong = np.flatnonzero(block.shared != shared)
