@@ -1,7 +1,7 @@
 """How streams of warps wait for each other's copies of scales, without a GPU: every order in which they can run is tried.
 
 The model is the loop of kernels/linear_gluon.py. Where a step's scales lie and which barrier is waited for, with which parity,
-say the kernel's own functions.
+say the kernel's own functions. That who arrives at a barrier is as many as it counts is seen by running them (ptx.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels import linear_streams
 from halfbyte.plans.linear import Spec, _scale_slots, gluon_linear
+from ptx import Block, on_block
 
 STREAMS = 2
 NEVER = 1000  # steps of a tile: more than are tried
@@ -147,10 +149,10 @@ KEPT = [
 ]
 
 
-def kept(stages: int, slots: int) -> Spec:
+def kept(stages: int, slots: int, rows: int = 1) -> Spec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear([(weight, 8192)], rows=1, width=8192, half="bf16", processors=132, capability=(9, 0), pair=True)
+    found = gluon_linear([(weight, 8192)], rows=rows, width=8192, half="bf16", processors=132, capability=(9, 0), pair=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, Spec)
     return replace(found.spec, stages=stages, scale_slots=slots)
@@ -204,3 +206,48 @@ def test_the_model_finds_what_is_wrong(broken: str, what: str, monkeypatch: pyte
         rules = replace(rules, filled=[filled[0], *filled[:-1]])
     with pytest.raises(Broken, match=what):
         explored(rules)
+
+
+def threads_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Block:
+    layout = linear_streams.thread_layout(spec)
+    assert [layout.size_per_thread, layout.threads_per_warp] == [[1, 1, 1], [1, 1, 32]]
+    assert [layout.warps_per_cta, layout.order] == [[spec.streams, spec.across, 1], [2, 1, 0]]
+    block = Block((spec.streams, spec.across, 32), spec.ring_bytes, np.empty(0, np.uint8))
+    on_block(block, (linear_streams,), monkeypatch)
+    return block
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("stages", "slots"), KEPT)
+def test_barriers_count_who_arrives(stages: int, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads at those of a filled slot, one of each stream at those of a free one."""
+    spec = kept(stages, slots, rows)
+    block = threads_of(spec, monkeypatch)
+    linear_streams.make_barriers(spec)
+    assert sorted(block.barriers) == [spec.barriers_at + 8 * i for i in range(slots * (1 + spec.told_free))]
+    turn = torch.tensor(0, dtype=torch.int32)
+    for _ in range(slots):
+        linear_streams.filled(linear_streams.slot_of(turn, spec), spec)
+        linear_streams.meet(turn, stages - 2, spec)
+        turn = linear_streams.after(turn, spec)
+    assert block.arrived == block.barriers
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_stream_meets_behind_its_copies_and_apart_from_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each warp alone, or each stream at a barrier of its own, none of which is the block's: 0."""
+    spec = kept(2, 3, rows)
+    block = threads_of(spec, monkeypatch)
+    linear_streams.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
+    (first, (groups,)), (how, operands), (last, _) = block.events
+    assert [first, last] == ["cp.async.wait_group", "mbarrier.arrive.shared.b64"]
+    assert (groups == 1).all()
+    if spec.across == 1:
+        assert how == "bar.warp.sync"
+        assert (operands[0] == 0xFFFFFFFF).all()
+        return
+    assert how == "bar.sync"
+    number, count = (one.reshape(spec.streams, -1) for one in operands)
+    assert (number == number[:, :1]).all()
+    assert sorted({*number[:, 0].tolist()}) == [*range(1, spec.streams + 1)]
+    assert (count == number.shape[1]).all()

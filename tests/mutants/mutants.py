@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
+COPIES, STREAMS, CODES = "kernels/linear_copies.py", "kernels/linear_streams.py", "kernels/linear_codes.py"
 OPS, RELAUNCH, FACTS = "ops/decode_attention.py", "ops/_relaunch.py", "ops/_facts.py"
 RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
 
@@ -54,6 +55,10 @@ def products(*names: str) -> tuple[str, ...]:
 
 def streams(*names: str) -> tuple[str, ...]:
     return tuple(f"test_linear_streams.py::{name}" for name in names)
+
+
+def copies(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_linear_copies.py::{name}" for name in names)
 
 
 def ops(*names: str) -> tuple[str, ...]:
@@ -370,7 +375,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot of scales called free a step too early",
-        "kernels/linear_streams.py",
+        STREAMS,
         "    turn = after(turn, C)\n",
         "",
         streams("test_scales_are_there_and_nobody_waits_for_ever[2-2-1000]"),
@@ -381,6 +386,101 @@ MUTANTS = [
         "range(most, stages - 1, -1)",
         "range(most, stages - 2, -1)",
         streams("test_plans_keep_scales_of_so_many_steps"),
+    ),
+    # -- the few-rows kernel's copies into shared memory, and the barriers of its loop
+    Mutant(
+        "codes come unswizzled",
+        COPIES,
+        "    column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))\n",
+        "    column = t % pieces\n",
+        copies("test_a_step_comes_to_where_it_is_read[int4_sym_g128-1-28672]"),
+    ),
+    Mutant(
+        "codes advanced by half a step",
+        COPIES,
+        "codes += C.streams * S.words(C) * 2",
+        "codes += C.streams * S.words(C)",
+        copies("test_a_step_comes_to_where_it_is_read[int8_col-3-28672]"),
+    ),
+    Mutant(
+        "codes beyond K",
+        COPIES,
+        "S.planes < left, rows - row, 0)",
+        "S.planes < left, rows - row, rows - row)",
+        copies("test_a_step_comes_to_where_it_is_read[nf4-16-4096]"),
+    ),
+    Mutant(
+        "a row too many",
+        COPIES,
+        "setp.gt.s32 q, $4, {row};",
+        "setp.ge.s32 q, $4, {row};",
+        copies("test_a_step_comes_to_where_it_is_read[int4_g128-3-28672]"),
+    ),
+    Mutant(
+        "x of another k",
+        COPIES,
+        "k = w * C.chunk + part * 32 + t % 4 * 8",
+        "k = w * C.chunk + part * 16 + t % 4 * 8",
+        copies("test_a_step_comes_to_where_it_is_read[int4_g32-1-28672]"),
+    ),
+    Mutant(
+        "x beyond K", COPIES, "(left - k) * 2]", "(left - k) * 4]", copies("test_a_step_comes_to_where_it_is_read[nf4-8-28672]")
+    ),
+    Mutant(
+        "scales beyond K",
+        COPIES,
+        "left - t % pieces * (piece * S.group)",
+        "left",
+        copies("test_a_step_comes_to_where_it_is_read[int4_g32-8-28672]"),
+    ),
+    Mutant(
+        "zero points do not advance",
+        COPIES,
+        "        zeros += C.columns(S)\n",
+        "",
+        copies("test_a_step_comes_to_where_it_is_read[int4_g128-16-28672]"),
+    ),
+    Mutant(
+        "codes addressed in 32 bits",
+        COPIES,
+        "at = n0.to(gl.int64) * width",
+        "at = n0 * width",
+        copies("test_weights_may_be_larger_than_32_bits_count[int4_sym_g128]"),
+    ),
+    Mutant(
+        "streams meet at the block's barrier",
+        STREAMS,
+        "bar.sync b, {threads};",
+        "bar.sync 0, {threads};",
+        streams("test_a_stream_meets_behind_its_copies_and_apart_from_others[16]"),
+    ),
+    Mutant(
+        "scales of one warp are enough",
+        STREAMS,
+        "count = 32 * C.warps if slot",
+        "count = 32 if slot",
+        streams("test_barriers_count_who_arrives[2-2-1]"),
+    ),
+    Mutant(
+        "all threads call a slot free",
+        STREAMS,
+        'setp.eq.u32 q, $1, 0; "\n',
+        'setp.ge.s32 q, $1, 0; "\n',
+        streams("test_barriers_count_who_arrives[2-2-16]"),
+    ),
+    Mutant(
+        "the bias added in bf16",
+        CODES,
+        "0xC300 + S.bias",
+        "0xC300 - S.bias",
+        ("test_linear_codes.py::test_codes_less_their_bias[None-bf16]",),
+    ),
+    Mutant(
+        "the bias added in fp16",
+        CODES,
+        "0x8000 + S.bias",
+        "0x0000 + S.bias",
+        ("test_linear_codes.py::test_codes_less_their_bias[None-fp16]",),
     ),
     # -- checkpoints of other libraries
     Mutant(

@@ -1,0 +1,64 @@
+"""Stored words as operands of the few-rows kernel, without a GPU: its inline PTX is run (ptx.py) on every word that there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels import linear_codes
+from halfbyte.plans.linear_stored import Stored, stored
+from ptx import Block, on_block
+
+WORDS = 1 << 16
+
+
+def of(name: str, half: str) -> Stored:
+    weight = stored(WEIGHT_FORMATS[name], half)
+    assert isinstance(weight, Stored), weight
+    return weight
+
+
+def codes(planes: int) -> torch.Tensor:
+    """[planes, words]: the codes of every word, the lowest bits first."""
+    bits = 16 // planes
+    return torch.arange(WORDS) >> bits * torch.arange(planes)[:, None] & (1 << bits) - 1
+
+
+def every_word(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    on_block(Block((WORDS // 2,), 0, np.empty(0, np.uint8)), (linear_codes,), monkeypatch)
+    return torch.arange(WORDS, dtype=torch.int32).to(torch.int16)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("bias", [None, 0, 1, 7])
+def test_codes_less_their_bias(bias: int | None, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: the format's own."""
+    weight = of("int4_sym_g128", half)
+    if bias is not None:
+        weight = replace(weight, bias=bias)
+    assert bias is not None or weight.bias == 8
+    words = every_word(monkeypatch)
+    planes = linear_codes.exact_planes(words, weight, SimpleNamespace(half=half))
+    assert torch.equal(torch.stack(planes).double(), (codes(4) - weight.bias) * weight.unit(half))
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g128"])
+def test_codes_and_what_they_have_too_much(name: str, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shift, which products of the sums of x take off, is the bias and what the masked bits are beside the code."""
+    weight = of(name, half)
+    words = every_word(monkeypatch)
+    planes = linear_codes.nibble_planes(words, SimpleNamespace(half=half))
+    wanted = (codes(4) - weight.bias) * weight.unit(half) + weight.shift(half)
+    assert torch.equal(torch.stack(planes).double(), wanted)
+
+
+def test_bytes_are_numbers_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = every_word(monkeypatch)
+    planes = linear_codes.byte_planes(words, SimpleNamespace(half="bf16"))
+    assert torch.equal(torch.stack(planes).double(), codes(2).to(torch.int8).double())
