@@ -212,7 +212,7 @@ def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> 
     beside = [*measured, one("int4", "fbgemm", 400.0)]
     assert int4_gqa.table(beside)[1][-1][3:7] == ("CU INT4, 4 groups", "", "400.0", "2.5")
     assert int4_gqa.says(beside)[0] == int4_gqa.says(measured)[0]
-    assert int4_gqa.says(beside)[1] == "FBGEMM's own kernel, with four groups and in the same run, takes 400.0 us at batch 512."
+    assert int4_gqa.says(beside)[1] == "FBGEMM's own kernel, with four groups, takes 400.0 us at batch 512."
     times, by_splits = int4_gqa.drawn(measured)
     assert "published, H100: CU INT4" in times
     assert "halfbyte triton" in by_splits

@@ -380,7 +380,10 @@ def test_a_damaged_file_is_left_out_with_a_warning(how: str, home: Path) -> None
 
 def test_shipped_tables_are_legal() -> None:
     """Of every file that comes with the library: it can be read, and each of its choices makes a plan."""
-    for file in shipped_plans("any").parent.glob("*.json"):
+    files = sorted(shipped_plans("any").parent.glob("*.json"))
+    if not files:
+        pytest.skip("no measured plans come with the library now")
+    for file in files:
         found = read(file)
         assert shipped_plans(found.gpu) == file
         gpu = {"processors": found.processors, "capability": (9, 0), "pair": True}
