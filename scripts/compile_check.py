@@ -2,8 +2,8 @@
 
 Fails when a variant does not compile, spills registers without a written reason, adds floating-point numbers atomically (results
 would differ from run to run), or needs more shared memory than a block has. Everything is compiled with the Triton that is
-installed; then a sample with the oldest and the newest Triton that is supported, each in a folder of its own under build/. There
-registers are allotted a little differently, and what spills is shown but fails nothing.
+installed; then a sample with the others that are supported, each in a folder of its own under build/. There registers are allotted
+a little differently, and what spills is shown but fails nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rich.table import Table
 import halfbyte.kernels
 from halfbyte.kernels.compiling import TARGETS, Binary, Configuration, Target, build
 
-#: The range of Triton that is supported. The newest one here is the newest with which everything below passes.
-OLDEST, NEWEST = "3.6.0", "3.9.0"
-#: Variants of each kernel, spread over all of them, that are compiled with the oldest and the newest Triton.
+#: The versions of Triton that are supported, beside the installed one. The newest here is the newest with which all below passes.
+VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
+#: Variants of each kernel, spread over all of them, that are compiled with each of these.
 SAMPLE = 6
 BUILD = Path(__file__).parents[1] / "build"
 
@@ -163,21 +163,24 @@ def _cell(result: Result) -> str:
 
 
 def report(results: list[Result], targets: list[Target], console: Console) -> bool:
-    """Print the table, then every problem in full. Whether all is well; nothing compiled is not."""
+    """Print the table, what may spill, then every problem in full. Whether all is well; nothing compiled is not."""
     console.print(table(results, targets))
+    for why, names in exempt().items():
+        console.print(f"{len(names)} variants may spill, {why}: {names[0]} .. {names[-1]}", markup=False)
     bad = [result for result in results if result.problems]
     for result in bad:
         console.print(f"{result.module} {result.configuration} {result.target}:", *result.problems, style="red", markup=False)
-    for name, why in exempt():
-        console.print(f"{name} may spill: {why}", markup=False)
     console.print(f"{len(results)} compiled, {len(bad)} with problems")
     return bool(results) and not bad
 
 
-def exempt() -> list[tuple[str, str]]:
-    """The variants that may spill, and why."""
-    every = [c for module in kernel_modules() for c in configurations(module).values()]
-    return [(c.name, c.may_spill) for c in every if c.may_spill]
+def exempt() -> dict[str, list[str]]:
+    """Why variants may spill, and which."""
+    found: dict[str, list[str]] = {}
+    for configuration in (c for module in kernel_modules() for c in configurations(module).values()):
+        if configuration.may_spill:
+            found.setdefault(configuration.may_spill, []).append(configuration.name)
+    return found
 
 
 def installed(version: str) -> Path:
@@ -218,7 +221,7 @@ def main(
     jobs = jobs_of(targets, sample, only)
     console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
     failed = [] if report(run(jobs, processes, console), targets, console) else [triton.__version__]
-    others = [] if here_only else [v for v in (OLDEST, NEWEST) if v != triton.__version__]
+    others = [] if here_only else [v for v in VERSIONS if v != triton.__version__]
     failed += [version for version in others if not check_with(version, processes, only)]
     if failed and not here_only:
         console.print(f"Problems with Triton {', '.join(failed)}: see above", style="red")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from halfbyte import plans
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan, neighbours, programs, side
+from halfbyte.plans import toolchain
+from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan, neighbours, programs, side, summed_somewhere
 from halfbyte.plans.decode_spec import Side
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
@@ -120,6 +121,21 @@ def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
 
 def test_an_old_gpu_is_refused() -> None:
     assert "compute capability 7.5" in why_not(LAYER, (7, 5))
+
+
+def test_a_triton_that_sees_equal_parts_only_sums_warps_apart_where_three_stages_are_as_large_as_two_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits = replace(tuned(LAYER).spec, apart=False, stages=8)
+    assert fits.reuses_ring
+    assert fits.equal_parts
+    other = replace(LAYER, group=16, keys="int8", values="int8")
+    usual = tuned(other).spec
+    assert usual.reuses_ring
+    assert not usual.equal_parts
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
+    assert summed_somewhere(fits) == fits
+    assert tuned(other).spec == replace(usual, apart=True)
 
 
 @given(st.integers(1, 5000), st.integers(1, 400))

@@ -10,6 +10,7 @@ import torch
 from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
+from halfbyte.plans import toolchain
 from halfbyte.plans.levels import level_of
 from halfbyte.plans.linear import GluonLinear, Spec, gluon_linear, shares
 from halfbyte.plans.linear_stored import TABLE_BYTES
@@ -49,8 +50,8 @@ def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability:
         assert found.spec.stages >= 2
         if found.spec.weights[0].table:  # the table begins at a multiple of its size, behind the stages, within the ring
             weight, spec = found.spec.weights[0], found.spec
-            assert weight.table_at(spec) * TABLE_BYTES >= spec.stages * weight.slot_bytes(spec)
-            assert (weight.table_at(spec) + 1) * TABLE_BYTES <= weight.slots(spec) * weight.slot_bytes(spec)
+            assert weight.table_at(spec) >= spec.stages * weight.slot_bytes(spec)
+            assert weight.table_at(spec) + TABLE_BYTES <= weight.slots(spec) * weight.slot_bytes(spec)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,15 @@ def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
     assert "several formats" in str(gluon_linear(mixed, rows=1, width=4096, half="bf16", **H200))
     assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
     assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.pair
+
+
+def test_a_triton_that_sees_equal_parts_only_has_no_rings_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
+    assert planned("nf4", 64, 4096) == toolchain.EQUAL_PARTS
+    weights = [(WEIGHT_FORMATS["nf4"], 4096)]
+    assert isinstance(tuned_linear(weights, rows=32, width=4096, half="bf16", **H200), GluonLinear)  # another kernel
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
+    assert isinstance(planned("nf4", 64, 4096), GluonLinear)
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])

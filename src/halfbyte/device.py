@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from dataclasses import dataclass
@@ -55,6 +56,17 @@ def describe(device: torch.device | str | int | None = None) -> Device:
 def gpu_count() -> int:
     """How many GPUs torch sees; 0 without a CUDA build."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the Triton that is installed; (0, 0) where there is none."""
+    try:
+        import triton
+    except ImportError:
+        return (0, 0)
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _parse(device: torch.device | str | int | None) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.compat import barrier, view
 from halfbyte.kernels.gluon_operands import PLAIN, mma_layout, owed_by, sum_layout
 
 #: Parts of a unit that are added in one step; more are added in two.
@@ -44,7 +44,7 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     shape: gl.constexpr = [S.groups * W * S.rows, R, N]
     if C.reuses_ring:
         barrier()  # other warps may still read their last tile
-        red = reinterpret(ring, gl.float32, shape, PLAIN)
+        red = view(ring, 0, gl.float32, shape, PLAIN)
     else:
         red = gl.allocate_shared_memory(gl.float32, shape, PLAIN)
     red_m = gl.allocate_shared_memory(gl.float32, [W, R, 1], PLAIN)

@@ -7,10 +7,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.compat import barrier, view
 from halfbyte.kernels.gluon_operands import unpack_bytes
 from halfbyte.kernels.linear_operands import mma_layout, plain
-from halfbyte.plans.linear_stored import TABLE_BYTES
 
 
 @gluon.jit
@@ -189,8 +188,8 @@ def make_table(ring, S: gl.constexpr, C: gl.constexpr):
         low = gl.where((byte & 15) == code, S.table[code], low)
         high = gl.where((byte >> 4) == code, S.table[code], high)
     pair = gl.expand_dims(low | (high << 16), 1) + gl.full([256, 32], 0, gl.int32, flat)
-    at: gl.constexpr = S.table_at(C)
-    reinterpret(ring, gl.int32, [at + 1, 256, 32], plain(2)).index(at).store(pair)
+    shape: gl.constexpr = [256, 32]
+    view(ring, S.table_at(C), gl.int32, shape, plain(2)).store(pair)
     barrier()
     # What follows reads the table by its address, which holds as long as the ring is the first thing in shared memory.
     bank = gl.arange(0, 32, layout=gl.SliceLayout(0, flat))[None, :]
@@ -201,7 +200,7 @@ def make_table(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _entry_asm(S, C):
-    base = S.table_at(C) * TABLE_BYTES
+    base = S.table_at(C)
     return "{ .reg .b32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.b32 $0, [a+" + str(base) + "]; }"
 
 
@@ -218,7 +217,7 @@ def _look_up_asm(S, C):
     for i, byte in enumerate((0, 2, 1, 3)):
         lines.append("shl.b32 a, $4, 7;" if byte == 0 else f"shr.u32 a, $4, {8 * byte - 7};")
         lines.append("lop3.b32 a, a, 0x7F80, $5, 0xEA;")
-        lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.table_at(C) * TABLE_BYTES}];")
+        lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.table_at(C)}];")
     return " ".join(lines) + " }"
 
 

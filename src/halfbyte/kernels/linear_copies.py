@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.compat import reinterpret
+from halfbyte.kernels.compat import view
 from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.linear_operands import plain
 from halfbyte.kernels.linear_ring import place
@@ -29,7 +29,8 @@ from halfbyte.kernels.linear_streams import filled, slot_of, stream_of, thread_o
 def make_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes, scales, zero points and x of each stage."""
     pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
-    codes = reinterpret(pool, gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    code_shape: gl.constexpr = [S.slots(C), C.streams, C.tile, S.words(C)]
+    codes = view(pool, 0, gl.int16, code_shape, code_ring_layout(S.words(C)))
     scales = codes
     zeros = codes
     if S.groups > 0:
@@ -37,15 +38,16 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
         if S.zero:
             zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
     x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
-    shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
-    x = reinterpret(pool.index(C.x_at // 128), x_type, shape, plain(5))
+    x_shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
+    x = view(pool, C.x_at, x_type, x_shape, plain(5))
     return codes, scales, zeros, x
 
 
 @gluon.jit
 def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
-    return reinterpret(pool.index(at // 128), dtype, [C.scale_slots, C.tile, C.columns(S)], plain(2))
+    shape: gl.constexpr = [C.scale_slots, C.tile, C.columns(S)]
+    return view(pool, at, dtype, shape, plain(2))
 
 
 @gluon.constexpr_function

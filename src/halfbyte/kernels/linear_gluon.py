@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.compat import barrier, launcher, reinterpret
+from halfbyte.kernels.compat import barrier, launcher, view
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_tiles import quotient
 from halfbyte.kernels.linear_codes import make_table
@@ -151,10 +151,11 @@ def linear(
     """One program's part of the tiles that are shared, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
+    sums_shape: gl.constexpr = [C.streams, C.tile, C.sums]
     rings = make_rings(S, C)
     red = rings[0]
     if C.sums_apart:
-        red = gl.allocate_shared_memory(gl.float32, [C.streams, C.tile, C.sums], plain(3))
+        red = gl.allocate_shared_memory(gl.float32, sums_shape, plain(3))
     steps = (K + C.step - 1) // C.step
     program = gl.program_id(0)
     shared = each + (program < more).to(gl.int32)
@@ -225,7 +226,7 @@ def linear(
                 sums = red
             else:
                 barrier()  # nobody reads this slot's codes any more
-                sums = reinterpret(rings[0].index(slot), gl.float32, [C.streams, C.tile, C.sums], plain(3))
+                sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
             if S.abreast(C) > 1:
                 sums.store(gl.sum(gl.reshape(acc, [C.streams, C.tile, C.rows // C.few, C.few]), axis=2))
             else:

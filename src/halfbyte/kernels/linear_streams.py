@@ -15,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.compat import barrier, reinterpret
+from halfbyte.kernels.compat import barrier, view
 from halfbyte.kernels.linear_operands import plain
 
 
@@ -56,7 +56,7 @@ def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
     """The copies suppose that the rings are the first thing in shared memory. Tried in the last slot, which is free at first."""
     shape: gl.constexpr = [C.streams, C.across, 32]
     thread = stream_of(C) * (32 * C.across) + thread_of(C)
-    reinterpret(codes.index(C.stages - 1), gl.int32, shape, plain(3)).store(thread)
+    view(codes.index(C.stages - 1), 0, gl.int32, shape, plain(3)).store(thread)
     gl.inline_asm_elementwise(
         _check_asm((C.stages - 1) * S.slot_bytes(C)),
         "=&r,r,r,~{memory}",

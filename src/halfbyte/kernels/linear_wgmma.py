@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.compat import barrier, copy_to_shared, launcher, reinterpret
+from halfbyte.kernels.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_operands import code_ring_layout
 from halfbyte.kernels.gluon_tiles import program_at, quotient, share
@@ -73,14 +73,16 @@ def _make_rings(S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
     """Codes of a step, [tile, words]."""
-    return reinterpret(ring, gl.int16, [S.slots(C), C.tile, S.words(C)], code_ring_layout(S.words(C), 2)).index(slot)
+    shape: gl.constexpr = [S.slots(C), C.tile, S.words(C)]
+    return view(ring, 0, gl.int16, shape, code_ring_layout(S.words(C), 2)).index(slot)
 
 
 @gluon.jit
 def _x_of(ring, slot, C: gl.constexpr):
     """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    return reinterpret(ring, half_type(C), [C.stages, C.blocks, C.rows, 64], layout).index(slot)
+    shape: gl.constexpr = [C.stages, C.blocks, C.rows, 64]
+    return view(ring, 0, half_type(C), shape, layout).index(slot)
 
 
 @gluon.jit

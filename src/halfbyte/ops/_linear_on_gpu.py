@@ -12,9 +12,11 @@ import torch
 from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
+from halfbyte.ops._library import say_once
 from halfbyte.ops._relaunch_linear import Request, remember
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.plans.linear import GluonLinear, Spec
+from halfbyte.plans.toolchain import EQUAL_PARTS
 from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.plans.tuned import linear_plan, table_of
 from halfbyte.settings import pair_launches
@@ -116,7 +118,10 @@ def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half:
     processors, capability = facts.sm_count or 1, facts.capability or (0, 0)
     table = table_of(facts.name, processors)
     problem: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
-    return linear_plan(weights, **problem, processors=processors, capability=capability, table=table)[0]
+    plan = linear_plan(weights, **problem, processors=processors, capability=capability, table=table)[0]
+    if plan == EQUAL_PARTS:
+        say_once(EQUAL_PARTS)
+    return plan
 
 
 def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:

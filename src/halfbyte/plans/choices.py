@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from halfbyte.plans.decode_attention import GluonPlan, neighbours, programs, shared_memory_of_block
+from halfbyte.plans.decode_attention import GluonPlan, neighbours, programs, shared_memory_of_block, summed_somewhere
 from halfbyte.plans.linear import GluonLinear, Spec, cut, fewest_programs, piece, staged
 from halfbyte.plans.linear_wgmma import WgmmaSpec, wgmma_staged
 
@@ -158,7 +158,8 @@ def with_decode_choice(plan: GluonPlan, c: DecodeChoice, processors: int, capabi
         return f"{c} is no shape of this kernel"
     own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
     spare = plan.spec.spare if own else 0  # an empty slot suits one ring; another needs its room
-    spec, limit = replace(plan.spec, tokens=c.tokens, stages=c.stages, spare=spare), shared_memory_of_block(capability)
+    spec = summed_somewhere(replace(plan.spec, tokens=c.tokens, stages=c.stages, spare=spare))
+    limit = shared_memory_of_block(capability)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     if not 1 <= c.programs <= _MOST_PROGRAMS * processors:

@@ -11,6 +11,7 @@ from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import Side, Spec, padded
+from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
 
 #: Shared memory a block may use, bytes, by compute capability; what is not listed is as sm_80.
 _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
@@ -164,10 +165,17 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     units = p.batch * p.heads // heads
     one = _one_each(spec, lean, units, sm_count, limit)
     count = programs(units, sm_count * (per_sm if one is None else 1))
-    spec = replace(one or _filled(spec, per_sm, limit), gather=neighbours(count, units))
+    spec = summed_somewhere(replace(one or _filled(spec, per_sm, limit), gather=neighbours(count, units)))
+    if spec.shared_bytes > limit:
+        return EQUAL_PARTS
     tiles, unit = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if heads == 1 else "two KV heads"
     why = f"{count} programs of {warps} warps, {tiles}; {units} units ({unit} of a sequence each)"
     return GluonPlan(spec, count, units, why)
+
+
+def summed_somewhere(spec: Spec) -> Spec:
+    """The same, its warps summed in memory of their own, where Triton does not see such a part of the ring."""
+    return spec if spec.equal_parts or takes_any_part() else replace(spec, apart=True)
 
 
 def _refusal(p: Problem, capability: tuple[int, int]) -> str:

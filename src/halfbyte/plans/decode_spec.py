@@ -171,6 +171,12 @@ class Spec:
         return not self.apart and 2 * self.stages * self.streams * self.tokens * self.keys.padded >= self._sum_bytes
 
     @property
+    def equal_parts(self) -> bool:
+        """Whether the sums of the warps, where they are in the ring of keys, are one of equal parts of it."""
+        ring = 2 * (self.stages + self.spare) * self.tile * self.heads * self.keys.padded
+        return not self.reuses_ring or ring % self._sum_bytes == 0
+
+    @property
     def _sum_bytes(self) -> int:
         return 4 * self.streams * self.padded_rows * self.values.planes * self.values.padded
 

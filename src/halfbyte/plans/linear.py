@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte.formats import Format
 from halfbyte.plans.linear_stored import Stored, stored
+from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
 
 if TYPE_CHECKING:
     from halfbyte.plans.linear_wgmma import WgmmaSpec
@@ -153,6 +154,8 @@ def gluon_linear(
     """How the tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why it cannot."""
     if len({fmt for fmt, _ in weights}) > 1:
         return "weights of several formats in one launch are the portable kernel's"
+    if not takes_any_part():
+        return EQUAL_PARTS
     weight = stored(weights[0][0], half)
     if isinstance(weight, str):
         return weight

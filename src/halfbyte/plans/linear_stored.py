@@ -95,12 +95,12 @@ class Stored:
         return spec.streams * spec.tile * self.words(spec) * 2
 
     def table_at(self, spec: Ring) -> int:
-        """Where the table lies, in multiples of its size: behind the stages."""
-        return -(-spec.stages * self.slot_bytes(spec) // TABLE_BYTES)
+        """Where in shared memory the table lies, a multiple of its size: behind the stages."""
+        return -(-spec.stages * self.slot_bytes(spec) // TABLE_BYTES) * TABLE_BYTES
 
     def slots(self, spec: Ring) -> int:
         """Stages, and what the table takes behind them."""
-        behind = -(-(self.table_at(spec) + 1) * TABLE_BYTES // self.slot_bytes(spec)) if self.table else spec.stages
+        behind = -(-(self.table_at(spec) + TABLE_BYTES) // self.slot_bytes(spec)) if self.table else spec.stages
         return behind + spec.spare
 
     def unit(self, half: str) -> float:
