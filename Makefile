@@ -21,14 +21,16 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, HTML report
 	$(BIN)/halfbyte demo
 
-# The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The GPU's suite runs dry here,
-# in small and on the CPU, so that it does not rot between the machines that have a GPU.
+# The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The tuned kernels, which it cannot
+# run, are compiled for a GPU and emulated. The GPU's suite runs dry here, in small and on the CPU, so that it does not rot between the
+# machines that have a GPU.
 test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	$(BIN)/python -m pytest tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
 
 compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills

@@ -1,0 +1,72 @@
+"""Calls of the library that take tuned kernels, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_cases import Call, poisoned
+from machine.block import Order
+from machine.launch import emulated
+
+from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.planes import AttentionOptions
+from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
+from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.tensors import QuantTensor
+
+#: Both ends of what is allowed: all warps side by side and copies as late as can be; one warp after the other and copies at once.
+ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
+
+
+class Refused(Exception):
+    """The tuned kernel does not take this call; why, in words."""
+
+
+@contextmanager
+def machine(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[None]:
+    """Kernels run emulated, and what they do not write is NaN."""
+    with emulated(order, backwards, change), poisoned():
+        yield
+
+
+def attend(call: Call, order: Order, processors: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call by the tuned kernel of a Hopper GPU with so many multiprocessors."""
+
+    def plan(problem: Problem, *_: Any) -> GluonPlan:
+        found = gluon_plan(problem, processors, (9, 0), True)
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
+
+    cache, given = call.cache, dict(call.options)
+    start = given.pop("query_start", None)
+    options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
+    tensors = (call.q, cache.keys, cache.values, cache.lengths, start, cache.page_table)
+    with mock.patch.object(_decode_on_gpu, "_plan", plan), machine(order, backwards):
+        return _decode_on_gpu.run(*tensors, options, "gluon", False, compiled=True)
+
+
+def multiply(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    order: Order,
+    processors: int = 3,
+    backwards: bool = False,
+    change: Callable[[str], str] = str,
+) -> list[torch.Tensor]:
+    """x times each weight in one launch of a tuned kernel."""
+
+    def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> GluonLinear:
+        found = tuned_linear(facts, rows=rows, width=width, half=half, processors=processors, capability=(9, 0), pair=True)
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
+
+    with mock.patch.object(_linear_on_gpu, "_gluon", plan), machine(order, backwards, change):
+        return _linear_on_gpu.run(x, weights, biases, "gluon", False, compiled=True)

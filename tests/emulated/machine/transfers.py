@@ -1,0 +1,164 @@
+"""Reading and writing memory: loads, stores, counters, asynchronous copies and the barriers that count them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from machine.arithmetic import TYPES, Array, Lanes, Step, raw, to_bits, writer
+from machine.program import Instruction
+from machine.warps import address
+
+if TYPE_CHECKING:
+    from machine.block import Block
+
+
+def step(one: Instruction, registers: dict[str, int]) -> Step | None:
+    """What an instruction does to memory; None if it is none of these."""
+    parts = one.name.split(".")
+    if parts[:2] == ["ld", "param"]:
+        return _parameter(one, registers, parts[-1])
+    if parts[0] in ("ld", "st"):
+        return _transfer(one, registers, parts)
+    if one.name.startswith("atom.global") and parts[-2:] == ["add", "u32"]:
+        return _add(one, registers)
+    if one.name.startswith(("cp.async.cg.", "cp.async.ca.")):
+        return _copy(one, registers)
+    made = {
+        "cp.async.commit_group": _commit,
+        "cp.async.wait_group": _wait,
+        "cp.async.mbarrier.arrive.noinc.shared.b64": _arrive_behind_copies,
+        "mbarrier.init.shared.b64": _init,
+        "mbarrier.arrive.shared.b64": _arrive,
+    }.get(one.name)
+    return made(one, registers) if made else None
+
+
+def _threads(block: Block, lanes: Lanes) -> Array:
+    return np.arange(block.threads)[lanes]
+
+
+def _for_each(read: Callable[[Block, Lanes], Array], block: Block, lanes: Lanes) -> Array:
+    """A value for each thread, also where all have the same."""
+    return np.broadcast_to(read(block, lanes), _threads(block, lanes).shape)
+
+
+def _parameter(one: Instruction, registers: dict[str, int], kind: str) -> Step:
+    into, name = one.operands
+    write = writer(str(into), registers, kind)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        value = block.arguments[str(name).strip("[]")]
+        write(block, lanes, np.asarray(value % (1 << 8 * TYPES[kind].itemsize), np.uint64).astype(f"u{TYPES[kind].itemsize}"))
+
+    return run
+
+
+def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> Step:
+    """ld and st, of one register or several."""
+    loads, kind = parts[0] == "ld", parts[-1]
+    names, where = one.operands if loads else one.operands[::-1]
+    names = names if isinstance(names, tuple) else (names,)
+    at, size = address(str(where), registers), TYPES[kind].itemsize
+    whole = size * len(names)
+    shared = parts[1] == "shared"
+    assert shared or parts[1] == "global", one.text
+    if loads:
+        writes = [writer(name, registers, kind) for name in names]
+
+        def load(block: Block, lanes: Lanes) -> None:
+            where = _for_each(at, block, lanes)
+            found = block.shared.load(where, whole, _threads(block, lanes)) if shared else block.memory.load(where, whole)
+            found = found.view(TYPES[kind])
+            for i, write in enumerate(writes):
+                write(block, lanes, found[:, i])
+
+        return load
+    reads = [raw(name, registers, 8 * max(2, size)) for name in names]
+
+    def store(block: Block, lanes: Lanes) -> None:
+        values = np.stack([_for_each(read, block, lanes) for read in reads], 1).astype(TYPES[kind])
+        where, written = _for_each(at, block, lanes), np.ascontiguousarray(values).view(np.uint8)
+        if shared:
+            block.shared.store(where, written, _threads(block, lanes))
+        else:
+            block.memory.store(where, written)
+
+    return store
+
+
+def _add(one: Instruction, registers: dict[str, int]) -> Step:
+    """atom.add: threads one after the other."""
+    into, where, value = map(str, one.operands)
+    at, more, write = address(where, registers), raw(value, registers, 32), writer(into, registers, "u32")
+
+    def run(block: Block, lanes: Lanes) -> None:
+        before = []
+        for place, amount in zip(_for_each(at, block, lanes), _for_each(more, block, lanes), strict=True):
+            before.append(block.memory.load(place[None], 4).view(np.uint32)[0, 0])
+            block.memory.store(place[None], to_bits(np.asarray([before[-1] + amount]), "u32")[:, None].view(np.uint8))
+        write(block, lanes, np.array(before, np.uint32))
+
+    return run
+
+
+def _copy(one: Instruction, registers: dict[str, int]) -> Step:
+    """cp.async: 16 bytes, or 4 or 8 by way of the L1 cache; with a fourth operand so many are read and the others are zeros."""
+    to, start, size = map(str, one.operands[:3])
+    count = int(size, 0)
+    assert count == 16 or (count in (4, 8) and ".ca." in one.name), one.text
+    into, source = address(to, registers), address(start, registers)
+    reads = raw(str(one.operands[3]) if len(one.operands) > 3 else size, registers, 32)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        threads = _threads(block, lanes)
+        operands = (_for_each(read, block, lanes).copy() for read in (into, source, reads))  # registers change before it ends
+        block.arrive(block.copies.ask(threads, *operands, count))
+
+    return run
+
+
+def _commit(one: Instruction, registers: dict[str, int]) -> Step:
+    def run(block: Block, lanes: Lanes) -> None:
+        block.copies.committed[lanes] += 1
+
+    return run
+
+
+def _wait(one: Instruction, registers: dict[str, int]) -> Step:
+    keep = int(str(one.operands[0]), 0)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        block.arrive(block.copies.end(_threads(block, lanes), keep))
+
+    return run
+
+
+def _arrive_behind_copies(one: Instruction, registers: dict[str, int]) -> Step:
+    at = address(str(one.operands[0]), registers)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        block.arrive(block.copies.arrive(_threads(block, lanes), _for_each(at, block, lanes).astype(np.int64)))
+
+    return run
+
+
+def _init(one: Instruction, registers: dict[str, int]) -> Step:
+    at, count = address(str(one.operands[0]), registers), raw(str(one.operands[1]), registers, 32)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        for barrier, threads in zip(_for_each(at, block, lanes), _for_each(count, block, lanes), strict=True):
+            block.make_barrier(int(barrier), int(threads))
+
+    return run
+
+
+def _arrive(one: Instruction, registers: dict[str, int]) -> Step:
+    at = address(str(one.operands[1]), registers)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        block.arrive((_threads(block, lanes), _for_each(at, block, lanes).astype(np.int64)))
+
+    return run

@@ -1,0 +1,77 @@
+"""The machine can fail: programs that do not wait, do not meet, or read beyond a tensor are found out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from emulation import ORDERS, multiply
+
+import halfbyte as hb
+
+WEIGHT = hb.quantize(torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)), "int4_g128")
+X = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def without(pattern: str, which: int = 0, instead: str = "") -> Callable[[str], str]:
+    """The program with one statement changed, the `which`-th of those that match."""
+
+    def change(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx))
+        assert found, pattern
+        place = found[which]
+        return ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
+
+    return change
+
+
+def everywhere(pattern: str, instead: str) -> Callable[[str], str]:
+    def change(ptx: str) -> str:
+        assert re.search(pattern, ptx), pattern
+        return re.sub(pattern, instead, ptx)
+
+    return change
+
+
+def goes_wrong(change: Callable[[str], str]) -> bool:
+    """Whether the changed program is stopped, or gives another result, in one order at least."""
+    right = multiply(X, [WEIGHT], [None], ORDERS[0])[0]
+    for order in ORDERS:
+        try:
+            if not torch.equal(multiply(X, [WEIGHT], [None], order, change=change)[0], right):
+                return True
+        except AssertionError:
+            return True
+    return False
+
+
+def test_what_changes_nothing_goes_right() -> None:
+    assert not goes_wrong(lambda ptx: ptx)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        everywhere(r"cp\.async\.wait_group 2;", "cp.async.wait_group 3;"),
+        everywhere(r"bar\.warp\.sync 0xffffffff;", ""),
+        everywhere(r"mbarrier\.test_wait\.parity\.shared\.b64 q, [^;]*;", "setp.eq.u32 q, 0, 0;"),
+        everywhere(r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64", "mbarrier.arrive.shared.b64 _,"),
+        without(r"mbarrier\.init\.shared\.b64 \[b\+\d+\], 128", instead="mbarrier.init.shared.b64 [b+0], 128"),
+        everywhere(r"bar\.sync\s+0;", ""),
+        without(r"bar\.sync\s+0;", -1),
+        without(
+            r"cp\.async\.cg\.shared\.global \[s\+0\], \[p\+0\], 16", instead="cp.async.cg.shared.global [s+0], [p+1048576], 16"
+        ),
+        without(r"cp\.async\.cg\.shared\.global \[s\+0\]", instead="cp.async.cg.shared.global [s+8]"),
+        without(
+            r"atom\.global\.gpu\.acq_rel\.add\.u32 ([^,]*), ([^,]*), [^;]*;", instead=r"atom.global.gpu.acq_rel.add.u32 \1, \2, 0;"
+        ),
+        without(r"st\.global\.cg\.b32 [^;]*;"),
+        without(r"mma\.sync[^;]*;"),
+    ],
+    ids=lambda change: "",
+)
+def test_a_wrong_program_is_found_out(change: Callable[[str], str]) -> None:
+    assert goes_wrong(change)

@@ -1,0 +1,39 @@
+"""Attention's tuned kernel, emulated: calls of the GPU's suite in small, against float64, with the same bits in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation import ORDERS, Refused, attend
+from gpu_cases import Call, Case, Variant, build, same_bits
+
+PLAIN = frozenset[str]()
+CASES = {
+    "int4": Case(Variant("int4", "int4", group=8), 1, (300, 7)),
+    "int4 groups, 5 heads": Case(Variant("int4_g32", "int4_g64", group=5, dim=64), 2, (150, 129), slack=7),
+    "int8 over int4, pages": Case(Variant("int8", "int4", page=16), 2, (130, 0, 47)),
+    "int8, 16 heads, sums in the ring": Case(Variant("int8", "int8", group=16), 1, (700, 3)),
+    "fp8, 4 queries": Case(Variant("fp8", "fp8", queries=4), 1, (260, 40), early=True),
+    "bf16, MHA, sinks": Case(Variant("bf16", "bf16", group=1, options=frozenset({"sinks"})), 3, (100, 65)),
+    "tokens first, two heads": Case(Variant("int4", "int4", layout="BTHD", group=4), 2, (200, 64)),
+    "window, alibi, softcap": Case(
+        Variant("int8_g64", "int4_g32", group=2, options=frozenset({"window", "alibi", "softcap"})), 1, (400,)
+    ),
+    "192 wide, starts": Case(Variant("int8", "fp8", dim=192, group=3, options=frozenset({"starts"})), 1, (120, 31)),
+    "one scale, 32 heads": Case(Variant("int8_tensor", "int8_tensor", group=32), 1, (200,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_keeps_its_promise(name: str) -> None:
+    call = build(CASES[name], "cpu")
+    first = _attend(call, ORDERS[0])
+    assert not call.wrong(*first)
+    assert all(map(same_bits, first, attend(call, ORDERS[1], backwards=True)))
+
+
+def _attend(call: Call, order: object) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        return attend(call, order)  # type: ignore[arg-type]
+    except Refused as why:
+        pytest.fail(f"the tuned kernel does not take this case: {why}")
