@@ -134,4 +134,4 @@ def _instruction(text: str) -> Instruction:
     name, _, operands = rest.partition(" ")
     found = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands)
     parts = [tuple(p.strip() for p in one[1:-1].split(",")) if one.startswith("{") else one.strip() for one in found]
-    return Instruction(name, tuple(parts), guard.lstrip("!"), guard.startswith("!"), text)
+    return Instruction(name.replace("shared::cta", "shared"), tuple(parts), guard.lstrip("!"), guard.startswith("!"), text)
