@@ -23,6 +23,10 @@ from halfbyte.tensors import QuantTensor
 ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
 
 
+#: Storages that the last launch read or wrote before it waited for the kernel before.
+EARLY: set[int] = set()
+
+
 class Refused(Exception):
     """The tuned kernel does not take this call; why, in words."""
 
@@ -30,8 +34,10 @@ class Refused(Exception):
 @contextmanager
 def machine(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[None]:
     """Kernels run emulated, and what they do not write is NaN."""
-    with emulated(order, backwards, change), poisoned():
+    with emulated(order, backwards, change) as early, poisoned():
+        EARLY.clear()
         yield
+        EARLY.update(early)
 
 
 def attend(call: Call, order: Order, processors: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

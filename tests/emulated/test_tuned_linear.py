@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from emulation import ORDERS, multiply
+from emulation import EARLY, ORDERS, multiply
 from gpu_cases import same_bits
 
 import halfbyte as hb
@@ -55,6 +55,9 @@ def test_products_keep_their_promise(case: Product) -> None:
     weights = [hb.quantize(torch.randn(n, case.width, generator=rng) * 0.1, case.weight) for n in case.features]
     biases = [torch.randn(n, generator=rng) if case.bias else None for n in case.features]
     outs = multiply(x, weights, biases, ORDERS[0], case.processors)
+    stored = {t.untyped_storage().data_ptr() for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None}
+    assert stored >= EARLY, "the kernel before may still write x"
+    assert EARLY, "weights need not wait for the kernel before"
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         full = weight.dequantize(torch.float64)
         truth = x.double() @ full.mT + (0 if bias is None else bias.double())

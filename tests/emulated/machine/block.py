@@ -40,6 +40,7 @@ class Block:
         self.code, self.memory, self.order, self.threads = code, memory, order, program.threads
         self.shared = Shared(launch.shared_bytes, program.threads)
         self.copies = Copies(self.threads, memory, self.shared, order.early)
+        self.waited = np.zeros(self.threads, bool)  # for the kernel before
         self.products = warpgroups.Products(self.threads // 32)
         # A register that nobody has written holds what is no number.
         self.registers = {
@@ -253,6 +254,8 @@ def _step(one: Instruction, program: Program) -> Step:
     """Everything that threads do without parting; those whose guard is false do nothing."""
     family = one.name.split(".")[0]
     registers = program.registers
+    if one.name == "griddepcontrol.wait":
+        return _wait_for_kernel
     if family in ("griddepcontrol", "fence"):
         return lambda block, lanes: None
     if one.name == "bar.warp.sync":
@@ -277,6 +280,10 @@ def _step(one: Instruction, program: Program) -> Step:
 #: What the threads of a warp do together.
 TOGETHER = {"shfl": warps.shuffle, "ldmatrix": warps.matrix, "stmatrix": warps.matrix, "movmatrix": warps.move_matrix}
 TOGETHER |= {"redux": warps.reduce, "mma": warps.product, "wgmma": warpgroups.step}
+
+
+def _wait_for_kernel(block: Block, lanes: Lanes) -> None:
+    block.waited[lanes] = True
 
 
 def _meet_warp(block: Block, lanes: Lanes) -> None:

@@ -27,8 +27,12 @@ def _code(ptx: str) -> Code:
 
 
 @contextmanager
-def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[None]:
-    """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order; change: another PTX instead."""
+def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[set[int]]:
+    """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order; change: another PTX instead.
+
+    Yields addresses of the storages that the last launch read or wrote before it waited for the kernel before.
+    """
+    early: set[int] = set()
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         configuration = _specialised(kernel.__name__, kernel, args, kwargs, {})
@@ -43,9 +47,11 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         memory = Memory(tensors)
         for block in blocks[::-1] if backwards else blocks:
             Block(code, memory, launch, block[::-1], order).run()
+        early.clear()
+        early.update(memory.early)
 
     with mock.patch.object(JITFunction, "run", run):
-        yield
+        yield early
 
 
 def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[torch.Tensor], list[int]]:

@@ -18,9 +18,13 @@ NOBODY: Arrivals = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 class Memory:
-    """The memory of tensors, at their own addresses. What is not a tensor's cannot be reached."""
+    """The memory of tensors, at their own addresses. What is not a tensor's cannot be reached.
+
+    early: where tensors begin that were read or written by threads that had not waited for the kernel before (griddepcontrol.wait).
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.early: set[int] = set()
         unique = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().nbytes()}
         self.starts = np.array(sorted(unique), np.uint64)
         self.bytes = [torch.empty(0, dtype=torch.uint8).set_(unique[int(start)]).numpy() for start in self.starts]
@@ -42,6 +46,12 @@ class Memory:
         for chosen, found, at in self._parts(addresses, size, aligned or size):
             values[chosen] = found[at]
         return values
+
+    def reach(self, addresses: Array, waited: Array) -> None:
+        """Threads will read or write there; `waited`: those that waited for the kernel before."""
+        if not waited.all():
+            which = np.searchsorted(self.starts, addresses[~waited], "right") - 1
+            self.early.update(self.starts[np.unique(which)].tolist())
 
     def store(self, addresses: Array, values: Array) -> None:
         size = values.shape[1]

@@ -13,6 +13,7 @@ from machine.warps import address
 
 if TYPE_CHECKING:
     from machine.block import Block
+    from machine.memory import Memory
 
 
 def step(one: Instruction, registers: dict[str, int]) -> Step | None:
@@ -45,6 +46,12 @@ def _for_each(read: Callable[[Block, Lanes], Array], block: Block, lanes: Lanes)
     return np.broadcast_to(read(block, lanes), _threads(block, lanes).shape)
 
 
+def _global(block: Block, lanes: Lanes, addresses: Array) -> Memory:
+    """The GPU's memory, which these threads read or write."""
+    block.memory.reach(addresses, block.waited[lanes])
+    return block.memory
+
+
 def _parameter(one: Instruction, registers: dict[str, int], kind: str) -> Step:
     into, name = one.operands
     write = writer(str(into), registers, kind)
@@ -70,7 +77,11 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
 
         def load(block: Block, lanes: Lanes) -> None:
             where = _for_each(at, block, lanes)
-            found = block.shared.load(where, whole, _threads(block, lanes)) if shared else block.memory.load(where, whole)
+            found = (
+                block.shared.load(where, whole, _threads(block, lanes))
+                if shared
+                else _global(block, lanes, where).load(where, whole)
+            )
             found = found.view(TYPES[kind])
             for i, write in enumerate(writes):
                 write(block, lanes, found[:, i])
@@ -84,7 +95,7 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
         if shared:
             block.shared.store(where, written, _threads(block, lanes))
         else:
-            block.memory.store(where, written)
+            _global(block, lanes, where).store(where, written)
 
     return store
 
@@ -95,10 +106,11 @@ def _add(one: Instruction, registers: dict[str, int]) -> Step:
     at, more, write = address(where, registers), raw(value, registers, 32), writer(into, registers, "u32")
 
     def run(block: Block, lanes: Lanes) -> None:
-        before = []
-        for place, amount in zip(_for_each(at, block, lanes), _for_each(more, block, lanes), strict=True):
-            before.append(block.memory.load(place[None], 4).view(np.uint32)[0, 0])
-            block.memory.store(place[None], to_bits(np.asarray([before[-1] + amount]), "u32")[:, None].view(np.uint8))
+        before, places = [], _for_each(at, block, lanes)
+        memory = _global(block, lanes, places)
+        for place, amount in zip(places, _for_each(more, block, lanes), strict=True):
+            before.append(memory.load(place[None], 4).view(np.uint32)[0, 0])
+            memory.store(place[None], to_bits(np.asarray([before[-1] + amount]), "u32")[:, None].view(np.uint8))
         write(block, lanes, np.array(before, np.uint32))
 
     return run
@@ -114,8 +126,11 @@ def _copy(one: Instruction, registers: dict[str, int]) -> Step:
 
     def run(block: Block, lanes: Lanes) -> None:
         threads = _threads(block, lanes)
-        operands = (_for_each(read, block, lanes).copy() for read in (into, source, reads))  # registers change before it ends
-        block.arrive(block.copies.ask(threads, *operands, count))
+        place, start, read = (
+            _for_each(one, block, lanes).copy() for one in (into, source, reads)
+        )  # registers change before it ends
+        block.memory.reach(start[read > 0], block.waited[threads][read > 0])
+        block.arrive(block.copies.ask(threads, place, start, read, count))
 
     return run
 
