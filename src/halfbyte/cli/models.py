@@ -103,8 +103,9 @@ def generate(
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
     quantised = with_weights(loaded, setting.weights)
+    pieces = write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
-    for piece in write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 
