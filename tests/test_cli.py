@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
     assert output.err.startswith("halfbyte: ")
     assert output.err.count("\n") == 1
     assert named in output.err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_what_is_no_text_is_shown_and_recorded(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "r\udcff\u00e9.jsonl"
+    command = [sys.executable, "-m", "halfbyte", "bench", "study", "memory", "--filter", "8B, nf4", "-o", str(file)]
+    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert b"records appended to" in done.stdout
+    assert "\\udcff" in records.read(file).records[0].environment.command
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

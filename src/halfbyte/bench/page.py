@@ -169,7 +169,7 @@ def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
 
 def _name(c: Change) -> str:
     r = c.record
-    return f"{name_of(r)}, {r.formats}, {r.implementation.removeprefix('halfbyte ')}"
+    return ", ".join(filter(None, (name_of(r), r.formats, r.implementation.removeprefix("halfbyte "))))
 
 
 def _change_row(c: Change) -> tuple[Cell, ...]:

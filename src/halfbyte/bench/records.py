@@ -247,9 +247,15 @@ def environment(device: Device, threads: int) -> Environment:
         threads=threads,
         versions=_versions(),
         commit=_commit(),
-        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]]),
+        command=_typed(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _typed() -> str:
+    """What was typed; bytes of a name that are no text are written as escapes, since records are UTF-8."""
+    text = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]])
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _versions() -> dict[str, str]:
