@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import halfbyte
 from halfbyte import cli
@@ -104,6 +105,12 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
     assert output.err.startswith("halfbyte: ")
     assert output.err.count("\n") == 1
     assert named in output.err
+
+
+def test_a_narrow_terminal_cuts_no_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("halfbyte.cli.shared.console", lambda: Console(width=40))
+    assert run("bench", "peers", "--device", "cpu") == 0
+    assert "\u2026" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])

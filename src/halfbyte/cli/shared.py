@@ -36,7 +36,9 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_table(table: Table) -> None:
-    """A rich table on stdout."""
+    """A rich table on stdout; on a narrow terminal words are folded, never cut."""
+    for column in table.columns:
+        column.overflow = "fold"
     console().print(table)
 
 
