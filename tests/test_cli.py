@@ -78,6 +78,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "study", "memory", "--html", "/dev/null"], "--html '/dev/null' is no ordinary file"),
         (["bench", "study", "memory", "--html", "/proc/it.html"], "--html '/proc/it.html' cannot be written"),
         (["bench", "study", "memory", "--threads", "9" * 400], "expected 1 to 1024"),
+        (["eval", "demo", "-o", "/proc/file"], "--output '/proc/file' cannot be written"),
+        (["eval", "demo", "--windows", "0"], "windows=0"),
         (["bench", "decode", "--threads", "99999999"], "threads=99999999; expected 1 to 1024"),
         (["bench", "decode", "--batch", "9" * 400], "give whole numbers below 2^31"),
         (["bench", "decode", "--heads", "32"], "--heads '32'"),

@@ -200,7 +200,7 @@ class Session:
                         break
         except KeyboardInterrupt:
             self.interrupted = True
-            self._errors.print("interrupted: what was measured so far is kept")
+            self._errors.print("interrupted: what was measured so far is kept" if self.records else "interrupted")
         return self.records
 
     def failed(self, job: Job, error: Exception) -> Record:

@@ -46,6 +46,7 @@ def check_writable(path: Path | None, option: str) -> None:
     """Refuse a file that could not be written before the work is done, not after it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
+    check_appendable(path, option)
 
 
 def check_appendable(path: Path | None, option: str) -> None:
