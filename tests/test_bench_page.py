@@ -304,6 +304,17 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ),
         (json.dumps(json.loads(rec().to_json()) | {"seconds": "1"}) + "\n", "seconds is '1'; expected float | None"),
         (json.dumps(json.loads(rec().to_json()) | {"op": 3}) + "\n", "op is 3; expected str"),
+        (json.dumps(json.loads(rec().to_json()) | {"seconds": 10**400}) + "\n", "...; expected float | None"),
+        (json.dumps(json.loads(rec().to_json()) | {"nbytes": 2**63}) + "\n", "nbytes is 9223372036854775808; expected int"),
+        (json.dumps(json.loads(rec().to_json()) | {"error": True}) + "\n", "error is True; expected float | None"),
+        (json.dumps(json.loads(rec().to_json()) | {"shape": {"B": "x"}}) + "\n", "shape is {'B': 'x'}; expected dict[str, int]"),
+        (json.dumps(json.loads(rec().to_json()) | {"by_layer": ["x"]}) + "\n", "expected tuple[float, ...]"),
+        ("[" * 100_000 + "\n", "line 1: not a record"),
+        (
+            json.dumps(json.loads(rec().to_json()) | {"study": "int8-granularity", "op": "granularity study", "formats": "x"})
+            + "\n",
+            "the records of 'int8-granularity' cannot be told (KeyError: ",
+        ),
         (
             json.dumps(json.loads(rec().to_json()) | {"environment": {**dataclasses.asdict(GPU), "versions": None}}) + "\n",
             "versions is None; expected dict[str, str]",

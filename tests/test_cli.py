@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import halfbyte
 from halfbyte import cli
@@ -45,6 +47,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["memory", "demo", "--keys", "int9"], "keys='int9'"),
         (["memory", "demo", "--memory", "lots"], "memory='lots'"),
         (["memory", "demo", "--memory", "9" * 400 + "GB"], "above 0 and below 2^63"),
+        (["memory", "demo", "--memory", "9" * 5000 + "GB"], "... (5002 characters); give a number with a unit"),
+        (["memory", "demo", "--skip-layers", "9" * 5000], "--skip-layers '999"),
         (["memory", "demo", "--batch", "9" * 400], "above 0 and below 2^63"),
         (["memory", "demo", "--skip-layers", "a"], "--skip-layers 'a'"),
         (["explain", "--linear", "4096"], "--linear '4096'"),
@@ -58,6 +62,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--dim", "81", "--keys", "int4", "--values", "int8"], "keys='int4': a head has a last axis of 81"),
         (["explain", "--keys", "int4_channel", "--page", "16"], "keys='int4_channel': a page has a number of tokens of 16"),
         (["explain", "--page", "-3"], "page=-3"),
+        (["explain", "--page", "9" * 20], "it must be below 2^31"),
+        (["explain", "--sms", "9" * 20], "it must be below 2^31"),
+        (["explain", "--capability", "7.5"], "capability='7.5'; the kernels run from 8.0 on"),
+        (["explain", "--capability", "-1.-1"], "capability='-1.-1'"),
         (["explain", "--capability", ","], "--capability ','; give two whole numbers, such as 9.0"),
         (["tune", "--dry-run", "--rows", ","], "--rows names nothing to measure"),
         (["tune", "--dry-run", "--weights", ""], "--weights names nothing to measure"),
@@ -66,7 +74,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
         (["bench", "peers", "--threads", "1"], "--kernels and --html need --measure"),
         (["bench", "study", "memory", "-o", "."], "--output '.' is a folder"),
+        (["bench", "study", "memory", "-o", "/proc/no/file"], "--output '/proc/no/file' cannot be written"),
+        (["bench", "study", "memory", "--html", "/dev/null"], "--html '/dev/null' is no ordinary file"),
+        (["bench", "study", "memory", "--html", "/proc/it.html"], "--html '/proc/it.html' cannot be written"),
+        (["bench", "study", "memory", "--threads", "9" * 400], "expected 1 to 1024"),
+        (["eval", "demo", "-o", "/proc/file"], "--output '/proc/file' cannot be written"),
+        (["eval", "demo", "--windows", "0"], "windows=0"),
+        (["bench", "decode", "--threads", "99999999"], "threads=99999999; expected 1 to 1024"),
+        (["bench", "decode", "--batch", "9" * 400], "give whole numbers below 2^31"),
         (["bench", "decode", "--heads", "32"], "--heads '32'"),
+        (["bench", "linear", "--size", "9" * 400 + "x8"], "give pairs of whole numbers below 2^31"),
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
@@ -77,6 +94,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["extract", "./no-such-folder", "-o", "./never-made"], "there is no folder"),
         (["extract", "demo", "-o", "."], "output='.' exists"),
         (["quantize", "demo", "--weights", "nf4", "-o", "./no-such-folder/it"], "the folder it would lie in"),
+        (["generate", "demo", "--prompt", "x", "--tokens", "2000000000"], "GB is larger than this device's memory"),
+        (["generate", "demo", "--prompt", "x", "--tokens", "100000000000"], "tokens=100000000000; expected at least 1"),
+        (["generate", "demo", "--prompt", "x", "--temperature", "1e300"], "temperature=1e+300"),
         (["generate", "./no-such-folder", "--prompt", "a\udcff"], "prompt cannot be read as UTF-8 text"),
     ],
 )
@@ -87,6 +107,21 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
     assert output.err.startswith("halfbyte: ")
     assert output.err.count("\n") == 1
     assert named in output.err
+
+
+def test_a_narrow_terminal_cuts_no_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("halfbyte.cli.shared.console", lambda: Console(width=40))
+    assert run("bench", "peers", "--device", "cpu") == 0
+    assert "\u2026" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_what_is_no_text_is_shown_and_recorded(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "r\udcff\u00e9.jsonl"
+    command = [sys.executable, "-m", "halfbyte", "bench", "study", "memory", "--filter", "8B, nf4", "-o", str(file)]
+    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert b"records appended to" in done.stdout
+    assert "\\udcff" in records.read(file).records[0].environment.command
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

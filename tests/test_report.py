@@ -126,6 +126,9 @@ def test_numbers_carry_their_sort_key_and_go_right() -> None:
     assert 'data-sort="0.5"' in page
     assert '<td class="r">\u2013</td>' in page
     assert '<td class="l">a</td>' in page
+    page = Report("t").table(["us", "by"], [("1.5", "none"), ("refused", "none")]).to_html()
+    assert '<td class="r">refused</td>' in page
+    assert '<td class="l">none</td>' in page
 
 
 def test_floats_of_a_column_share_their_decimals() -> None:

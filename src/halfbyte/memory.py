@@ -20,6 +20,8 @@ from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+#: Characters of a size; Python itself refuses to read numbers of some thousand digits.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ def estimate(
 def parse_bytes(text: str, argument: str = "memory") -> int:
     """Bytes of "24GB" (10^9), "24GiB" (2^30), "512 MB" or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise InvalidArgument(f"{argument}={text!r}; give a number with a unit, such as 24GB or 24GiB")
+    if match is None or match[2].upper() not in _UNITS or len(text) > _LONGEST:
+        shown = repr(text) if len(text) <= _LONGEST else f"{text[:20]!r}... ({len(text)} characters)"
+        raise InvalidArgument(f"{argument}={shown}; give a number with a unit, such as 24GB or 24GiB")
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 

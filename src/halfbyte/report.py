@@ -20,6 +20,8 @@ Cell = str | int | float | None
 
 #: What an empty cell shows.
 _DASH = "\u2013"
+#: Words in the place of a figure.
+_NO_FIGURE = ("refused", "skipped", "none", "does not fit")
 #: Stands for the contents until all sections are known; no part that holds text can be like it.
 _CONTENTS = "<contents>"
 
@@ -160,17 +162,18 @@ def _cell(value: Cell, align: str, decimals: int | None) -> str:
 
 
 def _numeric(rows: Sequence[Sequence[Cell]], column: int) -> bool:
-    """Whether every cell of a column that holds something is a number, or a text that begins like one."""
-    cells = [row[column] for row in rows if row[column] not in (None, "", _DASH)]
+    """Whether every cell of a column that holds something is a number, a text that begins like one, or stands for one."""
+    cells = [row[column] for row in rows if row[column] not in (None, "", _DASH, *_NO_FIGURE)]
     return bool(cells) and all(not isinstance(c, str) or c.lstrip("+-\u2212<>~ ")[:1].isdigit() for c in cells)
 
 
 _CSS = """
 :root { color-scheme: light dark; --paper: #fdfdfc; --panel: #f4f4f1; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6;
+  --shade: rgb(0 0 0 / .16);
   --accent: #2f5f98; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f; --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672;
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --panel: #1f2227; --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940;
+  :root { --paper: #16181c; --panel: #1f2227; --ink: #dfe2e7; --quiet: #99a1ac; --line: #343940; --shade: rgb(255 255 255 / .16);
     --accent: #8db6e8; --s1: #82aee3; --s2: #e0a06a; --s3: #86c5a2; --s4: #cf9bc4; --s5: #d0bf68; --s6: #a3adb9; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 var(--font); -webkit-text-size-adjust: 100%; }
@@ -193,7 +196,12 @@ p { max-width: 44rem; margin: .6rem 0; overflow-wrap: anywhere; }
 .facts dd { margin: 0; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 figure { margin: 1.5rem 0; }
 figcaption { font-size: .875rem; color: var(--quiet); margin-bottom: .5rem; max-width: 44rem; }
-.scroll { overflow-x: auto; }
+/* A shade at an edge behind which there is more; the first two layers move with the content and cover it at the end. */
+.scroll { overflow-x: auto; background:
+  linear-gradient(90deg, var(--paper) 40%, transparent) 0 0 / 2.5rem 100% no-repeat local,
+  linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% no-repeat local,
+  linear-gradient(90deg, var(--shade), transparent) 0 0 / .8rem 100% no-repeat scroll,
+  linear-gradient(270deg, var(--shade), transparent) 100% 0 / .8rem 100% no-repeat scroll; }
 .table .scroll { max-height: 36rem; overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import halfbyte
 from halfbyte.bench.studies import QUESTIONS
@@ -46,6 +47,15 @@ def test_commands_in_the_readme_exist() -> None:
     used = set(re.findall(r"^halfbyte (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor"}
     assert used <= known
+
+
+def test_the_operations_of_the_readme_run() -> None:
+    """As they stand there, without a line of one's own."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = (text for text in blocks if "KVCache" in text)
+    done: dict[str, torch.Tensor] = {}
+    exec(block, done)
+    assert (done["out"].shape, done["y"].shape) == ((8, 32, 1, 128), (8, 1024))
 
 
 def test_every_study_has_its_section() -> None:

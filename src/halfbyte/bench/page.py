@@ -10,7 +10,7 @@ from halfbyte.bench.bars import us
 from halfbyte.bench.compare import Change
 from halfbyte.bench.figures import name_of
 from halfbyte.bench.records import Environment, Record
-from halfbyte.errors import check
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.report import Cell, Report
 
 #: Headers and rows.
@@ -79,10 +79,16 @@ def _sections(report: Report, measured: Sequence[Record], where: str) -> None:
     for telling, mine in by_telling(measured):
         report.heading(f"{telling.title}{where}")
         asked = [f"{telling.asks[:1].upper()}{telling.asks[1:]}."] if telling.asks else []
-        report.text(*asked, *telling.says(mine))
-        for chart in telling.charts(mine):
+        try:
+            said, drawn, (headers, rows) = telling.says(mine), telling.charts(mine), telling.table(mine)
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
+            raise InvalidArgument(
+                f"the records of {telling.title!r} cannot be told ({type(error).__name__}: {error}); "
+                "were they written by another version, or by hand?"
+            ) from error
+        report.text(*asked, *said)
+        for chart in drawn:
             report.figure(chart)
-        headers, rows = telling.table(mine)
         caption = bars.count_text(mine) if any(r.bars for r in mine) else ""
         report.table(headers, [[cell.replace("\n", "; ").replace(" %", "\u00a0%") for cell in row] for row in rows], caption)
         _lines(report, "refused", [r.refused for r in mine if r.refused])
@@ -163,7 +169,7 @@ def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
 
 def _name(c: Change) -> str:
     r = c.record
-    return f"{name_of(r)}, {r.formats}, {r.implementation.removeprefix('halfbyte ')}"
+    return ", ".join(filter(None, (name_of(r), r.formats, r.implementation.removeprefix("halfbyte "))))
 
 
 def _change_row(c: Change) -> tuple[Cell, ...]:

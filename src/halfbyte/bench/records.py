@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,10 @@ from halfbyte.errors import HalfbyteError, InvalidArgument
 
 class DamagedRecords(HalfbyteError, ValueError):
     """A file of records holds a line that is no record, not at its end."""
+
+
+#: What reading a line that is no record runs into; the last is of brackets in brackets in brackets.
+_DAMAGE = (ValueError, TypeError, KeyError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Record:
 
     @staticmethod
     def from_json(line: str) -> Record:
-        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError on anything else."""
+        """The inverse of `to_json`. Raises one of `_DAMAGE` on anything else."""
         data: dict[str, Any] = json.loads(line)
         whole = {"bars": (), "by_layer": (), **data, "environment": Environment(**data["environment"])}
         bars = tuple(Verdict(**verdict) for verdict in whole["bars"])
@@ -131,22 +136,40 @@ class Record:
         return made
 
 
-#: What a field may hold, by its annotation; one that begins otherwise is what `from_json` has made.
+#: What a field may hold, by its annotation; one that is not here is what `from_json` has made.
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "float": (int, float),
+    "bool": (bool,),
     "float | None": (int, float, type(None)),
-    "dict": (dict,),
 }
+_MAPPING, _TUPLE = re.compile(r"dict\[str, (\w+)\]"), re.compile(r"tuple\[(\w+), \.\.\.\]")
 
 
 def _check_types(part: Record | Environment | Verdict) -> None:
     """Raise TypeError for a field of another type: its figures would be told wrongly, or not at all."""
     for f in dataclasses.fields(part):
-        value, kind = getattr(part, f.name), str(f.type).split("[")[0]
-        if not isinstance(value, _TYPES.get(kind, (object,))):
-            raise TypeError(f"{f.name} is {value!r:.80}; expected {f.type}")
+        if not _holds(getattr(part, f.name), str(f.type)):
+            raise TypeError(f"{f.name} is {_short(getattr(part, f.name))}; expected {f.type}")
+
+
+def _holds(value: Any, kind: str) -> bool:
+    """Whether a value is of the type that an annotation names; what does not fit 64 bits is no number of a measurement."""
+    if found := _MAPPING.fullmatch(kind):
+        return isinstance(value, dict) and all(_holds(one, found[1]) for one in value.values())
+    if found := _TUPLE.fullmatch(kind):
+        return all(_holds(one, found[1]) for one in value)
+    allowed = _TYPES.get(kind)
+    if allowed is None or isinstance(value, bool):
+        return allowed is None or bool in allowed
+    return isinstance(value, allowed) and (not isinstance(value, int) or -(2**63) <= value < 2**63)
+
+
+def _short(value: Any) -> str:
+    """A value, or as much of it as fits a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
@@ -182,7 +205,7 @@ def read(path: Path | str) -> Records:
             continue
         try:
             records.append(Record.from_json(line.decode()))
-        except (ValueError, TypeError, KeyError) as error:
+        except _DAMAGE as error:
             if number == len(lines):  # no line break after it: the write did not finish
                 return Records(records, f"{path}: the last line ({len(line)} bytes) was cut while being written; skipped")
             raise DamagedRecords(f"{path}, line {number}: {_told(line, error)}") from error
@@ -191,7 +214,7 @@ def read(path: Path | str) -> Records:
 
 def _told(line: bytes, error: Exception) -> str:
     """What a line is that is no record."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(*_DAMAGE):
         data = json.loads(line)
         if isinstance(data, dict) and {"kv", "perplexity"} <= data.keys():
             return "a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report writes a page"
@@ -224,9 +247,15 @@ def environment(device: Device, threads: int) -> Environment:
         threads=threads,
         versions=_versions(),
         commit=_commit(),
-        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]]),
+        command=_typed(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _typed() -> str:
+    """What was typed; bytes of a name that are no text are written as escapes, since records are UTF-8."""
+    text = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "halfbyte"), *sys.argv[1:]])
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _versions() -> dict[str, str]:
@@ -262,7 +291,7 @@ def _close_last_line(path: Path) -> str:
     keep = data.rfind(b"\n") + 1
     try:
         Record.from_json(data[keep:].decode())
-    except (ValueError, TypeError, KeyError):
+    except _DAMAGE:
         os.truncate(path, keep)
         return f"{path}: removed a last line of {len(data) - keep} bytes that was cut while being written"
     with path.open("ab") as file:

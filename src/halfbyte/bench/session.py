@@ -26,6 +26,7 @@ from halfbyte.bench.timing import (
     Effort,
     Timing,
     Work,
+    check_threads,
     fixed_threads,
     is_cold,
     make_sampler,
@@ -100,8 +101,8 @@ class Options:
             re.compile(self.pattern)
         except re.error as error:
             raise InvalidArgument(f"filter={self.pattern!r} is not a regular expression: {error}") from error
-        if self.threads is not None and self.threads < 1:
-            raise InvalidArgument(f"threads={self.threads}; at least 1 is needed")
+        if self.threads is not None:
+            check_threads(self.threads)
 
 
 @dataclass
@@ -199,7 +200,7 @@ class Session:
                         break
         except KeyboardInterrupt:
             self.interrupted = True
-            self._errors.print("interrupted: what was measured so far is kept")
+            self._errors.print("interrupted: what was measured so far is kept" if self.records else "interrupted")
         return self.records
 
     def failed(self, job: Job, error: Exception) -> Record:
@@ -283,7 +284,8 @@ class Session:
         """Print the roofs of this machine: read and copy at `nbytes`, and a 16-bit product."""
         if self.options.json:
             return
-        read, size = self.roof.read(nbytes), 4096 if self.device.kind == "cuda" else 1024
+        # A CPU without 16-bit instructions takes seconds for a product of 1,024.
+        read, size = self.roof.read(nbytes), 4096 if self.device.kind == "cuda" else 512
         self._out.print(
             f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roof.copy(nbytes):,.1f} GB/s, "

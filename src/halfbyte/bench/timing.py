@@ -34,6 +34,7 @@ Call = Callable[[], object]
 _HEAD_START = 600_000
 #: How the method of a GPU time begins to say that it is not that of a graph.
 NOT_CAPTURED = "not captured"
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -193,10 +194,15 @@ def summary(samples: Sequence[float], method: str) -> Timing:
     return Timing(statistics.median(samples), at(0.1), at(0.9), len(samples), method)
 
 
+def check_threads(threads: int) -> None:
+    """Refuse numbers of threads that no machine has: torch starts as many as it is told to, until the process dies."""
+    check(1 <= threads <= _MOST_THREADS, f"threads={threads}; expected 1 to {_MOST_THREADS}")
+
+
 @contextlib.contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
     """torch uses so many CPU threads inside the block."""
-    check(threads >= 1, f"threads={threads}; at least 1 is needed")
+    check_threads(threads)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

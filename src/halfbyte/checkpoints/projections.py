@@ -54,7 +54,7 @@ class Projections:
             metadata = Metadata(**json.loads((folder / "metadata.json").read_text(encoding="utf-8")))
             arrays = [np.load(folder / f"{name}.npy", allow_pickle=False) for name in (*WEIGHTS, *BIASES)]
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{folder} holds no extract: {error}; `halfbyte extract MODEL -o {folder}` writes one") from error
+            raise CheckpointError(f"{folder} holds no extract: {error}; `halfbyte extract MODEL -o DIR` writes one") from error
         sizes = [n * metadata.head_dim for n in (metadata.heads, metadata.kv_heads, metadata.kv_heads)]
         shapes = [*((n, metadata.hidden_size) for n in sizes), *((n,) for n in sizes)]
         for name, x, shape in zip((*WEIGHTS, *BIASES), arrays, shapes, strict=True):

@@ -5,6 +5,7 @@ Imports of everything heavy are inside the commands, so that `halfbyte --help` i
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -39,6 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     # OpenMP threads spin long while they wait, unless told otherwise before torch is loaded. On two cores with anything else
     # running that made the demo up to fifty times slower; a short spin costs nothing (MEASURED.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number, and the command goes on
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(arguments)
     except (HalfbyteError, OSError) as error:

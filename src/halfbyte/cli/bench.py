@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, check_page, integers, pairs, print_table, words
+from halfbyte.cli.shared import Json, check_appendable, check_page, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -246,8 +246,7 @@ def _run(options: Options, html: Path | None, title: str, chosen: Callable[[Sess
     from halfbyte.bench.session import Session
 
     check_page(html, "html")
-    if options.output is not None and options.output.is_dir():  # a folder that is missing is made
-        raise InvalidArgument(f"--output {str(options.output)!r} is a folder; give a file to append records to")
+    check_appendable(options.output, "output")
     session = Session.start(options)
     suites.run(session, chosen(session))
     if html is not None and session.records:

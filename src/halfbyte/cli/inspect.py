@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfbyte.cli.shared import Json, human_bytes, integers, print_table, words
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     from halfbyte.doctor import Diagnosis
@@ -120,6 +120,9 @@ def explain(
     from halfbyte.plans.tuned import NO_TABLE, table_of
 
     major, minor = _one_pair(capability, ".", "capability", "9.0") if capability else (0, 0)
+    check(not capability or (8 <= major < 100 and 0 <= minor < 10), f"capability={capability!r}; the kernels run from 8.0 on")
+    for option, value in (("sms", sms), ("page", page)):
+        check(value < 2**31, f"{option}={value}; it must be below 2^31")
     name, processors, capable = this_gpu()
     table = NO_TABLE if sms or capability else table_of(name, processors)
     gpu: dict[str, Any] = {"sm_count": sms or processors, "capability": (major, minor) if capability else capable, "table": table}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.shared import Json, check_page, check_writable, console, print_table, words
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,7 @@ def evaluate(
 
     check_page(report, "report")
     check_writable(output, "output")
+    check(windows is None or windows >= 1, f"windows={windows}; expected at least one")
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
@@ -103,8 +104,9 @@ def generate(
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
     quantised = with_weights(loaded, setting.weights)
+    pieces = write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
-    for piece in write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 

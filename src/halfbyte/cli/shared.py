@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +36,9 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_table(table: Table) -> None:
-    """A rich table on stdout."""
+    """A rich table on stdout; on a narrow terminal words are folded, never cut."""
+    for column in table.columns:
+        column.overflow = "fold"
     console().print(table)
 
 
@@ -42,15 +46,41 @@ def check_writable(path: Path | None, option: str) -> None:
     """Refuse a file that could not be written before the work is done, not after it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InvalidArgument(f"--{option} {str(path)!r} must be a file in a folder that exists")
+    check_appendable(path, option)
+
+
+def check_appendable(path: Path | None, option: str) -> None:
+    """The same for a file whose folder is made if it is missing: it is opened, and what that made is removed."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InvalidArgument(f"--{option} {str(path)!r} is a folder; give a file to append to")
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
+    finally:
+        for made in missing:  # the file first, then the folders, the innermost first
+            with contextlib.suppress(OSError):
+                made.unlink() if made.is_file() else made.rmdir()
 
 
 def check_page(path: Path | None, option: str) -> None:
-    """The same for an HTML page, whose charts must be possible too."""
+    """The same for an HTML page, which is written beside its place and then moved there, and whose charts must be possible too."""
     check_writable(path, option)
-    if path is not None:
-        from halfbyte.bench.charts import check_installed
+    if path is None:
+        return
+    if path.exists() and not path.is_file():  # a page that took the place of /dev/null would break the machine
+        raise InvalidArgument(f"--{option} {str(path)!r} is no ordinary file; give a file for the page")
+    try:
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
+    from halfbyte.bench.charts import check_installed
 
-        check_installed()
+    check_installed()
 
 
 def words(text: str) -> list[str]:
@@ -61,14 +91,28 @@ def words(text: str) -> list[str]:
 def integers(text: str, option: str) -> list[int]:
     """Whole numbers between commas."""
     try:
-        return [int(word) for word in words(text)]
+        return [_number(word) for word in words(text)]
     except ValueError:
-        raise InvalidArgument(f"--{option} {text!r}; give whole numbers separated by commas") from None
+        raise InvalidArgument(f"--{option} {_short(text)}; give whole numbers below 2^31, separated by commas") from None
 
 
 def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:
     """Pairs of whole numbers, such as 32/8,8/1, between commas."""
     try:
-        return [(int(a), int(b)) for a, b in (word.split(separator) for word in words(text))]
+        return [(_number(a), _number(b)) for a, b in (word.split(separator) for word in words(text))]
     except ValueError:
-        raise InvalidArgument(f"--{option} {text!r}; give pairs of whole numbers, such as 32{separator}8") from None
+        raise InvalidArgument(
+            f"--{option} {_short(text)}; give pairs of whole numbers below 2^31, such as 32{separator}8"
+        ) from None
+
+
+def _number(word: str) -> int:
+    """A whole number that a size can be; what it may be in its place is checked there. Raises ValueError."""
+    if not -(2**31) <= (value := int(word)) < 2**31:
+        raise ValueError(word)
+    return value
+
+
+def _short(text: str) -> str:
+    """What somebody wrote, or how it begins."""
+    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from halfbyte.device import describe
 from halfbyte.errors import check
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import Tokenizer, load_tokenizer
+from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
 
 
@@ -34,14 +36,13 @@ def load(name: str, device: torch.device | None = None) -> tuple[Any, Tokenizer]
     )
 
 
-@torch.no_grad()
 def write(
     model: Any, tokenizer: Tokenizer, prompt: str, setting: Setting, tokens: int, *, temperature: float = 0.0, seed: int = 0
 ) -> Iterator[str]:
     """Continue `prompt` by `tokens` tokens, piece by piece, with a cache of the setting's formats and the weights as they are.
 
     temperature 0 takes the likeliest token. Stops at the model's end-of-text token. A piece is held back until its bytes are whole
-    characters.
+    characters. What cannot be done raises here, before the first piece is asked for.
     """
     from halfbyte.hf.cache import PackedCache
 
@@ -49,9 +50,28 @@ def write(
     check(bool(ids), "prompt is empty; give at least one token of text to continue")
     check(temperature == 0 or 1e-3 <= temperature <= 1e3, f"temperature={temperature}; expected 0, or 0.001 to 1000")
     ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+    _check_room(model, setting, len(ids), tokens)
+    cache = PackedCache(model, len(ids) + tokens, **setting.cache_options())
+    return _pieces(model, tokenizer, ids, cache, tokens, temperature, seed)
+
+
+def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
+    """Refuse more tokens than a cache counts or this device's memory holds: the system would end the process."""
+    from halfbyte.hf.cache import BUCKET
+
+    check(0 < tokens < 2**31 - prompt - BUCKET, f"tokens={tokens}; expected at least 1, and with the prompt's {prompt} below 2^31")
+    nbytes = packed_layers(model.config, setting.keys, setting.values, setting.skip_layers).nbytes(1, prompt + tokens)
+    here, size = describe(model.device).memory_bytes, f"{nbytes / 1e9:,.1f} GB"
+    check(nbytes < here, f"tokens={tokens}: their cache of {size} is larger than this device's memory, {here / 1e9:,.1f} GB")
+
+
+@torch.no_grad()
+def _pieces(
+    model: Any, tokenizer: Tokenizer, ids: list[int], cache: Any, tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """The pieces of text, each made when it is asked for."""
     ends = model.generation_config.eos_token_id
     stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-    cache = PackedCache(model, len(ids) + tokens, **setting.cache_options())
     generator = torch.Generator(device=model.device).manual_seed(seed)
     step, made, shown = torch.tensor([ids], device=model.device), list[int](), 0
     for i in range(tokens):

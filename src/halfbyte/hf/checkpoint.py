@@ -304,4 +304,8 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {error}") from error
+        raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
