@@ -76,12 +76,25 @@ def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[i
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: the outermost list of modules with one entry a layer. Empty when there is none."""
+    """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
+
+    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
+    """
     count = getattr(text_config(model), "num_hidden_layers", None)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    return []
+    decoder = getattr(model, "get_decoder", lambda: model)()
+    return _list_of(decoder, count) or _list_of(model, count)
+
+
+def encoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the encoder, where there is one beside the decoder."""
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+        return []
+    return _list_of(model.get_encoder(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
+
+
+def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
+    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
 
 
 def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.advice import blocks
+from halfbyte.hf.advice import blocks, encoder_blocks
 from halfbyte.hf.attention import announce
 from halfbyte.nn import QuantLinear
 
@@ -17,9 +17,13 @@ from halfbyte.nn import QuantLinear
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
+#: Small layers that a model multiplies by itself, without calling them (Mamba).
+UNCALLED = frozenset({"dt_proj"})
+
+
 def linear_size(module: nn.Module) -> tuple[int, int] | None:
-    """(out features, in features) of an `nn.Linear` or a transformers `Conv1D`; None for anything else."""
-    if type(module) is nn.Linear:
+    """(out features, in features) of an `nn.Linear` (Falcon has its own) or a transformers `Conv1D`; None for anything else."""
+    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return module.out_features, module.in_features
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.ndim == 2:
@@ -28,22 +32,28 @@ def linear_size(module: nn.Module) -> tuple[int, int] | None:
 
 
 def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module]:
-    """Name -> module of every linear layer in the transformer blocks, but routers and those that `skip_modules` names."""
-    inside = {id(m) for block in blocks(model) for m in block.modules()}
-    if not inside:
+    """Name -> module of every linear layer in the transformer blocks, but those that must stay, and those of `skip_modules`."""
+    within = blocks(model)
+    if not within:
         raise Unsupported(
             f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
         )
+    inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - _of_adapters(model)
     skips = list(skip_modules)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for skip in skips:
         if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
-    found = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in inside and linear_size(module) and not is_skipped(name, skips) and name.rpartition(".")[2] not in ROUTERS:
-            found[name] = module
-    return found
+    linear = {name: m for name, m in model.named_modules(remove_duplicate=False) if id(m) in inside and linear_size(m)}
+    if not linear:
+        raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantise")
+    return {n: m for n, m in linear.items() if not is_skipped(n, skips) and n.rpartition(".")[2] not in ROUTERS | UNCALLED}
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """The modules that an adapter (LoRA of PEFT, say) puts beside the layer it wraps, which it calls its `base_layer`."""
+    wrappers = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]
+    return {id(m) for w in wrappers for m in w.modules()} - {id(m) for w in wrappers for m in w.base_layer.modules()}
 
 
 def is_skipped(name: str, skips: Iterable[str]) -> bool:
