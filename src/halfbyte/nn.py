@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -150,19 +151,34 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 class QKVTap(QuantLinear):
     """Stands at k_proj or v_proj: holds that shard's parameters, and hands out what `FusedQKV` computed from the same input."""
 
+    #: Within compiled code, where one graph computes all three.
     _ready: torch.Tensor | None = None
+    #: Thread -> (the input, its product): several threads may run one model.
+    _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Hold what `FusedQKV` computed from `x` until this projection is called."""
+        if torch.compiler.is_compiling():
+            self._ready = out
+        else:
+            self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, self._ready = self._ready, None
-        if out is None:
+        ready, self._ready = self._ready, None
+        given, out = (x, ready) if torch.compiler.is_compiling() else self._waiting.pop(get_ident(), (x, ready))
+        if out is None or not _same_memory(given, x):
             raise Unsupported(
-                "a fused k or v projection was called before its q projection; this attention does not fit fuse_qkv=True: "
-                "call unfuse_qkv(model), or quantise with fuse_qkv=False"
+                f"a fused k or v projection was called {'before its' if out is None else 'with another input than its'} q "
+                f"projection; this attention does not fit fuse_qkv=True: call unfuse_qkv(model), or quantise with fuse_qkv=False"
             )
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ready": None}
+        return {**super().__getstate__(), "_ready": None, "_waiting": {}}
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
 
 
 class FusedQKV(QuantLinear):
@@ -184,11 +200,14 @@ class FusedQKV(QuantLinear):
         nn.Module.__init__(self)
         _adopt(self, q)
         self.taps = (_become(QKVTap, k), _become(QKVTap, v))  # a tuple: they are submodules of the attention, not of this
+        for tap in self.taps:
+            tap._waiting = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.taps
         q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self._bias(), k._bias(), v._bias()))
-        k._ready, v._ready = k_out, v_out
+        k.keep(x, k_out)
+        v.keep(x, v_out)
         return q_out
 
     def unfuse(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:

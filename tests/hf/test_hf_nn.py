@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -104,3 +105,30 @@ def test_shards_of_different_formats():
         assert torch.equal(out, expected)
     with pytest.raises(InvalidArgument, match="in features"):
         FusedQKV(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])
+
+
+def three() -> FusedQKV:
+    torch.manual_seed(0)
+    return FusedQKV(*(QuantLinear.from_linear(nn.Linear(64, n), "int8_col") for n in (16, 8, 24)))
+
+
+def test_fused_projections_of_two_threads_do_not_mix():
+    fused, mine, theirs = three(), torch.randn(2, 64), torch.randn(2, 64)
+    expected = [(fused(x), fused.taps[0](x), fused.taps[1](x)) for x in (mine, theirs)]
+
+    def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fused(x), fused.taps[0](x), fused.taps[1](x)
+
+    fused(mine)
+    with ThreadPoolExecutor(1) as other:  # between this thread's q and its k
+        assert all(map(torch.equal, other.submit(whole, theirs).result(), expected[1]))
+    assert torch.equal(fused.taps[0](mine), expected[0][1])
+    assert torch.equal(fused.taps[1](mine.view(2, 64)), expected[0][2])
+
+
+def test_fused_projections_of_different_inputs_are_refused():
+    """Cross-attention: q reads one thing, k and v another."""
+    fused, x = three(), torch.randn(2, 64)
+    fused(x)
+    with pytest.raises(HalfbyteError, match="another input"):
+        fused.taps[0](torch.randn(2, 64))

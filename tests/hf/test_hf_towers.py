@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tiny_models import LLAMA, VOCAB
 from torch import nn
 
 import halfbyte.hf as hf
-from halfbyte.errors import Unsupported
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.nn import QuantLinear
 
 TEXT: dict[str, Any] = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
@@ -72,3 +73,62 @@ def test_a_model_without_linear_layers_is_refused():
     model.encoder.layer = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])
     with pytest.raises(Unsupported, match="no linear layers"):
         hf.quantize(model, weights="int8_col")
+
+
+class Lora(nn.Module):
+    """A layer as PEFT wraps it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, base_layer.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Wrapper(nn.Module):
+    """A model as PEFT wraps it: everything is handed through, `generate` runs inside."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.generate(*args, **kwargs)
+
+
+def with_adapters(model: Any) -> Any:
+    for block in model.model.layers:
+        block.self_attn.q_proj = Lora(block.self_attn.q_proj)
+    return model
+
+
+def test_adapters_stay_and_what_they_wrap_is_quantised(build, prompt, tmp_path):
+    model = with_adapters(build("llama")).eval()
+    with torch.no_grad():
+        exact = model(prompt()).logits
+        got = hf.quantize(model, weights="int8_col")(prompt()).logits
+    assert quantised(model, "") == 14
+    assert not any(isinstance(m, QuantLinear) for n, m in model.named_modules() if "lora_" in n)
+    assert (got - exact).norm() / exact.norm() < 0.1
+    with pytest.raises(InvalidArgument, match="adapters"):
+        hf.save(model, tmp_path / "new")
+
+
+def test_a_wrapped_model_generates_with_a_packed_cache(build, prompt, greedy):
+    plain = with_adapters(build("llama"))
+    wrapper = hf.quantize(Wrapper(copy.deepcopy(plain)), keys="int8", values="int8")
+    assert isinstance(wrapper, Wrapper)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    out = wrapper.generate(prompt(), return_dict_in_generate=True, **options)
+    assert isinstance(out.past_key_values, hf.PackedCache)
+    assert torch.equal(out.sequences, hf.quantize(plain, keys="int8", values="int8").generate(prompt(), **options))
+    assert wrapper.generate(prompt(), use_cache=False, **options).shape == out.sequences.shape

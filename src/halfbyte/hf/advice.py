@@ -81,16 +81,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
     """
     count = getattr(text_config(model), "num_hidden_layers", None)
-    decoder = getattr(model, "get_decoder", lambda: model)()
+    find: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = find()
     return _list_of(decoder, count) or _list_of(model, count)
 
 
 def encoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of the encoder, where there is one beside the decoder."""
     config: Any = getattr(model, "config", None)
-    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+    find: Any = getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or find is None:
         return []
-    return _list_of(model.get_encoder(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
+    return _list_of(find(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
 
 
 def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:

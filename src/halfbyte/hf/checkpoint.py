@@ -27,7 +27,7 @@ from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, che
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.foreign import ForeignCheckpoint
 from halfbyte.hf.parallel import ranks_of, update_plan
-from halfbyte.hf.weights import linear_size, replace
+from halfbyte.hf.weights import linear_size, of_adapters, replace
 from halfbyte.nn import QuantLinear
 
 METHOD = "halfbyte"
@@ -153,6 +153,10 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     """
     target = Path(folder)
     check(hasattr(model, "save_pretrained"), f"model is a {type(model).__name__}; pass a transformers model")
+    check(
+        not of_adapters(model),
+        "model has adapters, without which it is another model; merge them before you quantise (merge_and_unload)",
+    )
     if target.exists() or target.is_symlink():
         raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
     if not target.absolute().parent.is_dir():

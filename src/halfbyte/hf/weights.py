@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 UNCALLED = frozenset({"dt_proj"})
 
 
-def linear_size(module: nn.Module) -> tuple[int, int] | None:
+def linear_size(module: Any) -> tuple[int, int] | None:
     """(out features, in features) of an `nn.Linear` (Falcon has its own) or a transformers `Conv1D`; None for anything else."""
     if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return module.out_features, module.in_features
@@ -38,7 +39,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
         raise Unsupported(
             f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
         )
-    inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - _of_adapters(model)
+    inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - of_adapters(model)
     skips = list(skip_modules)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for skip in skips:
@@ -50,9 +51,9 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
     return {n: m for n, m in linear.items() if not is_skipped(n, skips) and n.rpartition(".")[2] not in ROUTERS | UNCALLED}
 
 
-def _of_adapters(model: nn.Module) -> set[int]:
+def of_adapters(model: nn.Module) -> set[int]:
     """The modules that an adapter (LoRA of PEFT, say) puts beside the layer it wraps, which it calls its `base_layer`."""
-    wrappers = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]
+    wrappers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]
     return {id(m) for w in wrappers for m in w.modules()} - {id(m) for w in wrappers for m in w.base_layer.modules()}
 
 
