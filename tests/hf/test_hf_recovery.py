@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import torch
 
 import halfbyte.hf as hf
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import CheckpointError, InvalidArgument
 
 
 def logits(model, ids, cuts, **formats) -> torch.Tensor:
@@ -95,8 +98,6 @@ def test_options_of_load_are_looked_at_before_files(tmp_path, options, says):
 def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from halfbyte.errors import CheckpointError
-
     hf.save(build("llama"), tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     save_file(
@@ -110,11 +111,37 @@ def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
 def test_a_weight_of_a_strange_type_is_refused(build, tmp_path, kind):
     from safetensors.torch import load_file, save_file
 
-    from halfbyte.errors import CheckpointError
-
     hf.save(build("llama"), tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(kind)
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as"):
+        hf.load(tmp_path / "m")
+
+
+def test_what_is_checked_is_what_is_loaded(build, tmp_path):
+    """transformers takes model.safetensors where shards and their index lie beside it."""
+    other = build("llama")
+    with torch.no_grad():
+        other.model.norm.weight.fill_(3)
+    build("llama").save_pretrained(tmp_path / "m", max_shard_size="40KB")
+    other.save_pretrained(tmp_path / "one")
+    os.rename(tmp_path / "one" / "model.safetensors", tmp_path / "m" / "model.safetensors")
+    assert torch.equal(hf.load(tmp_path / "m").model.norm.weight, other.model.norm.weight)
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match="follow the last tensor"):
+        hf.load(tmp_path / "m")
+
+
+def test_files_that_lead_elsewhere_are_refused(build, tmp_path):
+    """transformers would load the model that an adapter names, or other weights than model.safetensors."""
+    build("llama").save_pretrained(tmp_path / "m")
+    adapter, config = tmp_path / "m" / "adapter_config.json", tmp_path / "m" / "config.json"
+    adapter.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "another/model"}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        hf.load(tmp_path / "m")
+    adapter.unlink()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(CheckpointError, match="transformers_weights"):
         hf.load(tmp_path / "m")

@@ -22,7 +22,15 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import make_adapter, read_quantization
-from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files, read_folder
+from halfbyte.checkpoints.safetensors_files import (
+    SINGLE,
+    TensorInfo,
+    check_parts,
+    check_perm,
+    check_scales,
+    read_files,
+    read_folder,
+)
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.foreign import ForeignCheckpoint
@@ -215,6 +223,11 @@ def load(
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
+    if (folder / "adapter_config.json").exists():  # transformers would load another model, which it names, and files not looked at
+        raise CheckpointError(
+            f"{folder}: it holds an adapter (adapter_config.json); pass the folder of its base model, or of the model that the "
+            f"adapter was merged into (merge_and_unload of PEFT)"
+        )
     quantization = read_quantization(folder)
     foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
     infos = read_folder(folder)
@@ -256,6 +269,11 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
         if layers > len(infos):
             raise CheckpointError(f"{folder}: config.json describes {layers} layers, the files hold {len(infos)} tensors")
+        if other := getattr(config, "transformers_weights", None):
+            raise CheckpointError(
+                f"{folder}: config.json names the file of its weights (transformers_weights={str(other)[:80]!r}); call it {SINGLE} "
+                f"and leave that entry out"
+            )
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
