@@ -95,8 +95,13 @@ class QuantLinear(nn.Module):
             shape = (parts["codes"].shape[0], parts["codes"].shape[1] * self.format.code.per_byte)
             kept = LayerWeight(self.format, shape, **parts)
             if not torch.compiler.is_compiling():
-                self._weight = kept
+                self._weight = None if self._offloaded() else kept
         return kept
+
+    def _offloaded(self) -> bool:
+        """Whether accelerate brings the parameters for each call and takes them away after it; kept ones would stay behind."""
+        hook = getattr(self, "_hf_hook", None)
+        return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.bias is None else _local(self.bias)
@@ -205,6 +210,11 @@ class FusedQKV(QuantLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.taps
+        if k._offloaded() or v._offloaded():
+            raise Unsupported(
+                "accelerate has offloaded the weights of fused projections, and brings those of k and v after the launch that "
+                "computes all three; call halfbyte.nn.unfuse_qkv(model), or quantise with fuse_qkv=False"
+            )
         q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self._bias(), k._bias(), v._bias()))
         k.keep(x, k_out)
         v.keep(x, v_out)

@@ -132,3 +132,46 @@ def test_fused_projections_of_different_inputs_are_refused():
     fused(x)
     with pytest.raises(HalfbyteError, match="another input"):
         fused.taps[0](torch.randn(2, 64))
+
+
+class Offload:
+    """What accelerate's hook does: the parameters come before a call and leave after it."""
+
+    offload = True
+
+    def __init__(self, layer: QuantLinear) -> None:
+        self.layer, self.held = layer, {n: p.data for n, p in layer.named_parameters()}
+        layer._hf_hook, self.forward = self, layer.forward
+        layer.forward = self
+        self.put(dict.fromkeys(self.held))
+
+    def put(self, values: dict[str, torch.Tensor | None]) -> None:
+        for name, data in values.items():
+            data = self.held[name].to("meta") if data is None else data.clone()
+            self.layer._parameters[name] = nn.Parameter(data, requires_grad=False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.put(self.held)
+        out = self.forward(x)
+        self.put(dict.fromkeys(self.held))
+        return out
+
+
+def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
+    expected = layer(x)
+    assert layer._weight is not None
+    Offload(layer)
+    assert torch.equal(layer(x), expected)
+    assert layer._weight is None  # else it would hold what was brought for the call
+    fused = three()
+    for tap in fused.taps:
+        Offload(tap)
+    with pytest.raises(HalfbyteError, match="unfuse_qkv"):
+        fused(x)
+    model = hf.quantize(build("llama"), weights="nf4")
+    Offload(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(InvalidArgument, match="meta device"):
+        hf.save(model, tmp_path / "m")
+    with pytest.raises(InvalidArgument, match="offloaded them, quantise before"):
+        hf.quantize(build("llama").to("meta"), weights="nf4")

@@ -161,6 +161,10 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     """
     target = Path(folder)
     check(hasattr(model, "save_pretrained"), f"model is a {type(model).__name__}; pass a transformers model")
+    here = hasattr(model, "hf_device_map") or not any(p.is_meta for p in model.parameters())  # transformers fetches what that names
+    check(
+        here, "model has weights on the meta device; load them, or take accelerate's hooks off first (remove_hook_from_submodules)"
+    )
     check(
         not of_adapters(model),
         "model has adapters, without which it is another model; merge them before you quantise (merge_and_unload)",

@@ -71,7 +71,11 @@ def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) 
             formats[name].check_shape(size, f"{name}.weight {list(size)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
-        check(not any(p.is_meta for p in module.parameters()), f"{name} is on the meta device; load the weights first")
+        check(
+            not any(p.is_meta for p in module.parameters()),
+            f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantise before: load the "
+            f"model without device_map, quantise and save it, then load that folder with device_map",
+        )
 
 
 def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str]) -> dict[str, str]:
