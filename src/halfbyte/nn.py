@@ -18,10 +18,31 @@ from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 Layer = TypeVar("Layer", bound="QuantLinear")
 
 
+class NoTensor(Unsupported, AttributeError):
+    """What a tensor would do was asked of a quantised weight. An AttributeError, so that `hasattr` says no."""
+
+
 class LayerWeight(QuantTensor):
-    """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`)."""
+    """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`).
+
+    It is no tensor. What models do with weights that are says so by name: with a `__getattr__`, Dynamo does not come back.
+    """
 
     _is_hf_initialized = True
+
+    def _refuse(self, *args: object, **kwargs: object) -> Any:
+        raise NoTensor(
+            f"the weight [{self.shape[0]}, {self.shape[1]}] of a linear layer is quantised ({self.format.name}), and the model "
+            f"computes with it as a tensor instead of calling the layer; leave that layer in 16 bits (skip_modules)"
+        )
+
+    dtype = data = T = mT = t = float = half = detach = clone = view = transpose = div_ = mul_ = property(_refuse)
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """torch.nn.functional.linear(x, layer.weight) and the like."""
+        return next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls))._refuse()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As in QuantTensor, written so that torch.compile follows it on Python 3.11."""

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB
+from torch import nn
 
 import halfbyte.hf as hf
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
@@ -275,6 +276,19 @@ def test_plain_forward_is_transformers_own(build, prompt):
         model.set_attn_implementation(hf.NAME)
         got = model(ids, attention_mask=mask, use_cache=False).logits
         torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_attention_that_is_not_causal_stays_so():
+    """An encoder with softcap, whose tokens see each other: its mask is none where nothing is padded."""
+    module, (q, k, v) = nn.Module(), torch.randn(3, 1, 2, 5, 32)
+    for causal in (True, False):
+        module.is_causal = causal
+        seen = torch.ones(5, 5, dtype=torch.bool).tril(0 if causal else 5)
+        scores = (50 * torch.tanh(q @ k.mT * 32**-0.5 / 50)).masked_fill(~seen, -torch.inf)
+        expected = (scores.softmax(-1) @ v).transpose(1, 2)
+        torch.testing.assert_close(attention(module, q, k, v, None, softcap=50.0)[0], expected)
+        module.is_causal = True
+        torch.testing.assert_close(attention(module, q, k, v, None, softcap=50.0, is_causal=causal)[0], expected)
 
 
 def test_full_cache_says_so(build, prompt):

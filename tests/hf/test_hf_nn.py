@@ -175,3 +175,22 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
         hf.save(model, tmp_path / "m")
     with pytest.raises(InvalidArgument, match="offloaded them, quantise before"):
         hf.quantize(build("llama").to("meta"), weights="nf4")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, x: nn.functional.linear(x, w),
+        lambda w, x: x @ w.T,
+        lambda w, x: w @ x.mT,
+        lambda w, x: x.to(w.dtype),
+        lambda w, x: w.div_(2),
+    ],
+)
+def test_a_quantised_weight_is_no_tensor(use):
+    """As in RWKV, which divides weights, and in PEFT, which casts its input to the type of one."""
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
+    with pytest.raises(HalfbyteError, match=r"weight \[16, 64\].*skip_modules"):
+        use(layer.weight, x)
+    assert not hasattr(layer.weight, "dtype")
+    assert torch.equal(halfbyte.linear(x, layer.weight, layer.bias), layer(x))

@@ -160,7 +160,8 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     All or nothing: written beside the folder and renamed at the end. A folder that exists is refused.
     """
     target = Path(folder)
-    check(hasattr(model, "save_pretrained"), f"model is a {type(model).__name__}; pass a transformers model")
+    is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")
+    check(is_model, f"model is a {type(model).__name__}; pass a transformers model")
     here = hasattr(model, "hf_device_map") or not any(p.is_meta for p in model.parameters())  # transformers fetches what that names
     check(
         here, "model has weights on the meta device; load them, or take accelerate's hooks off first (remove_hook_from_submodules)"
