@@ -132,3 +132,17 @@ def test_a_wrapped_model_generates_with_a_packed_cache(build, prompt, greedy):
     assert isinstance(out.past_key_values, hf.PackedCache)
     assert torch.equal(out.sequences, hf.quantize(plain, keys="int8", values="int8").generate(prompt(), **options))
     assert wrapper.generate(prompt(), use_cache=False, **options).shape == out.sequences.shape
+
+
+def test_models_that_are_saved_under_other_names_load_again(prompt, tmp_path):
+    """transformers saves Llava as language_model.model...., and loads that as model.language_model...."""
+    model = hf.quantize(llava().eval(), weights="int8_col")
+    with torch.no_grad():
+        expected = model(input_ids=prompt()).logits
+    hf.save(model, tmp_path / "first")
+    again = tf.LlavaForConditionalGeneration.from_pretrained(tmp_path / "first")
+    hf.save(again, tmp_path / "second")
+    last = tf.LlavaForConditionalGeneration.from_pretrained(tmp_path / "second")
+    for loaded in (again, last):
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=prompt()).logits, expected)

@@ -120,6 +120,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        _keep_names(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
                 weight = module.weight  # under tensor parallelism, this rank's share
@@ -151,6 +152,15 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
     model.is_quantized, model.quantization_method = True, METHOD
+    _keep_names(model)
+
+
+def _keep_names(model: Any) -> None:
+    """Let transformers save tensors under the names that the model has for them, which are those of `quantization_config`.
+
+    It would save under the names of the checkpoint that a family once had, or without the prefix that the loaded files lacked.
+    """
+    model._weight_conversions = []
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
