@@ -121,7 +121,9 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         raise CheckpointError(f"{info.file}: cannot be read ({error.strerror or error})") from error
     if len(raw) != info.end - info.start:
         _damaged(info.file, "it became shorter while it was read")
-    return torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype)
+    return (
+        torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype, device="cpu")
+    )
 
 
 def _read_shards(root: Path) -> dict[str, TensorInfo]:

@@ -106,11 +106,11 @@ def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tupl
         rows = int(getattr(module, "nf", 0) or getattr(module, "out_features", 0))  # Conv1D calls it nf
         match name.rpartition(".")[2]:
             case "k_proj" if rows == heads * dim:
-                yield module, torch.arange(rows)
+                yield module, torch.arange(rows, device="cpu")
             case "c_attn" | "qkv_proj" if rows > 2 * heads * dim:  # all of q, then k, then v
-                yield module, torch.arange(rows - 2 * heads * dim, rows - heads * dim)
+                yield module, torch.arange(rows - 2 * heads * dim, rows - heads * dim, device="cpu")
             case "query_key_value" if rows == 3 * heads * dim:  # q, k and v of each head (GPT-NeoX)
-                yield module, torch.arange(rows).view(heads, 3, dim)[:, 1].flatten()
+                yield module, torch.arange(rows, device="cpu").view(heads, 3, dim)[:, 1].flatten()
 
 
 def _rows(projection: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
