@@ -14,7 +14,11 @@ from halfbyte.errors import CheckpointError, InvalidArgument
 
 def logits(model, ids, cuts, **formats) -> torch.Tensor:
     """Logits of a text fed in pieces that end at `cuts`."""
-    cache, outs, start = hf.PackedCache(model, 512, **formats), [], 0
+    return feed(model, ids, hf.PackedCache(model, 512, **formats), cuts)
+
+
+def feed(model, ids, cache, cuts) -> torch.Tensor:
+    outs, start = [], 0
     with torch.no_grad():
         for end in cuts:
             outs.append(model(ids[:, start:end], past_key_values=cache, use_cache=True).logits)

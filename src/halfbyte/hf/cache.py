@@ -189,6 +189,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Append to one layer. A forward that stopped half-way (NaN in a layer, say) must be undone before the next one."""
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        check(
+            layer_idx < len(self.layers),
+            f"past_key_values holds {len(self.layers)} layers, and the model has more; make one for it",
+        )
         if layer_idx == 0:
             if self._open and not self._level():
                 raise InvalidArgument(
