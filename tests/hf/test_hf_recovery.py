@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+import transformers as tf
 
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, InvalidArgument
@@ -148,4 +149,26 @@ def test_files_that_lead_elsewhere_are_refused(build, tmp_path):
     adapter.unlink()
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
     with pytest.raises(CheckpointError, match="transformers_weights"):
+        hf.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_configuration_chooses_no_implementation(build, tmp_path, name):
+    """transformers would download a kernel of that name and run it."""
+    build("llama").save_pretrained(tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: "somebody/kernel"}))
+    model = hf.load(tmp_path / "m")
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert "/" not in str(model.config._experts_implementation)
+
+
+def test_tables_far_larger_than_the_files_are_refused(tmp_path):
+    """GPT-J makes a table of positions, whose length only config.json says."""
+    config = tf.GPTJConfig(vocab_size=32, n_embd=64, n_head=4, n_layer=2, rotary_dim=8)
+    tf.GPTJForCausalLM(config).save_pretrained(tmp_path / "m")
+    hf.load(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_positions": 10**10}))
+    with pytest.raises(CheckpointError, match="bytes of tables"):
         hf.load(tmp_path / "m")

@@ -53,7 +53,7 @@ def load_tokenizer(model: str, vocab_size: int) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return _FromTransformers(AutoTokenizer.from_pretrained(model))
+        return _FromTransformers(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
     except Exception as error:  # whatever a damaged tokenizer file provokes inside transformers
         raise CheckpointError(f"model={model!r}: its tokenizer does not load: {error}") from error
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -33,6 +33,7 @@ from halfbyte.checkpoints.safetensors_files import (
 )
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.families import read_config
 from halfbyte.hf.foreign import ForeignCheckpoint
 from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, of_adapters, replace
@@ -42,6 +43,8 @@ METHOD = "halfbyte"
 #: What a parameter that is not quantised may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FORMAT_VERSION = 1
+#: Bytes of tables that no file holds (positions, masks) which any model may have.
+TABLES = 1 << 27
 
 
 @register_quantization_config(METHOD)
@@ -256,7 +259,12 @@ def load(
             model, found = checkpoint.load(dtype)
         else:
             model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                folder,
+                config=read_config(folder),
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except (HalfbyteError, torch.OutOfMemoryError):
         raise
@@ -280,7 +288,7 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
     It must not be far more than the files hold: what is missing would be allocated and made up.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = read_config(folder)
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
         if layers > len(infos):
             raise CheckpointError(f"{folder}: config.json describes {layers} layers, the files hold {len(infos)} tensors")
@@ -302,6 +310,11 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
     if wanted > 2 * held:  # less than that is found and named while loading
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
+        )
+    tables, read = sum(b.nbytes for b in model.buffers()), sum(i.end - i.start for i in infos.values())
+    if tables > max(2 * read, TABLES):
+        raise CheckpointError(
+            f"{folder}: config.json describes {tables:,} bytes of tables (positions, masks) for {read:,} bytes of files"
         )
     return model
 
