@@ -493,6 +493,32 @@ def test_wrapped_pages_are_the_engines() -> None:
         wrapped.reorder(torch.tensor([1, 0]))
 
 
+@pytest.mark.parametrize("page", [-1, 99])
+def test_a_crop_into_a_page_that_is_not_there_is_refused(page: int) -> None:
+    """Its block would come back from whatever page stands there, as the tail."""
+    cache = PagedKVCache(2, 2, 64, 64, page_size=32, keys="int4_channel")
+    cache.append(*tokens(2, 2, 40, 64))
+    assert cache.page_table is not None
+    cache.page_table[1, 0] = page
+    wrapped = KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table)
+    before = snapshot(wrapped)
+    with pytest.raises(InvalidArgument, match="page_table names a page outside"):
+        wrapped.crop(torch.tensor([40, 20]))
+    assert_unchanged(wrapped, before)
+    wrapped.crop(torch.tensor([20, 40]))  # the other sequence's pages are there
+    assert wrapped.lengths.tolist() == [20, 40]
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4_channel"])
+def test_a_crop_of_lengths_beyond_the_capacity_is_refused(keys: str) -> None:
+    native = KVCache(2, 2, 64, 64, keys=keys)
+    native.append(*tokens(2, 2, 64, 64))
+    native.lengths[1] = 1000
+    with pytest.raises(InvalidArgument, match="more than the capacity of 64"):
+        KVCache.from_buffers(native.keys, native.values, native.lengths).crop(500)
+    assert native.lengths.tolist() == [64, 1000]
+
+
 @pytest.mark.parametrize("keys", ["int8_tensor", "int4_channel"])
 @pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
 def test_what_was_made_in_inference_mode_goes_on_outside_of_it(kind: type[KVCache], keys: str) -> None:
@@ -528,6 +554,10 @@ def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
     before = snapshot(shared)
     with pytest.raises(InvalidArgument, match=f"{which} holds several elements in one place"):
         shared.append(*tokens(3, 2, 1, 64))
+    assert_unchanged(shared, before)
+    for change in (lambda: shared.crop(1), shared.reset, lambda: shared.reorder(torch.tensor([1, 0, 2]))):
+        with pytest.raises(InvalidArgument, match="read only"):
+            change()
     assert_unchanged(shared, before)
     own = shared.select(torch.tensor([0, 2]))
     own.append(*tokens(2, 2, 1, 64))

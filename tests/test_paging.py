@@ -194,3 +194,13 @@ def test_a_pool_without_pages_is_empty(impl: str) -> None:
     assert not cache.dequantized()[0].any()
     with pytest.raises(CapacityError, match="all 0 of the pool"):
         cache.append(*tokens(2, 2, 1, 64))
+
+
+def test_the_hosts_table_is_on_the_host() -> None:
+    """Whatever torch's default device is: from there it is copied as pinned memory."""
+    k, v = tokens(2, 2, 40, 64)
+    with torch.device("meta"):  # in place of a GPU
+        cache = PagedKVCache(2, 2, 64, 96, page_size=32, device="cpu")
+        cache.append(k, v)
+    assert cache._table.device.type == "cpu"
+    consistent(cache)

@@ -12,7 +12,7 @@ import decoders
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.packing import unpack_nibbles
-from halfbyte.reference.quantize import block_scales, decode, dequantize, encode, measure, quantize
+from halfbyte.reference.quantize import block_scales, decode, dequantize, dynamic_map, encode, measure, quantize
 from halfbyte.tensors import QuantTensor
 
 F32, F16 = np.float32, np.float16
@@ -334,7 +334,6 @@ def test_double_quantisation(kind: str, rows: int) -> None:
     np.testing.assert_allclose(mean, absmax.astype(np.float64).mean(), rtol=1e-6)
     rest = np.pad(absmax - mean, (0, -len(absmax) % 256)).reshape(-1, 256)
     np.testing.assert_array_equal(q.nested[:-1].numpy(), np.maximum(np.abs(rest).max(-1), np.finfo(F32).tiny))
-    from halfbyte.reference.quantize import dynamic_map
 
     table = dynamic_map(torch.device("cpu")).numpy()
     unit = (rest / q.nested[:-1].numpy()[:, None]).reshape(-1)[: len(absmax)]
@@ -458,3 +457,28 @@ def test_measure_encode_decode_are_quantise_in_steps(name: str) -> None:
     q = quantize(x, fmt)
     assert torch.equal(encode(x, scales, offsets, fmt), q.codes)
     assert torch.equal(decode(q.codes, block_scales(q), offsets, fmt, q.shape), dequantize(q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_tables_do_not_depend_on_defaults_of_torch(dtype: torch.dtype) -> None:
+    """Programs set a default type before they load a model; the table is made once in a process."""
+    x = torch.randn(4, 512)
+    expected = [(f, quantize(x, f)) for f in WEIGHT_FORMATS]
+    dynamic_map.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        for f, e in expected:
+            made = quantize(x, f)
+            assert all(torch.equal(part, e.parts()[name]) for name, part in made.parts().items()), f
+            assert torch.equal(made.dequantize(), e.dequantize()), f
+    finally:
+        torch.set_default_dtype(torch.float32)
+        dynamic_map.cache_clear()
+
+
+def test_tables_do_not_lie_on_the_default_device() -> None:
+    x = torch.randn(4, 512)
+    expected = [quantize(x, f).dequantize() for f in WEIGHT_FORMATS]
+    dynamic_map.cache_clear()
+    with torch.device("meta"):  # in place of a GPU
+        assert all(torch.equal(quantize(x, f).dequantize(), e) for f, e in zip(WEIGHT_FORMATS, expected, strict=True))

@@ -20,7 +20,7 @@ from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
 from halfbyte.planes import Plane, Rope, lasting, new_plane
-from halfbyte.reference.append import check_capacity
+from halfbyte.reference.append import check_capacity, slots
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import decode, fixed_scale
 
@@ -215,11 +215,7 @@ class KVCache:
         fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
         beyond the capacity are not written.
         """
-        if self._expanded:
-            raise InvalidArgument(
-                f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every "
-                f"sequence memory of its own to append to"
-            )
+        self._check_writable()
         planes = (self.keys, self.values, self.lengths)
         request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
         if request is None or not request.known:
@@ -251,6 +247,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
+        self._check_writable()
         self.lengths.zero_()
         self._at_most = None if self._capturing() else 0
         for plane, given in zip((self.keys, self.values), self._given, strict=True):
@@ -271,11 +268,14 @@ class KVCache:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
             kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
             wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
-            self._at_most = None if self._at_most is None else min(self._at_most, kept)
+        self._check_writable()
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         left = torch.minimum(self.lengths, wanted)
+        check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
         _reopen_block(self.keys, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
+        if self._at_most is not None and not isinstance(length, torch.Tensor):
+            self._at_most = min(self._at_most, int(length))
 
     def _capturing(self) -> bool:
         """Whether what is done now is only written down for later."""
@@ -286,6 +286,7 @@ class KVCache:
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}; see select")
         self._check_owned("reorder")
+        self._check_writable()
         for t in self._per_sequence():
             t.copy_(t[index])
 
@@ -322,6 +323,13 @@ class KVCache:
             f"index names a sequence outside 0..{self.batch - 1}",
         )
         return index
+
+    def _check_writable(self) -> None:
+        check(
+            not self._expanded,
+            f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every sequence "
+            f"memory of its own",
+        )
 
     def _check_owned(self, what: str) -> None:
         if self.page_table is not None:
@@ -380,8 +388,7 @@ def _blocks(plane: Plane, sequence: torch.Tensor, block: torch.Tensor, page_tabl
     assert plane.scales is not None
     size = plane.format.token_block or 1
     per_page = plane.scales.shape[2]
-    if page_table is not None:
-        sequence, block = page_table[sequence, block // per_page].long(), block % per_page
+    sequence, block = slots(sequence, block, page_table, plane.codes, per_page)
     token = block.unsqueeze(1) * size + torch.arange(size, device=block.device)
     codes = plane.codes.transpose(1, 2)[sequence.unsqueeze(1), token].transpose(1, 2)  # [n, H, block, ...]
 

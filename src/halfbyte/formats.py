@@ -60,8 +60,8 @@ class Code:
         """The value of every code that exists, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
         check(self.bits <= 8, f"code {self.name}: a table of levels exists for 4 and 8 bits, not for {self.bits}")
         if self.values is not None:
-            return torch.tensor(self.values, dtype=torch.float32)
-        raw = torch.arange(2**self.bits, dtype=torch.int32)
+            return torch.tensor(self.values, dtype=torch.float32, device="cpu")
+        raw = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
         if self.kind == "float":
             return raw.to(torch.uint8).view(self.dtype).float()
         if self.dtype is torch.int8:

@@ -135,11 +135,11 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
 def load_config(model: str) -> Any:
     """The transformers configuration of a folder or Hub id."""
     try:
-        from transformers import AutoConfig
+        from halfbyte.hf.families import read_config
     except ImportError as error:
         raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
     try:
-        return AutoConfig.from_pretrained(model)
+        return read_config(model)
     except Exception as error:  # transformers meets a damaged configuration with whatever its checks run into
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"model={model!r}: no usable config.json there or on the Hub: {reason}") from error
@@ -154,7 +154,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 
     try:
         with torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(
             f"model={name!r} is of type {config.model_type!r}, which transformers has no causal language model for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,31 @@ from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 Layer = TypeVar("Layer", bound="QuantLinear")
 
 
+class NoTensor(Unsupported, AttributeError):
+    """What a tensor would do was asked of a quantised weight. An AttributeError, so that `hasattr` says no."""
+
+
 class LayerWeight(QuantTensor):
-    """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`)."""
+    """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`).
+
+    It is no tensor. What models do with weights that are says so by name: with a `__getattr__`, Dynamo does not come back.
+    """
 
     _is_hf_initialized = True
+
+    def _refuse(self, *args: object, **kwargs: object) -> Any:
+        raise NoTensor(
+            f"the weight [{self.shape[0]}, {self.shape[1]}] of a linear layer is quantised ({self.format.name}), and the model "
+            f"computes with it as a tensor instead of calling the layer; leave that layer in 16 bits (skip_modules)"
+        )
+
+    dtype = data = T = mT = t = float = half = detach = clone = view = transpose = div_ = mul_ = property(_refuse)
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """torch.nn.functional.linear(x, layer.weight) and the like."""
+        return next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls))._refuse()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As in QuantTensor, written so that torch.compile follows it on Python 3.11."""
@@ -94,8 +116,13 @@ class QuantLinear(nn.Module):
             shape = (parts["codes"].shape[0], parts["codes"].shape[1] * self.format.code.per_byte)
             kept = LayerWeight(self.format, shape, **parts)
             if not torch.compiler.is_compiling():
-                self._weight = kept
+                self._weight = None if self._offloaded() else kept
         return kept
+
+    def _offloaded(self) -> bool:
+        """Whether accelerate brings the parameters for each call and takes them away after it; kept ones would stay behind."""
+        hook = getattr(self, "_hf_hook", None)
+        return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.bias is None else _local(self.bias)
@@ -150,19 +177,34 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 class QKVTap(QuantLinear):
     """Stands at k_proj or v_proj: holds that shard's parameters, and hands out what `FusedQKV` computed from the same input."""
 
+    #: Within compiled code, where one graph computes all three.
     _ready: torch.Tensor | None = None
+    #: Thread -> (the input, its product): several threads may run one model.
+    _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Hold what `FusedQKV` computed from `x` until this projection is called."""
+        if torch.compiler.is_compiling():
+            self._ready = out
+        else:
+            self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, self._ready = self._ready, None
-        if out is None:
+        ready, self._ready = self._ready, None
+        given, out = (x, ready) if torch.compiler.is_compiling() else self._waiting.pop(get_ident(), (x, ready))
+        if out is None or not _same_memory(given, x):
             raise Unsupported(
-                "a fused k or v projection was called before its q projection; this attention does not fit fuse_qkv=True: "
-                "call unfuse_qkv(model), or quantise with fuse_qkv=False"
+                f"a fused k or v projection was called {'before its' if out is None else 'with another input than its'} q "
+                f"projection; this attention does not fit fuse_qkv=True: call unfuse_qkv(model), or quantise with fuse_qkv=False"
             )
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ready": None}
+        return {**super().__getstate__(), "_ready": None, "_waiting": {}}
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
 
 
 class FusedQKV(QuantLinear):
@@ -184,11 +226,19 @@ class FusedQKV(QuantLinear):
         nn.Module.__init__(self)
         _adopt(self, q)
         self.taps = (_become(QKVTap, k), _become(QKVTap, v))  # a tuple: they are submodules of the attention, not of this
+        for tap in self.taps:
+            tap._waiting = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.taps
+        if k._offloaded() or v._offloaded():
+            raise Unsupported(
+                "accelerate has offloaded the weights of fused projections, and brings those of k and v after the launch that "
+                "computes all three; call halfbyte.nn.unfuse_qkv(model), or quantise with fuse_qkv=False"
+            )
         q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self._bias(), k._bias(), v._bias()))
-        k._ready, v._ready = k_out, v_out
+        k.keep(x, k_out)
+        v.keep(x, v_out)
         return q_out
 
     def unfuse(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:

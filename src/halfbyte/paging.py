@@ -50,7 +50,9 @@ class PagedKVCache(KVCache):
         integer("pages", pages, 0, 2**31 - 1, "an integer of at least 0")
         self._allocate(batch, (pages, kv_heads, page_size), head_dim, options)
         with lasting():
-            self._table = torch.full((batch, per_sequence), -1, dtype=torch.int32)  # the page table as the host writes it
+            self._table = torch.full(
+                (batch, per_sequence), -1, dtype=torch.int32, device="cpu"
+            )  # the page table as the host writes it
             self.page_table = self._table.to(self.lengths.device, copy=True)
         self._held: list[list[int]] = [[] for _ in range(batch)]  # pages of each sequence, in order
         self._tokens = [0] * batch  # lengths, as the host knows them
@@ -178,6 +180,6 @@ class PagedKVCache(KVCache):
         """Bring these rows of the page table up to date (None: all)."""
         for b in range(self.batch) if sequences is None else sequences:
             self._table[b] = -1
-            self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32)
+            self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32, device="cpu")
         table = self._table.pin_memory() if self.page_table.is_cuda else self._table  # a copy, made without waiting for the device
         self.page_table.copy_(table, non_blocking=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from tiny_models import base
 
 from halfbyte.checkpoints.projections import Projections
@@ -83,3 +84,12 @@ def test_weights_that_the_files_lack_are_not_made_up(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(CheckpointError, match=r"missing keys: .*v_proj"):
         load_layer(str(tmp_path))
+
+
+def test_the_projections_are_the_language_models() -> None:
+    """A vision tower has attention layers too, and comes first."""
+    vision = tf.CLIPVisionConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16)
+    text = tf.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(vision_config=vision, text_config=text))
+    found = extract(model, "tiny")
+    assert torch.equal(found.weights[0], model.model.language_model.layers[0].self_attn.q_proj.weight)

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB
+from torch import nn
 
 import halfbyte.hf as hf
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
@@ -277,14 +278,37 @@ def test_plain_forward_is_transformers_own(build, prompt):
         torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
 
 
+def test_attention_that_is_not_causal_stays_so():
+    """An encoder with softcap, whose tokens see each other: its mask is none where nothing is padded."""
+    module, (q, k, v) = nn.Module(), torch.randn(3, 1, 2, 5, 32)
+    for causal in (True, False):
+        module.is_causal = causal
+        seen = torch.ones(5, 5, dtype=torch.bool).tril(0 if causal else 5)
+        scores = (50 * torch.tanh(q @ k.mT * 32**-0.5 / 50)).masked_fill(~seen, -torch.inf)
+        expected = (scores.softmax(-1) @ v).transpose(1, 2)
+        torch.testing.assert_close(attention(module, q, k, v, None, softcap=50.0)[0], expected)
+        module.is_causal = True
+        torch.testing.assert_close(attention(module, q, k, v, None, softcap=50.0, is_causal=causal)[0], expected)
+
+
 def test_full_cache_says_so(build, prompt):
     model, ids = build("llama"), prompt(1, 60)
     hf.quantize(model, keys="int8", values="int8")
     cache = hf.PackedCache(model, 64)
     _logits(model, ids, cache)
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError, match=r"PackedCache\.grow\(n\)"):
         _logits(model, ids, cache, 60)
     assert cache.get_seq_length() == 60
+    cache.grow(60)
+    assert cache.capacity == 64
+    with pytest.raises(InvalidArgument, match="capacity="):
+        cache.grow(0)
+
+
+def test_a_cache_of_a_model_with_fewer_layers(build, prompt):
+    small, large = (hf.quantize(build(f), keys="int8", values="int8") for f in ("llama", "qwen2"))
+    with pytest.raises(InvalidArgument, match="holds 2 layers"):
+        _logits(large, prompt(), hf.PackedCache(small, 64))
 
 
 def test_bad_masks(build, prompt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -104,3 +105,92 @@ def test_shards_of_different_formats():
         assert torch.equal(out, expected)
     with pytest.raises(InvalidArgument, match="in features"):
         FusedQKV(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])
+
+
+def three() -> FusedQKV:
+    torch.manual_seed(0)
+    return FusedQKV(*(QuantLinear.from_linear(nn.Linear(64, n), "int8_col") for n in (16, 8, 24)))
+
+
+def test_fused_projections_of_two_threads_do_not_mix():
+    fused, mine, theirs = three(), torch.randn(2, 64), torch.randn(2, 64)
+    expected = [(fused(x), fused.taps[0](x), fused.taps[1](x)) for x in (mine, theirs)]
+
+    def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fused(x), fused.taps[0](x), fused.taps[1](x)
+
+    fused(mine)
+    with ThreadPoolExecutor(1) as other:  # between this thread's q and its k
+        assert all(map(torch.equal, other.submit(whole, theirs).result(), expected[1]))
+    assert torch.equal(fused.taps[0](mine), expected[0][1])
+    assert torch.equal(fused.taps[1](mine.view(2, 64)), expected[0][2])
+
+
+def test_fused_projections_of_different_inputs_are_refused():
+    """Cross-attention: q reads one thing, k and v another."""
+    fused, x = three(), torch.randn(2, 64)
+    fused(x)
+    with pytest.raises(HalfbyteError, match="another input"):
+        fused.taps[0](torch.randn(2, 64))
+
+
+class Offload:
+    """What accelerate's hook does: the parameters come before a call and leave after it."""
+
+    offload = True
+
+    def __init__(self, layer: QuantLinear) -> None:
+        self.layer, self.held = layer, {n: p.data for n, p in layer.named_parameters()}
+        layer._hf_hook, self.forward = self, layer.forward
+        layer.forward = self
+        self.put(dict.fromkeys(self.held))
+
+    def put(self, values: dict[str, torch.Tensor | None]) -> None:
+        for name, data in values.items():
+            data = self.held[name].to("meta") if data is None else data.clone()
+            self.layer._parameters[name] = nn.Parameter(data, requires_grad=False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.put(self.held)
+        out = self.forward(x)
+        self.put(dict.fromkeys(self.held))
+        return out
+
+
+def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
+    expected = layer(x)
+    assert layer._weight is not None
+    Offload(layer)
+    assert torch.equal(layer(x), expected)
+    assert layer._weight is None  # else it would hold what was brought for the call
+    fused = three()
+    for tap in fused.taps:
+        Offload(tap)
+    with pytest.raises(HalfbyteError, match="unfuse_qkv"):
+        fused(x)
+    model = hf.quantize(build("llama"), weights="nf4")
+    Offload(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(InvalidArgument, match="meta device"):
+        hf.save(model, tmp_path / "m")
+    with pytest.raises(InvalidArgument, match="offloaded them, quantise before"):
+        hf.quantize(build("llama").to("meta"), weights="nf4")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, x: nn.functional.linear(x, w),
+        lambda w, x: x @ w.T,
+        lambda w, x: w @ x.mT,
+        lambda w, x: x.to(w.dtype),
+        lambda w, x: w.div_(2),
+    ],
+)
+def test_a_quantised_weight_is_no_tensor(use):
+    """As in RWKV, which divides weights, and in PEFT, which casts its input to the type of one."""
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
+    with pytest.raises(HalfbyteError, match=r"weight \[16, 64\].*skip_modules"):
+        use(layer.weight, x)
+    assert not hasattr(layer.weight, "dtype")
+    assert torch.equal(halfbyte.linear(x, layer.weight, layer.bias), layer(x))

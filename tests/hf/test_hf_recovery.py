@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import torch
+import transformers as tf
 
 import halfbyte.hf as hf
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import CheckpointError, InvalidArgument
 
 
 def logits(model, ids, cuts, **formats) -> torch.Tensor:
     """Logits of a text fed in pieces that end at `cuts`."""
-    cache, outs, start = hf.PackedCache(model, 512, **formats), [], 0
+    return feed(model, ids, hf.PackedCache(model, 512, **formats), cuts)
+
+
+def feed(model, ids, cache, cuts) -> torch.Tensor:
+    outs, start = [], 0
     with torch.no_grad():
         for end in cuts:
             outs.append(model(ids[:, start:end], past_key_values=cache, use_cache=True).logits)
@@ -95,8 +103,6 @@ def test_options_of_load_are_looked_at_before_files(tmp_path, options, says):
 def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from halfbyte.errors import CheckpointError
-
     hf.save(build("llama"), tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     save_file(
@@ -110,11 +116,59 @@ def test_a_tensor_that_belongs_nowhere_is_refused(build, tmp_path):
 def test_a_weight_of_a_strange_type_is_refused(build, tmp_path, kind):
     from safetensors.torch import load_file, save_file
 
-    from halfbyte.errors import CheckpointError
-
     hf.save(build("llama"), tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(kind)
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as"):
+        hf.load(tmp_path / "m")
+
+
+def test_what_is_checked_is_what_is_loaded(build, tmp_path):
+    """transformers takes model.safetensors where shards and their index lie beside it."""
+    other = build("llama")
+    with torch.no_grad():
+        other.model.norm.weight.fill_(3)
+    build("llama").save_pretrained(tmp_path / "m", max_shard_size="40KB")
+    other.save_pretrained(tmp_path / "one")
+    os.rename(tmp_path / "one" / "model.safetensors", tmp_path / "m" / "model.safetensors")
+    assert torch.equal(hf.load(tmp_path / "m").model.norm.weight, other.model.norm.weight)
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match="follow the last tensor"):
+        hf.load(tmp_path / "m")
+
+
+def test_files_that_lead_elsewhere_are_refused(build, tmp_path):
+    """transformers would load the model that an adapter names, or other weights than model.safetensors."""
+    build("llama").save_pretrained(tmp_path / "m")
+    adapter, config = tmp_path / "m" / "adapter_config.json", tmp_path / "m" / "config.json"
+    adapter.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "another/model"}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        hf.load(tmp_path / "m")
+    adapter.unlink()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(CheckpointError, match="transformers_weights"):
+        hf.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_configuration_chooses_no_implementation(build, tmp_path, name):
+    """transformers would download a kernel of that name and run it."""
+    build("llama").save_pretrained(tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: "somebody/kernel"}))
+    model = hf.load(tmp_path / "m")
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert "/" not in str(model.config._experts_implementation)
+
+
+def test_tables_far_larger_than_the_files_are_refused(tmp_path):
+    """GPT-J makes a table of positions, whose length only config.json says."""
+    config = tf.GPTJConfig(vocab_size=32, n_embd=64, n_head=4, n_layer=2, rotary_dim=8)
+    tf.GPTJForCausalLM(config).save_pretrained(tmp_path / "m")
+    hf.load(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_positions": 10**10}))
+    with pytest.raises(CheckpointError, match="bytes of tables"):
         hf.load(tmp_path / "m")

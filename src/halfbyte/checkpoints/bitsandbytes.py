@@ -83,7 +83,7 @@ def _nested(layer: Layer, state: _State, base: Format, codes: torch.Tensor) -> Q
     table = layer.tensor("weight.nested_quant_map", (256,), torch.float32)
     layer.check_scales("weight.nested_absmax", second, positive=False)
     layer.check_scales("weight.nested_quant_map", table, positive=False)
-    offset = torch.tensor(state.offset, dtype=torch.float64).float()
+    offset = torch.tensor(state.offset, dtype=torch.float64, device="cpu").float()
     spread = second.repeat_interleave(state.nested_block)[:count]
     plain = layer.check_scales("weight.absmax", table[absmax.int()] * spread + offset, positive=False)
     for fmt in WEIGHT_FORMATS.values():

@@ -84,14 +84,17 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 
 
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder: of the shards its index names, or of its one file. Raises only `CheckpointError`."""
+    """Every tensor of a model folder: of its one file, or of the shards its index names. Raises only `CheckpointError`.
+
+    Where there are both, the one file, as transformers does: what is checked must be what is loaded.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"{root}: not a folder; pass a model folder with config.json and safetensors files")
-    if (root / INDEX).exists():
-        return _read_shards(root)
     if (root / SINGLE).exists():
         return read_header(_inside(root, SINGLE))
+    if (root / INDEX).exists():
+        return _read_shards(root)
     pickles = sorted(p.name for p in root.iterdir() if p.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(f"{root}: its weights are pickled ({pickles[0]}), which can run code; convert them to safetensors")
@@ -118,7 +121,9 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         raise CheckpointError(f"{info.file}: cannot be read ({error.strerror or error})") from error
     if len(raw) != info.end - info.start:
         _damaged(info.file, "it became shorter while it was read")
-    return torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype)
+    return (
+        torch.frombuffer(raw, dtype=info.dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=info.dtype, device="cpu")
+    )
 
 
 def _read_shards(root: Path) -> dict[str, TensorInfo]:

@@ -53,7 +53,7 @@ def load_tokenizer(model: str, vocab_size: int) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return _FromTransformers(AutoTokenizer.from_pretrained(model))
+        return _FromTransformers(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
     except Exception as error:  # whatever a damaged tokenizer file provokes inside transformers
         raise CheckpointError(f"model={model!r}: its tokenizer does not load: {error}") from error
 
@@ -91,7 +91,7 @@ def windows(ids: list[int], length: int, count: int | None = None, bos: int | No
     check(count is None or count >= 1, f"count={count}; expected at least one window")
     whole = len(ids) // length
     check(whole >= 1, f"the text has {len(ids)} tokens, fewer than one window of {length}; use a longer text or a shorter window")
-    cut = torch.tensor(ids[: whole * length]).view(whole, length)
+    cut = torch.tensor(ids[: whole * length], device="cpu").view(whole, length)
     if count is None or count >= whole:
         return cut
-    return cut[torch.arange(count) * whole // count]
+    return cut[torch.arange(count, device="cpu") * whole // count]

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from halfbyte.cache import check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check
@@ -57,6 +58,7 @@ def quantize(
     Every check comes before the first change: on an error the model is as it was.
     """
     _check_model(model)
+    inner = _inner(model)
     quantised = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
         any(x is not None for x in (weights, keys, values)) or (fuse_qkv and quantised),
@@ -65,23 +67,28 @@ def quantize(
     check(not fuse_qkv or quantised or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    check_rotation(rotate_keys, head_dims(text_config(model))[0] if rotate_keys is True else 0)
-    settings = _cache_settings(model, keys, values, rotate_keys, tuple(skip_layers))
+    check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
+    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
     if weights is not None:
         weight_format(weights)
-        if getattr(model, "hf_quantizer", None) is not None:
-            method = getattr(model, "quantization_method", "unknown")
+        if getattr(inner, "hf_quantizer", None) is not None:
+            method = getattr(inner, "quantization_method", "unknown")
             raise InvalidArgument(f"weights={weights!r}: the model's weights are quantised already ({method}); leave weights out")
     if settings is not None:
-        check_key_bias(model, settings.keys, settings.skip_layers)
+        check_key_bias(inner, settings.keys, settings.skip_layers)
     if weights is not None:
-        mark_quantized(model, quantize_modules(model, weights, skip_modules))
-    if fuse_qkv and not _fuse_qkv(model):
+        mark_quantized(inner, quantize_modules(inner, weights, skip_modules))
+    if fuse_qkv and not _fuse_qkv(inner):
         _attention.announce("fuse", "halfbyte: fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if settings is not None:
-        model.set_attn_implementation(NAME)
-        make_default(model, settings)
+        inner.set_attn_implementation(NAME)
+        make_default(inner, settings)
     return model
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model whose `generate()` runs: the one inside, where `model` wraps it (PEFT, torch.compile)."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def _check_model(model: Any) -> None:

@@ -76,12 +76,27 @@ def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[i
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: the outermost list of modules with one entry a layer. Empty when there is none."""
+    """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
+
+    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
+    """
     count = getattr(text_config(model), "num_hidden_layers", None)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    return []
+    find: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = find()
+    return _list_of(decoder, count) or _list_of(model, count)
+
+
+def encoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the encoder, where there is one beside the decoder."""
+    config: Any = getattr(model, "config", None)
+    find: Any = getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or find is None:
+        return []
+    return _list_of(find(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
+
+
+def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
+    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
 
 
 def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:
@@ -91,11 +106,11 @@ def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tupl
         rows = int(getattr(module, "nf", 0) or getattr(module, "out_features", 0))  # Conv1D calls it nf
         match name.rpartition(".")[2]:
             case "k_proj" if rows == heads * dim:
-                yield module, torch.arange(rows)
+                yield module, torch.arange(rows, device="cpu")
             case "c_attn" | "qkv_proj" if rows > 2 * heads * dim:  # all of q, then k, then v
-                yield module, torch.arange(rows - 2 * heads * dim, rows - heads * dim)
+                yield module, torch.arange(rows - 2 * heads * dim, rows - heads * dim, device="cpu")
             case "query_key_value" if rows == 3 * heads * dim:  # q, k and v of each head (GPT-NeoX)
-                yield module, torch.arange(rows).view(heads, 3, dim)[:, 1].flatten()
+                yield module, torch.arange(rows, device="cpu").view(heads, 3, dim)[:, 1].flatten()
 
 
 def _rows(projection: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

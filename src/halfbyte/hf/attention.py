@@ -183,6 +183,10 @@ def _plain(
         return out, None
     if kwargs.get("position_bias") is not None:
         raise Unsupported("position_bias together with softcap or sinks is not implemented")
+    causal = kwargs.get("is_causal")
+    if mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
+        queries, tokens = query.shape[2], key.shape[2]
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
     return _written_out(module, query, key, value, mask, scaling, dropout, softcap, s_aux), None
 
 
@@ -202,9 +206,8 @@ def _written_out(
     scores = (query @ key.mT).float() * (dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype is torch.bool else scores + mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype is torch.bool else scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache, check_rotation
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.families import check_family, text_config
@@ -50,19 +50,23 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, _, dim = key_states.shape
+        self._hold(self._empty(batch, heads, dim, value_states.shape[-1], key_states.device))
+
+    def _empty(self, batch: int, heads: int, dim: int, value_dim: int, device: torch.device) -> KVCache:
         formats: dict[str, Any] = {"keys": self.key_format.name, "values": self.value_format.name, "rotate_keys": self.rotate_keys}
-        self._hold(
-            KVCache(
-                batch,
-                heads,
-                dim,
-                self.capacity,
-                value_dim=value_states.shape[-1],
-                dtype=self.buffer_dtype,
-                device=key_states.device,
-                **formats,
-            )
-        )
+        dtype = self.buffer_dtype
+        return KVCache(batch, heads, dim, self.capacity, value_dim=value_dim, dtype=dtype, device=device, **formats)
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens, at least what there is; the codes are copied as they are."""
+        old, self.capacity = self.kv, max(capacity, self.capacity)
+        if old is None or old.capacity >= self.capacity:
+            return
+        kv = self._empty(old.batch, old.kv_heads, old.head_dim, old.value_dim, old.device)
+        for new, held in zip(kv.tensors(), old.tensors(), strict=True):
+            new[tuple(slice(size) for size in held.shape)] = held
+        kv._at_most = None if old._in_graph else old._at_most
+        self._hold(kv)
 
     def _hold(self, kv: KVCache) -> None:
         """Take `kv` as this layer's memory. Addresses are declared fixed, without which CUDA graphs are not possible."""
@@ -143,7 +147,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     """A packed KV cache for a whole model: `model.generate(..., past_key_values=PackedCache(model, capacity))`.
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
-    capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64
+    capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them
     rotate_keys       Hadamard-rotate keys (and queries) against outliers
     skip_layers       layers that keep 16 bits; negative numbers count from the end
@@ -163,13 +167,13 @@ class PackedCache(Cache):  # type: ignore[misc]
         skip_layers: Iterable[int] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
-        check(isinstance(capacity, int) and capacity > 0, f"capacity={capacity!r}; pass the number of tokens to hold, at least 1")
+        _check_capacity(capacity)
         check_family(model_or_config)
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)
         check_rotation(rotate_keys, head_dims(config)[0])
-        self.capacity = -(-capacity // BUCKET) * BUCKET
+        self.capacity = _whole_buckets(capacity)
         super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
@@ -185,6 +189,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Append to one layer. A forward that stopped half-way (NaN in a layer, say) must be undone before the next one."""
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        check(
+            layer_idx < len(self.layers),
+            f"past_key_values holds {len(self.layers)} layers, and the model has more; make one for it",
+        )
         if layer_idx == 0:
             if self._open and not self._level():
                 raise InvalidArgument(
@@ -192,7 +200,10 @@ class PackedCache(Cache):  # type: ignore[misc]
                     "call restore() on the cache to forget them, or reset()"
                 )
             self._open = True
-        made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except CapacityError as error:
+            raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
         self._open = self._open and layer_idx != len(self.layers) - 1
         return made
 
@@ -213,6 +224,16 @@ class PackedCache(Cache):  # type: ignore[misc]
                 layer.kv.crop(shortest.to(layer.kv.device))
         self._open = False
 
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens a sequence; what is held stays as it is. `generate()` does it by itself where it must.
+
+        Layer by layer the codes are copied to new memory. Compiled steps are recorded again. A smaller capacity changes nothing.
+        """
+        _check_capacity(capacity)
+        self.capacity = max(self.capacity, _whole_buckets(capacity))
+        for layer in self.layers:
+            layer.grow(self.capacity)
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated in all layers; 0 before the first forward."""
@@ -224,6 +245,14 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays in the cache, so any of them can be cropped."""
+
+
+def _check_capacity(capacity: int) -> None:
+    check(isinstance(capacity, int) and capacity > 0, f"capacity={capacity!r}; pass the number of tokens to hold, at least 1")
+
+
+def _whole_buckets(capacity: int) -> int:
+    return -(-capacity // BUCKET) * BUCKET
 
 
 def check_attention(model_or_config: Any) -> None:

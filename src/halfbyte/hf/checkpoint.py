@@ -17,23 +17,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import make_adapter, read_quantization
-from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files, read_folder
+from halfbyte.checkpoints.safetensors_files import (
+    SINGLE,
+    TensorInfo,
+    check_parts,
+    check_perm,
+    check_scales,
+    read_files,
+    read_folder,
+)
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.families import read_config
 from halfbyte.hf.foreign import ForeignCheckpoint
 from halfbyte.hf.parallel import ranks_of, update_plan
-from halfbyte.hf.weights import linear_size, replace
+from halfbyte.hf.weights import linear_size, of_adapters, replace
 from halfbyte.nn import QuantLinear
 
 METHOD = "halfbyte"
 #: What a parameter that is not quantised may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FORMAT_VERSION = 1
+#: Bytes of tables that no file holds (positions, masks) which any model may have.
+TABLES = 1 << 27
 
 
 @register_quantization_config(METHOD)
@@ -112,6 +123,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        _keep_names(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
                 weight = module.weight  # under tensor parallelism, this rank's share
@@ -143,6 +155,15 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
     model.is_quantized, model.quantization_method = True, METHOD
+    _keep_names(model)
+
+
+def _keep_names(model: Any) -> None:
+    """Let transformers save tensors under the names that the model has for them, which are those of `quantization_config`.
+
+    It would save under the names of the checkpoint that a family once had, or without the prefix that the loaded files lacked.
+    """
+    model._weight_conversions = []
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
@@ -152,7 +173,16 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     All or nothing: written beside the folder and renamed at the end. A folder that exists is refused.
     """
     target = Path(folder)
-    check(hasattr(model, "save_pretrained"), f"model is a {type(model).__name__}; pass a transformers model")
+    is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")
+    check(is_model, f"model is a {type(model).__name__}; pass a transformers model")
+    here = hasattr(model, "hf_device_map") or not any(p.is_meta for p in model.parameters())  # transformers fetches what that names
+    check(
+        here, "model has weights on the meta device; load them, or take accelerate's hooks off first (remove_hook_from_submodules)"
+    )
+    check(
+        not of_adapters(model),
+        "model has adapters, without which it is another model; merge them before you quantise (merge_and_unload)",
+    )
     if target.exists() or target.is_symlink():
         raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
     if not target.absolute().parent.is_dir():
@@ -211,6 +241,11 @@ def load(
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
+    if (folder / "adapter_config.json").exists():  # transformers would load another model, which it names, and files not looked at
+        raise CheckpointError(
+            f"{folder}: it holds an adapter (adapter_config.json); pass the folder of its base model, or of the model that the "
+            f"adapter was merged into (merge_and_unload of PEFT)"
+        )
     quantization = read_quantization(folder)
     foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
     infos = read_folder(folder)
@@ -224,7 +259,12 @@ def load(
             model, found = checkpoint.load(dtype)
         else:
             model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                folder,
+                config=read_config(folder),
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except (HalfbyteError, torch.OutOfMemoryError):
         raise
@@ -248,10 +288,15 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
     It must not be far more than the files hold: what is missing would be allocated and made up.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = read_config(folder)
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
         if layers > len(infos):
             raise CheckpointError(f"{folder}: config.json describes {layers} layers, the files hold {len(infos)} tensors")
+        if other := getattr(config, "transformers_weights", None):
+            raise CheckpointError(
+                f"{folder}: config.json names the file of its weights (transformers_weights={str(other)[:80]!r}); call it {SINGLE} "
+                f"and leave that entry out"
+            )
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
@@ -265,6 +310,11 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
     if wanted > 2 * held:  # less than that is found and named while loading
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
+        )
+    tables, read = sum(b.nbytes for b in model.buffers()), sum(i.end - i.start for i in infos.values())
+    if tables > max(2 * read, TABLES):
+        raise CheckpointError(
+            f"{folder}: config.json describes {tables:,} bytes of tables (positions, masks) for {read:,} bytes of files"
         )
     return model
 

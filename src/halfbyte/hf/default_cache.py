@@ -43,18 +43,32 @@ class DefaultCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
     ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none."""
+        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none.
+
+        One that comes along (a conversation that goes on) grows where the longest answer would not fit.
+        """
+        longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
+            generation_config, mode
+        )
+        if isinstance(given := model_kwargs.get("past_key_values"), PackedCache):
+            given.grow(longest + _behind(generation_config, given))
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
             # It drafts a few tokens a call, in a cache that it keeps from the first call on: how long that gets is not known here.
             announce("assistant", "halfbyte: a model that drafts for another one keeps transformers' own growing cache; said once")
         elif wanted and unset:
-            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
-            model_kwargs["past_key_values"] = self.settings.make(self.model, longest + _beyond(generation_config, mode))
+            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
+
+
+def _behind(generation_config: Any, cache: PackedCache) -> int:
+    """Tokens held that the longest answer does not count: all, where the prompt is only what is new."""
+    held = int(cache.get_seq_length())  # waits for a GPU, once a call
+    new = getattr(generation_config, "max_new_tokens", None)
+    return held if new is not None and generation_config.max_length - new <= held else 0
 
 
 def _beyond(generation_config: Any, mode: Any) -> int:

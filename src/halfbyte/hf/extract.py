@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.hf.advice import blocks
 from halfbyte.hf.families import text_config
 
 
@@ -19,7 +20,8 @@ def extract(model: Any, name: str, layer: int = 0, head: int | None = None) -> P
     Reads q_proj, k_proj and v_proj, or c_attn, which holds all three side by side. Raises `Unsupported` on other models.
     """
     config = text_config(model)
-    modules = [m for m in model.modules() if hasattr(m, "c_attn") or all(hasattr(m, f"{x}_proj") for x in "qkv")]
+    parts = blocks(model) or [model]  # another tower has projections of these names too
+    modules = [m for part in parts for m in part.modules() if hasattr(m, "c_attn") or all(hasattr(m, f"{x}_proj") for x in "qkv")]
     if not modules:
         raise Unsupported(
             f"model={name!r} ({type(model).__name__}) has no attention with q_proj, k_proj and v_proj, nor with c_attn"
@@ -38,7 +40,7 @@ def extract(model: Any, name: str, layer: int = 0, head: int | None = None) -> P
         [w.detach().float().cpu() for w, _ in pairs],
         [None if b is None else b.detach().float().cpu() for _, b in pairs],
     )
-    full = [torch.zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    full = [torch.zeros(w.shape[0], device="cpu") if b is None else b for w, b in zip(weights, biases, strict=True)]
     if head is not None:
         check(0 <= head < heads, f"head={head}; {name} has {heads} query heads, 0 to {heads - 1}")
         first = [dim * i for i in (head, *[head * kv_heads // heads] * 2)]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import AutoConfig
+
 from halfbyte.errors import InvalidArgument, Unsupported
 
 _MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
@@ -58,6 +60,17 @@ def text_config(model_or_config: Any) -> Any:
             f"model_or_config is a {type(model_or_config).__name__}; pass a transformers model or its configuration (model.config)"
         )
     return config.get_text_config(decoder=True)
+
+
+def read_config(folder_or_id: Any) -> Any:
+    """The configuration of a model folder or Hub id, without running code of either.
+
+    Implementations of attention and experts that it names are forgotten: transformers would download kernels by such a name, and
+    run them.
+    """
+    config = AutoConfig.from_pretrained(folder_or_id, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = None  # of its parts, too
+    return config
 
 
 def check_family(model_or_config: Any) -> None:

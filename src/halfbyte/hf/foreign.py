@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from halfbyte.checkpoints.layer import Adapter, Layer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.hf.families import read_config
 from halfbyte.hf.weights import linear_size, tell_experts
 
 
@@ -49,7 +50,7 @@ class ForeignCheckpoint:
             formats[name] = weight.format.name
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
-        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        config = read_config(self.folder)
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or self._plain_type()
         state |= {name: self._expand(name, dtype) for name in self.stacks}

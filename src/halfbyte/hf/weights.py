@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.advice import blocks
+from halfbyte.hf.advice import blocks, encoder_blocks
 from halfbyte.hf.attention import announce
 from halfbyte.nn import QuantLinear
 
@@ -17,9 +18,13 @@ from halfbyte.nn import QuantLinear
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
-def linear_size(module: nn.Module) -> tuple[int, int] | None:
-    """(out features, in features) of an `nn.Linear` or a transformers `Conv1D`; None for anything else."""
-    if type(module) is nn.Linear:
+#: Small layers that a model multiplies by itself, without calling them (Mamba).
+UNCALLED = frozenset({"dt_proj"})
+
+
+def linear_size(module: Any) -> tuple[int, int] | None:
+    """(out features, in features) of an `nn.Linear` (Falcon has its own) or a transformers `Conv1D`; None for anything else."""
+    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return module.out_features, module.in_features
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.ndim == 2:
@@ -28,22 +33,28 @@ def linear_size(module: nn.Module) -> tuple[int, int] | None:
 
 
 def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module]:
-    """Name -> module of every linear layer in the transformer blocks, but routers and those that `skip_modules` names."""
-    inside = {id(m) for block in blocks(model) for m in block.modules()}
-    if not inside:
+    """Name -> module of every linear layer in the transformer blocks, but those that must stay, and those of `skip_modules`."""
+    within = blocks(model)
+    if not within:
         raise Unsupported(
             f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
         )
+    inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - of_adapters(model)
     skips = list(skip_modules)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for skip in skips:
         if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
-    found = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in inside and linear_size(module) and not is_skipped(name, skips) and name.rpartition(".")[2] not in ROUTERS:
-            found[name] = module
-    return found
+    linear = {name: m for name, m in model.named_modules(remove_duplicate=False) if id(m) in inside and linear_size(m)}
+    if not linear:
+        raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantise")
+    return {n: m for n, m in linear.items() if not is_skipped(n, skips) and n.rpartition(".")[2] not in ROUTERS | UNCALLED}
+
+
+def of_adapters(model: nn.Module) -> set[int]:
+    """The modules that an adapter (LoRA of PEFT, say) puts beside the layer it wraps, which it calls its `base_layer`."""
+    wrappers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]
+    return {id(m) for w in wrappers for m in w.modules()} - {id(m) for w in wrappers for m in w.base_layer.modules()}
 
 
 def is_skipped(name: str, skips: Iterable[str]) -> bool:
@@ -60,7 +71,11 @@ def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) 
             formats[name].check_shape(size, f"{name}.weight {list(size)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
-        check(not any(p.is_meta for p in module.parameters()), f"{name} is on the meta device; load the weights first")
+        check(
+            not any(p.is_meta for p in module.parameters()),
+            f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantise before: load the "
+            f"model without device_map, quantise and save it, then load that folder with device_map",
+        )
 
 
 def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str]) -> dict[str, str]:

@@ -91,7 +91,7 @@ def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor 
     page = page_table[sequence, token // rows].long()
     check(
         page.numel() == 0 or (int(page.min()) >= 0 and int(page.max()) < t.shape[0]),
-        f"page_table names a page outside 0..{t.shape[0] - 1} where tokens are to be written; allocate the pages first",
+        f"page_table names a page outside 0..{t.shape[0] - 1} where there are tokens or will be; allocate the pages first",
     )
     return page, token % rows
 

@@ -323,7 +323,7 @@ def dynamic_map(device: torch.device) -> torch.Tensor:
     """
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1)
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         middle = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (i - 6)
         values += [*middle.tolist(), *(-middle).tolist()]
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
