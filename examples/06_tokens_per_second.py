@@ -68,7 +68,7 @@ def step(**options: str) -> float:
 
 plain = step(cache_implementation="static")
 torch.compiler.reset()
-halfbyte.hf.quantize(model, weights=given.weights, keys=given.keys, values=given.values)
+halfbyte.hf.quantize(model, weights=given.weights, keys=given.keys, values=given.values, fuse_qkv=True, fuse_gate_up=True)
 packed = step()
 where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
 layers = model.config.num_hidden_layers

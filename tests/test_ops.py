@@ -110,12 +110,14 @@ def test_opcheck_act_order() -> None:
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (torch.randn(5, 128), parts, None, "int4_g32", "cpu"))
 
 
-def test_opcheck_qkv_projection() -> None:
+def test_opcheck_projections() -> None:
     names = ("nf4", "int4_g32", "nvfp4")
     weights = [quantize(torch.randn(n, 128), name) for n, name in zip((32, 16, 8), names, strict=True)]
     parts = [list(w.parts().values()) for w in (weights[0], act_order(weights[1]), weights[2])]
-    biases = (torch.randn(32), None, torch.randn(8))
-    torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (torch.randn(5, 128), *parts, *biases, ",".join(names), "cpu"))
+    flat, counts, biases = [t for own in parts for t in own], [len(own) for own in parts], [torch.randn(32), None, torch.randn(8)]
+    torch.library.opcheck(
+        torch.ops.halfbyte.projections.default, (torch.randn(5, 128), flat, counts, biases, ",".join(names), "cpu")
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

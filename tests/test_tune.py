@@ -678,7 +678,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     [
         (["--linear", "4096"], "--linear '4096'"),
         (["--dry-run", "--json"], "--json prints what was measured"),
-        (["--linear", "4096,1024x4096"], "--linear '4096,1024x4096'"),
+        (["--linear", "4096,1024,1024,512x4096"], "--linear '4096,1024,1024,512x4096'"),
         (["--linear", "0x4096"], "must be above 0"),
         (["--linear", "64x4100"], "a weight"),
         (["--weights", "int3"], "weights='int3'"),

@@ -1,8 +1,9 @@
-"""Linear layers that keep their weight quantised, and the fused q/k/v projection."""
+"""Linear layers that keep their weight quantised, and projections of one input that are computed in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, weight_format
-from halfbyte.ops.linear import linear, qkv_projection
+from halfbyte.ops.linear import linear, linear_of_parts, projections, projections_of_parts
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 
@@ -70,7 +71,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         check(len(weight.shape) == 2, f"weight has shape {list(weight.shape)}; a linear layer holds [out_features, in_features]")
         self.out_features, self.in_features = weight.shape
-        self.format = weight.format
+        self.format_name = weight.format.name
         for name, part in weight.parts().items():
             self.register_parameter(f"weight_{name}", nn.Parameter(part, requires_grad=False))
         if bias is not None:
@@ -105,6 +106,11 @@ class QuantLinear(nn.Module):
         return cls(QuantTensor(fmt, shape, **parts), bias)
 
     @property
+    def format(self) -> Format:
+        """What the codes mean. The layer keeps its name: an object that many layers share costs compiled code a check each."""
+        return weight_format(self.format_name)
+
+    @property
     def weight(self) -> QuantTensor:
         """The parameters as a QuantTensor; of this rank, where they are shared out over several.
 
@@ -132,6 +138,8 @@ class QuantLinear(nn.Module):
         return {name: part for name, part in named.items() if part is not None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return linear_of_parts(x, *_stored(self._parameters), self.format_name)
         return linear(x, self.weight, self._bias())
 
     def extra_repr(self) -> str:
@@ -154,10 +162,17 @@ class QuantLinear(nn.Module):
 
 def _local(t: torch.Tensor) -> torch.Tensor:
     """This rank's share of a distributed tensor; any other tensor as it is."""
-    if not hasattr(t, "to_local"):
+    if type(t) is nn.Parameter or not hasattr(t, "to_local"):  # hasattr in compiled code is checked at every call
         return t
     with torch.no_grad():  # the same object every time
         return t.to_local()  # type: ignore[no-any-return]
+
+
+def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """A layer's weight in parts, and its bias: all that compiled code reads, since what it reads is checked at every call."""
+    parts = [_local(part) for name, part in parameters.items() if name != "bias" and part is not None]
+    bias = parameters["bias"]
+    return parts, None if bias is None else _local(bias)
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -171,79 +186,102 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
     raise InvalidArgument(f"layer is a {type(layer).__name__}; pass an nn.Linear or a transformers Conv1D")
 
 
-# ------------------------------------------------------------------------------------------------------------ fused q, k, v
+# ------------------------------------------------------------------------------------------------------- fused projections
 
 
-class QKVTap(QuantLinear):
-    """Stands at k_proj or v_proj: holds that shard's parameters, and hands out what `FusedQKV` computed from the same input."""
+class _Ready:
+    """What was computed for a projection that is yet to be called, between the two calls within one compiled graph."""
 
-    #: Within compiled code, where one graph computes all three.
-    _ready: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+class Tap(QuantLinear):
+    """Stands at a projection that another one computes with its own (k and v with q, up with gate): holds the parameters, and hands
+    out what `FusedProjections` computed from the same input."""
+
+    #: Within compiled code, where one graph computes all of them.
+    _ready: _Ready
     #: Thread -> (the input, its product): several threads may run one model.
     _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Hold what `FusedQKV` computed from `x` until this projection is called."""
-        if torch.compiler.is_compiling():
-            self._ready = out
-        else:
-            self._waiting[get_ident()] = (x, out)
+        """Hold what `FusedProjections` computed from `x` until this projection is called."""
+        self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ready, self._ready = self._ready, None
-        given, out = (x, ready) if torch.compiler.is_compiling() else self._waiting.pop(get_ident(), (x, ready))
+        if torch.compiler.is_compiling():
+            given, out, self._ready.out = x, self._ready.out, None
+        else:
+            given, out = self._waiting.pop(get_ident(), (x, None))
         if out is None or not _same_memory(given, x):
             raise Unsupported(
-                f"a fused k or v projection was called {'before its' if out is None else 'with another input than its'} q "
-                f"projection; this attention does not fit fuse_qkv=True: call unfuse_qkv(model), or quantise with fuse_qkv=False"
+                f"a fused projection was called {'before the one' if out is None else 'with another input than the one'} that "
+                f"computes it (q for k and v, gate for up); this model does not fit fuse_qkv=True or fuse_gate_up=True: leave them "
+                f"out, or call halfbyte.nn.unfuse(model)"
             )
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ready": None, "_waiting": {}}
+        return {**super().__getstate__(), "_waiting": {}}
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
 
 
-class FusedQKV(QuantLinear):
-    """Stands at q_proj and computes q, k and v in one launch; k and v wait in the two taps.
+class FusedProjections(QuantLinear):
+    """Stands at the first of several projections of one input and computes all of them in one launch; the others wait in taps.
 
-    No modelling file is patched: it fits every attention that calls the three projections on one input, q first. Each shard keeps
-    its own QuantTensor, in its own module and under its own name, and may have its own format; a state dict is the same as unfused.
+    No modelling file is patched: it fits every attention that calls q_proj before k_proj and v_proj, and every MLP that calls
+    gate_proj before up_proj. Each shard keeps its own QuantTensor, in its own module and under its own name, and may have its own
+    format; a state dict is the same as unfused.
     """
 
-    def __init__(self, q: QuantLinear, k: QuantLinear, v: QuantLinear) -> None:
-        for name, shard in (("k", k), ("v", v)):
+    def __init__(self, first: QuantLinear, *others: QuantLinear) -> None:
+        for i, shard in enumerate(others, 1):
             check(
-                shard.in_features == q.in_features,
-                f"{name} has {shard.in_features} in features and q has {q.in_features}; fused projections read one input",
+                shard.in_features == first.in_features,
+                f"projection {i} has {shard.in_features} in features and the first {first.in_features}; fused ones read one input",
             )
-        if any(shard.parallel_style not in (None, "colwise") for shard in (q, k, v)):
-            styles = ", ".join(str(shard.parallel_style) for shard in (q, k, v))
+        if any(shard.parallel_style not in (None, "colwise") for shard in (first, *others)):
+            styles = ", ".join(str(shard.parallel_style) for shard in (first, *others))
             raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
         nn.Module.__init__(self)
-        _adopt(self, q)
-        self.taps = (_become(QKVTap, k), _become(QKVTap, v))  # a tuple: they are submodules of the attention, not of this
+        _adopt(self, first)
+        self.taps = tuple(
+            _become(Tap, shard) for shard in others
+        )  # a tuple: they are submodules of the model's module, not of this
         for tap in self.taps:
-            tap._waiting = {}
+            tap._waiting, tap._ready = {}, _Ready()
+        # For compiled code. Through the taps it would compare each thing there with the same in the model, at every call.
+        self._shards = tuple(shard._parameters for shard in (self, *self.taps))
+        self._formats = tuple(shard.format_name for shard in (self, *self.taps))
+        self._ready = tuple(tap._ready for tap in self.taps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        k, v = self.taps
-        if k._offloaded() or v._offloaded():
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        if any(tap._offloaded() for tap in self.taps):
             raise Unsupported(
-                "accelerate has offloaded the weights of fused projections, and brings those of k and v after the launch that "
-                "computes all three; call halfbyte.nn.unfuse_qkv(model), or quantise with fuse_qkv=False"
+                "accelerate has offloaded the weights of fused projections, and brings those of the others after the launch that "
+                "computes all of them; call halfbyte.nn.unfuse(model), or leave fuse_qkv=True and fuse_gate_up=True out"
             )
-        q_out, k_out, v_out = qkv_projection(x, (self.weight, k.weight, v.weight), (self._bias(), k._bias(), v._bias()))
-        k.keep(x, k_out)
-        v.keep(x, v_out)
-        return q_out
+        shards = (self, *self.taps)
+        first, *others = projections(x, [shard.weight for shard in shards], [shard._bias() for shard in shards])
+        for tap, out in zip(self.taps, others, strict=True):
+            tap.keep(x, out)
+        return first
 
-    def unfuse(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:
-        """Three layers of their own over the same memory."""
-        return _become(QuantLinear, self), _become(QuantLinear, self.taps[0]), _become(QuantLinear, self.taps[1])
+    def _compiled(self, x: torch.Tensor) -> torch.Tensor:
+        parts, biases = zip(*(_stored(shard) for shard in self._shards), strict=True)
+        first, *others = projections_of_parts(x, parts, biases, self._formats)
+        for ready, out in zip(self._ready, others, strict=True):
+            ready.out = out
+        return first
+
+    def unfuse(self) -> tuple[QuantLinear, ...]:
+        """Layers of their own over the same memory."""
+        return tuple(_become(QuantLinear, shard) for shard in (self, *self.taps))
 
 
 def _become(kind: type[Layer], layer: QuantLinear) -> Layer:
@@ -258,34 +296,43 @@ def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
 
     What a parallel plan hooked to its forward stays behind: a column-parallel layer of local activations does not need it.
     """
-    made.out_features, made.in_features, made.format = layer.out_features, layer.in_features, layer.format
+    made.out_features, made.in_features, made.format_name = layer.out_features, layer.in_features, layer.format_name
     made.parallel_style, made._weight = layer.parallel_style, None
     for name, parameter in layer._parameters.items():
         made.register_parameter(name, parameter)
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def fuse_qkv(model: nn.Module) -> int:
     """Fuse q_proj, k_proj and v_proj wherever all three are QuantLinear on one module; returns how many were fused."""
+    return _fuse(model, _QKV)
+
+
+def fuse_gate_up(model: nn.Module) -> int:
+    """Fuse gate_proj and up_proj wherever both are QuantLinear on one module; returns how many were fused."""
+    return _fuse(model, _GATE_UP)
+
+
+def _fuse(model: nn.Module, names: tuple[str, ...]) -> int:
     count = 0
     for module in list(model.modules()):
-        shards = [getattr(module, name, None) for name in _QKV]
+        shards = [getattr(module, name, None) for name in names]
         if all(type(shard) is QuantLinear for shard in shards):
-            fused = FusedQKV(*shards)  # type: ignore[arg-type]
-            for name, made in zip(_QKV, (fused, *fused.taps), strict=True):
+            fused = FusedProjections(*shards)  # type: ignore[arg-type]
+            for name, made in zip(names, (fused, *fused.taps), strict=True):
                 setattr(module, name, made)
             count += 1
     return count
 
 
-def unfuse_qkv(model: nn.Module) -> int:
-    """Undo `fuse_qkv`; returns how many were taken apart."""
+def unfuse(model: nn.Module) -> int:
+    """Undo `fuse_qkv` and `fuse_gate_up`; returns how many were taken apart."""
     count = 0
-    for module in list(model.modules()):
-        if isinstance(fused := getattr(module, "q_proj", None), FusedQKV):
-            for name, made in zip(_QKV, fused.unfuse(), strict=True):
+    for module, names in itertools.product(list(model.modules()), (_QKV, _GATE_UP)):
+        if isinstance(fused := getattr(module, names[0], None), FusedProjections):
+            for name, made in zip(names, fused.unfuse(), strict=True):
                 setattr(module, name, made)
             count += 1
     return count

@@ -15,7 +15,7 @@ from test_gpu_relaunch import moved, watch
 
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.nn import FusedQKV, QuantLinear
+from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.ops import _linear_on_gpu, _relaunch_linear
 
 CASES = [*MARKED, *(replace(case, act_order=False) for case in drawn(PLACE.size(40, 6), seed=5))]
@@ -70,7 +70,7 @@ def test_a_layer_and_fused_projections_are_launched_again(again: list[Any]) -> N
     """As models call them, parameters and all, and with another x of the same shape."""
     weights = tuple(hb.quantize(normal(n, 1024, seed=n), "int4_g64") for n in (512, 128, 128))
     layers = [QuantLinear(w) for w in weights]
-    fused = FusedQKV(*layers)
+    fused = FusedProjections(*layers)
     with torch.no_grad():
         for seed in range(3):
             x = normal(2, 3, 1024, seed=seed).bfloat16()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import FAMILIES
 from torch._dynamo.testing import CompileCounter
-from transformers import CompileConfig
+from transformers import CompileConfig, StaticCache
 
 import halfbyte.hf as hf
 from halfbyte.hf.cache import _records_graphs
@@ -58,7 +60,7 @@ def test_one_graph(build, prompt, family, weights):
 @torch.no_grad()
 def test_inductor(build, prompt):
     model, ids = build("llama"), prompt(2, 18)
-    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=True)
+    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=True, fuse_gate_up=True)
     mask = torch.ones_like(ids)
     expected = _decode(model, ids, mask, model)
     got = _decode(model, ids, mask, torch.compile(model, fullgraph=True))
@@ -68,16 +70,16 @@ def test_inductor(build, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fuse_qkv", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
 @torch.no_grad()
-def test_weights_of_a_compiled_step_stay_where_they_are(build, prompt, fuse_qkv):
+def test_weights_of_a_compiled_step_stay_where_they_are(build, prompt, fuse):
     """CUDA graphs copy every input whose address they do not know to be fixed: a whole model for each token."""
     model, ids = build("llama"), prompt(2, 18)
-    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=fuse_qkv)
+    hf.quantize(model, "nf4", keys="int8", values="int4_g32", fuse_qkv=fuse, fuse_gate_up=fuse)
     read: list[torch.fx.Node] = []
 
     def backend(graph, inputs):
-        products = [n for n in graph.graph.nodes if "halfbyte.linear" in str(n.target) or "halfbyte.qkv" in str(n.target)]
+        products = [n for n in graph.graph.nodes if str(n.target).startswith(("halfbyte.linear", "halfbyte.projections"))]
         read.extend(n for product in products for n in product.all_input_nodes if n.op == "placeholder")
         return graph.forward
 
@@ -85,6 +87,42 @@ def test_weights_of_a_compiled_step_stay_where_they_are(build, prompt, fuse_qkv)
     moving = [n.name for n in read if "_dynamo_static_input_type" not in n.meta["tensor_dict"]]
     assert len(read) - len(moving) == 2 * 7 * 2  # two layers of seven weights, codes and scales
     assert not moving
+
+
+def _checks(model: Any, cache: Any, ids: torch.Tensor) -> list[str]:
+    """What compiled code looks at before each call of a decode step, by type and name."""
+    found: list[str] = []
+
+    def look(entries: Any) -> list[bool]:
+        found.extend(f"{entry.guard_type} {entry.name}" for entry in entries)
+        return [True] * len(entries)
+
+    torch._dynamo.reset()
+    mask = torch.ones(2, 64, dtype=torch.long)
+    model(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
+    step = torch.compile(model.forward, backend="eager", fullgraph=True, options={"guard_filter_fn": look})
+    step(ids[:, :1], past_key_values=cache, position_ids=torch.full((2, 1), ids.shape[1]), attention_mask=mask)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.no_grad()
+def test_compiled_code_looks_at_little_before_each_step(build, prompt, fuse):
+    """What is traced of a layer is looked at again in Python before every step, 1 us or less each, while the GPU waits.
+
+    A weight has three tensors here and the cache six, so there is more of it than of transformers' own layers.
+    """
+    model, ids = build("llama"), prompt(2, 18)
+    plain = _checks(model, StaticCache(config=model.config, max_cache_len=64), ids)
+    hf.quantize(model, "int4_g32", keys="int8", values="int4_g32", fuse_qkv=fuse, fuse_gate_up=fuse)
+    packed = _checks(model, hf.PackedCache(model, 64), ids)
+    second = [[check for check in found if "['1']" in check or "layers[1]" in check] for found in (packed, plain)]
+    one, other = map(len, second)
+    assert one < 1.5 * other, f"{one} for a layer, where transformers' own has {other}"
+    # The same object reached in two ways costs most: Python code that compares the two.
+    one, other = (sum(check.startswith("DUPLICATE_INPUT") for check in found) for found in second)
+    assert one <= other + 3 * fuse, f"{one} objects of a layer are reached in two ways, {other} in transformers' own"
 
 
 def test_what_generate_may_record(build, monkeypatch):

@@ -25,7 +25,7 @@ from fuzz import damage_config, mutate
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.weights import linear_size
-from halfbyte.nn import FusedQKV, QuantLinear, fuse_qkv
+from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
 from halfbyte.paths import shipped_model
 
 #: Sizes that every kind divides: rows of 128 and 256.
@@ -191,7 +191,7 @@ def test_fusing_act_orders_and_tensor_scales_while_loading(prompt: Any, tmp_path
         folder.mkdir()
         model = write(tiny("qwen2"), folder, blocks(kind))
         loaded = hf.load(folder, fuse_qkv=True)
-        assert isinstance(loaded.model.layers[1].self_attn.q_proj, FusedQKV)
+        assert isinstance(loaded.model.layers[1].self_attn.q_proj, FusedProjections)
         same_logits(loaded, model, prompt())
 
 

@@ -1,4 +1,4 @@
-"""QuantLinear and FusedQKV as modules: what they hold, how they move, that fusing changes nothing."""
+"""QuantLinear and FusedProjections as modules: what they hold, how they move, that fusing changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.nn import FusedQKV, QKVTap, QuantLinear, fuse_qkv, unfuse_qkv
+from halfbyte.nn import FusedProjections, QuantLinear, Tap, fuse_gate_up, fuse_qkv, unfuse
 
 
 @pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
@@ -76,12 +76,15 @@ def test_fused_model_is_the_same_model(build, prompt, family):
     with torch.no_grad():
         expected = model(ids).logits
         assert fuse_qkv(model) == model.config.num_hidden_layers
-        assert isinstance(model.model.layers[0].self_attn.q_proj, FusedQKV)
+        assert isinstance(model.model.layers[0].self_attn.q_proj, FusedProjections)
+        pairs = fuse_gate_up(model)
+        assert pairs == (0 if family == "gpt_oss" else model.config.num_hidden_layers)  # which keeps experts in 3-D parameters
+        assert not pairs or isinstance(model.model.layers[0].mlp.up_proj, Tap)
         assert sorted(model.state_dict()) == sorted(names)
         assert torch.equal(model(ids).logits, expected)
         assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
         assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, expected)
-        assert unfuse_qkv(model) == model.config.num_hidden_layers
+        assert unfuse(model) == model.config.num_hidden_layers + pairs
         assert type(model.model.layers[0].self_attn.k_proj) is QuantLinear
         assert torch.equal(model(ids).logits, expected)
 
@@ -90,26 +93,26 @@ def test_shards_of_different_formats():
     torch.manual_seed(0)
     layers = [QuantLinear.from_linear(nn.Linear(64, n, bias=n > 8), f) for n, f in ((16, "nvfp4"), (8, "nf4"), (24, "int8_col"))]
     x = torch.randn(2, 64)
-    fused = FusedQKV(*layers)
+    fused = FusedProjections(*layers)
     outs = [fused(x), fused.taps[0](x), fused.taps[1](x)]
     for out, layer in zip(outs, layers, strict=True):
         assert torch.equal(out, layer(x))
-    with pytest.raises(HalfbyteError, match="before its q projection"):
+    with pytest.raises(HalfbyteError, match="before the one that computes it"):
         fused.taps[0](x)
-    assert isinstance(fused.taps[0], QKVTap)
+    assert isinstance(fused.taps[0], Tap)
     for layer in layers:  # each with an act-order of its own
         layer.register_parameter("weight_perm", nn.Parameter(torch.randperm(64).int(), requires_grad=False))
-    apart, fused = [layer(x) for layer in layers], FusedQKV(*layers)
+    apart, fused = [layer(x) for layer in layers], FusedProjections(*layers)
     assert not torch.equal(apart[0], outs[0])
     for out, expected in zip([fused(x), fused.taps[0](x), fused.taps[1](x)], apart, strict=True):
         assert torch.equal(out, expected)
     with pytest.raises(InvalidArgument, match="in features"):
-        FusedQKV(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])
+        FusedProjections(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])
 
 
-def three() -> FusedQKV:
+def three() -> FusedProjections:
     torch.manual_seed(0)
-    return FusedQKV(*(QuantLinear.from_linear(nn.Linear(64, n), "int8_col") for n in (16, 8, 24)))
+    return FusedProjections(*(QuantLinear.from_linear(nn.Linear(64, n), "int8_col") for n in (16, 8, 24)))
 
 
 def test_fused_projections_of_two_threads_do_not_mix():
@@ -167,7 +170,7 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
     fused = three()
     for tap in fused.taps:
         Offload(tap)
-    with pytest.raises(HalfbyteError, match="unfuse_qkv"):
+    with pytest.raises(HalfbyteError, match="unfuse"):
         fused(x)
     model = hf.quantize(build("llama"), weights="nf4")
     Offload(model.model.layers[0].mlp.up_proj)

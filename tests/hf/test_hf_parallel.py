@@ -22,7 +22,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.checkpoint import mark_quantized
 from halfbyte.hf.parallel import WHOLE, part_styles, update_plan
-from halfbyte.nn import FusedQKV, QuantLinear
+from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
@@ -86,7 +86,7 @@ def test_projections_that_are_gathered_are_not_fused() -> None:
     shards = [layer("nf4") for _ in range(3)]
     shards[1].parallel_style = "colwise_gather_output"
     with pytest.raises(Unsupported, match="colwise_gather_output"):
-        FusedQKV(*shards)
+        FusedProjections(*shards)
 
 
 def model(fmt: str, act_order: tuple[str, ...] = (), **options: Any) -> Any:

@@ -100,6 +100,7 @@ def test_nan_in_a_weight_changes_nothing(build):
         ({"values": "int8_channel"}, "for keys only"),
         ({"keys": "int8", "skip_layers": [2]}, "from -2 to 1"),
         ({"keys": "int8", "fuse_qkv": True}, "needs quantised weights"),
+        ({"keys": "int8", "fuse_gate_up": True}, "fuse_gate_up=True needs quantised weights"),
         ({"weights": "nf4", "rotate_keys": True}, "about the KV cache"),
     ],
 )

@@ -303,7 +303,8 @@ def test_public_calls() -> None:
         judge(hb.linear(x[0, 1], w, bias, impl="triton").unsqueeze(0), x[0, 1:2], w, bias)
     parts = [list(w.parts().values()) for w in weights]
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts[0], biases[0], names[0], "triton", True))
-    torch.library.opcheck(torch.ops.halfbyte.qkv_projection.default, (x, *parts, *biases, ",".join(names), "triton"))
+    every = ([t for own in parts for t in own], [len(own) for own in parts], list(biases))
+    torch.library.opcheck(torch.ops.halfbyte.projections.default, (x, *every, ",".join(names), "triton"))
 
 
 @pytest.mark.parametrize("act_order", [False, True])

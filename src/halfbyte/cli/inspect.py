@@ -97,9 +97,13 @@ def _print_estimate(e: Estimate) -> None:
 def explain(
     context: typer.Context,
     linear: Annotated[
-        str, typer.Option(help="Instead of attention, a linear layer: out x in features; of q, k and v 4096,1024,1024x4096.")
+        str,
+        typer.Option(
+            help="Instead of attention, a linear layer: out x in features; of q, k and v 4096,1024,1024x4096, of gate and up "
+            "14336,14336x4096."
+        ),
     ] = "",
-    weights: Annotated[str, typer.Option(help="With --linear: the weight's format, or three of q, k and v.")] = "int4_g128",
+    weights: Annotated[str, typer.Option(help="With --linear: the weight's format, or one for each of several.")] = "int4_g128",
     rows: Annotated[int, typer.Option(help="With --linear: rows of x, one a token.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",

@@ -29,7 +29,8 @@ def tune(
     linear: Annotated[
         str,
         typer.Option(
-            help="Linear layers, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 is q, k and v in one launch. "
+            help="Linear layers, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 is q, k and v in one launch, "
+            "14336,14336x4096 gate and up. "
             "Default, without --attention: those of Llama-3-8B and 70B."
         ),
     ] = "",
@@ -162,7 +163,7 @@ def _list(jobs: Sequence[Tuning], quick: bool) -> None:
 
 def products(text: str) -> list[tuple[tuple[int, ...], int]]:
     """4096x4096,6144x4096 or 4096,1024,1024x4096 as (out features of each weight, in features), launch by launch."""
-    one = r"\d+(?:,\d+,\d+)?x\d+"
+    one = r"\d+(?:,\d+){0,2}x\d+"
     if text and not re.fullmatch(rf"{one}(,{one})*", text):
         raise InvalidArgument(f"--linear {text!r}; give out features x in features, such as 6144x4096 or 4096,1024,1024x4096")
     pairs = [found.split("x") for found in re.findall(one, text)]

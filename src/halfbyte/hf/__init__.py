@@ -27,6 +27,7 @@ from halfbyte.hf.default_cache import CacheSettings, make_default
 from halfbyte.hf.families import REFUSED, TESTED, check_family, text_config
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
+from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 
 __all__ = ["quantize", "load", "save", "PackedCache", "key_biases", "KeyBiasWarning", "NAME", "REFUSED", "TESTED"]
@@ -44,6 +45,7 @@ def quantize(
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     fuse_qkv: bool = False,
+    fuse_gate_up: bool = False,
 ) -> Any:
     """Quantise a transformers model in place, and return it.
 
@@ -54,6 +56,7 @@ def quantize(
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantised already)
+    fuse_gate_up  the same of gate_proj and up_proj
 
     Every check comes before the first change: on an error the model is as it was.
     """
@@ -61,10 +64,11 @@ def quantize(
     inner = _inner(model)
     quantised = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
-        any(x is not None for x in (weights, keys, values)) or (fuse_qkv and quantised),
+        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantised),
         "weights, keys and values are all None; name a format for at least one of them",
     )
-    check(not fuse_qkv or quantised or weights is not None, "fuse_qkv=True needs quantised weights; pass weights= as well")
+    for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
+        check(not wanted or quantised or weights is not None, f"{name}=True needs quantised weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
@@ -80,6 +84,10 @@ def quantize(
         mark_quantized(inner, quantize_modules(inner, weights, skip_modules))
     if fuse_qkv and not _fuse_qkv(inner):
         _attention.announce("fuse", "halfbyte: fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
+    if fuse_gate_up and not _fuse_gate_up(inner):
+        _attention.announce(
+            "fuse gate", "halfbyte: fuse_gate_up=True found no module with gate_proj and up_proj; nothing was fused"
+        )
     if settings is not None:
         inner.set_attn_implementation(NAME)
         make_default(inner, settings)

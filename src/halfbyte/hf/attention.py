@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from transformers.masking_utils import sdpa_mask
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf.families import layer_window
-from halfbyte.ops.decode_attention import decode_attention, prefill_attention
+from halfbyte.ops.append import Stored
+from halfbyte.ops.decode_attention import decode_attention, decode_parts, prefill_attention
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"
@@ -43,16 +44,25 @@ _HARMLESS = frozenset(
 )
 
 
+class Layer(Protocol):
+    """What attention reads of a packed layer: its cache, and the same in pieces, for compiled code."""
+
+    kv: KVCache | None
+    parts: Stored
+    formats: tuple[str, str]
+    rotate_keys: bool
+
+
 class Handle:
     """What a packed layer's `update()` returns in place of keys or values. Only attention may open it.
 
     The refusing properties are named one by one: with a `__getattr__`, Dynamo does not come back (InternalTorchDynamoError).
     """
 
-    __slots__ = ("cache", "new", "which")
+    __slots__ = ("layer", "new", "which")
 
-    def __init__(self, cache: KVCache, new: torch.Tensor, which: str) -> None:
-        self.cache, self.new, self.which = cache, new, which
+    def __init__(self, layer: Layer, new: torch.Tensor, which: str) -> None:
+        self.layer, self.new, self.which = layer, new, which
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         raise Unsupported(
@@ -104,10 +114,13 @@ def attention(
         "sinks": None if s_aux is None else s_aux.float(),
         "starts": _starts(attention_mask, query.shape[0]),
     }
-    if query.shape[2] <= DECODE_QUERIES:
-        found = decode_attention(query, key.cache, **options)
+    layer = key.layer
+    if query.shape[2] > DECODE_QUERIES:
+        found = prefill_attention(query, key.new, value.new, cast(KVCache, layer.kv), **options)
+    elif torch.compiler.is_compiling():
+        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, **options)
     else:
-        found = prefill_attention(query, key.new, value.new, key.cache, **options)
+        found = decode_attention(query, cast(KVCache, layer.kv), **options)
     out = cast(torch.Tensor, found)  # a pair only with return_lse
     return out.transpose(1, 2).contiguous(), None
 

@@ -13,6 +13,7 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.families import check_family, text_config
+from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
 
@@ -32,6 +33,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
         self.is_compileable = True
         self.kv: KVCache | None = None
+        #: The tensors of `kv`, and what else compiled code has to know of it: looked at by itself, each costs one check a call.
+        self.parts: Stored = ()
+        self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
     def __repr__(self) -> str:
         return f"PackedLayer(keys={self.key_format.name}, values={self.value_format.name}, capacity={self.capacity})"
@@ -70,18 +74,22 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _hold(self, kv: KVCache) -> None:
         """Take `kv` as this layer's memory. Addresses are declared fixed, without which CUDA graphs are not possible."""
-        self.kv, self.is_initialized = kv, True
+        self.kv, self.parts, self.is_initialized = kv, stored(kv.keys, kv.values, kv.lengths), True
         if not torch.compiler.is_compiling():
             for buffer in kv.tensors():
                 torch._dynamo.mark_static_address(buffer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
         """Append k, v [B, H, L, D] and return handles that only the attention function can open."""
-        if self.kv is None:
+        if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
-        kv.append(key_states, value_states)
-        return Handle(kv, key_states, "keys"), Handle(kv, value_states, "values")
+        if torch.compiler.is_compiling():
+            append_parts(key_states, value_states, self.parts, self.formats, self.rotate_keys, self.measures)
+            kv._at_most = None
+        else:
+            kv.append(key_states, value_states)
+        return Handle(self, key_states, "keys"), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(capacity, PACKED): the second number tells the mask function that a packed cache is asking."""
@@ -89,9 +97,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         """Tokens held: a number on the CPU; a tensor inside graphs and on a GPU, where a number would wait for the device."""
-        if self.kv is None or self.kv.batch == 0:
+        lengths = self.parts[-1] if self.parts else None
+        if lengths is None or lengths.shape[0] == 0:
             return 0
-        first = self.kv.lengths[0]
+        first = lengths[0]
         return first if torch.compiler.is_compiling() or first.device.type != "cpu" else int(first)
 
     def get_max_length(self) -> int:

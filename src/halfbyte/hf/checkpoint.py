@@ -271,7 +271,8 @@ def load(
     except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    if weights is not None or keys is not None or values is not None or options.get("fuse_qkv"):
+    fuse = options.get("fuse_qkv") or options.get("fuse_gate_up")
+    if weights is not None or keys is not None or values is not None or fuse:
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")

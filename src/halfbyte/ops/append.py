@@ -65,7 +65,52 @@ def _run(
     reference.append_(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys)
 
 
-_op = define(_SCHEMA, _run, lambda *args, **options: None)
+def _fake(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor | None,
+    k_codes: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    k_offsets: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    k_saturated: torch.Tensor | None,
+    v_codes: torch.Tensor,
+    v_scales: torch.Tensor | None,
+    v_offsets: torch.Tensor | None,
+    v_saturated: torch.Tensor | None,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    keys: str,
+    values: str,
+    *options: object,
+    **more: object,
+) -> None:
+    check_new(k, v, Plane(key_format(keys), k_codes), Plane(value_format(values), v_codes), lengths, counts)
+
+
+_op = define(_SCHEMA, _run, _fake)
+
+#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same without tail of values, lengths.
+Stored = tuple[torch.Tensor | None, ...]
+
+
+def stored(keys: Plane, values: Plane, lengths: torch.Tensor) -> Stored:
+    """What `append_parts` and `decode_parts` take of a contiguous cache."""
+    return (*keys.tensors(), keys.saturated, *values.tensors()[:3], values.saturated, lengths)
+
+
+def append_parts(
+    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool
+) -> None:
+    """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
+
+    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    """
+    *planes, lengths = parts
+    assert lengths is not None
+    chosen = level("append", "auto", lengths.device)
+    _op(k, v, None, *planes, lengths, None, *formats, rotate_keys, None, None, measure, chosen)
+    lengths.add_(k.shape[2])  # as in `store`
 
 
 def append_(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from halfbyte.formats import plain_format
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops import _relaunch
 from halfbyte.ops._library import define, level, refuse_capture, say_once
+from halfbyte.ops.append import Stored
 from halfbyte.planes import AttentionOptions, Cache, Plane
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
@@ -90,11 +91,11 @@ def _in_torch(
     return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
 
 
-def _fake(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    v_codes, values = args[4], args[19]
-    assert isinstance(v_codes, torch.Tensor) and isinstance(values, str)
-    dim = v_codes.shape[-1] * format_of(values).code.per_byte
-    return q.new_empty(*q.shape[:3], dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _fake(q: torch.Tensor, k_codes: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    v_codes, (keys, values) = args[3], args[17:19]
+    key_plane, value_plane = Plane(format_of(keys), k_codes), Plane(format_of(values), v_codes)
+    check_tensor("q", q, ("B", "Hq", "L", key_plane.dim), device=k_codes.device)
+    return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: Plane, page_table: torch.Tensor | None) -> None:
@@ -152,6 +153,29 @@ def decode_attention(
         query_start = None if query_start is None else as_int32(query_start)
         done = _attend(q, cache, cache.lengths, query_start, options, _level(impl, q), deterministic_batch, request)
     return done if return_lse else done[0]
+
+
+def decode_parts(
+    q: torch.Tensor,
+    parts: Stored,
+    formats: tuple[str, str],
+    rotate_keys: bool,
+    *,
+    sm_scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """`decode_attention` as compiled code calls it, on the `stored` tensors of a contiguous cache and the names of its formats.
+
+    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    """
+    k_codes, k_scales, k_offsets, k_tail, _, v_codes, v_scales, v_offsets, _, lengths = parts
+    planes = (k_codes, k_scales, k_offsets, k_tail, v_codes, v_scales, v_offsets)
+    options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
+    out: torch.Tensor = _op(q, *planes, lengths, None, None, *options, *formats, _level("auto", q))[0]
+    return out
 
 
 def _level(impl: str, q: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -49,32 +50,38 @@ def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.T
     return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], *args: object) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], parts[0].shape[0])
+def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, *options: object) -> torch.Tensor:
+    weight = weight_of(weight_format(fmt), parts)
+    _check(x, weight, bias, "weight", "bias")
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _run_qkv(
+def _run_projections(
     x: torch.Tensor,
-    q: list[torch.Tensor],
-    k: list[torch.Tensor],
-    v: list[torch.Tensor],
-    q_bias: torch.Tensor | None,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
+    parts: list[torch.Tensor],
+    counts: list[int],
+    biases: list[torch.Tensor | None],
     formats: str,
     level: str,
     row_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights = [weight_of(weight_format(fmt), parts) for parts, fmt in zip((q, k, v), formats.split(","), strict=True)]
-    q_out, k_out, v_out = _run(x, weights, (q_bias, k_bias, v_bias), level, row_invariant)
-    return q_out, k_out, v_out
+) -> list[torch.Tensor]:
+    return _run(x, _weights(parts, counts, formats), biases, level, row_invariant)
 
 
-def _fake_qkv(
-    x: torch.Tensor, q: list[torch.Tensor], k: list[torch.Tensor], v: list[torch.Tensor], *args: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    lead = x.shape[:-1]
-    return x.new_empty(*lead, q[0].shape[0]), x.new_empty(*lead, k[0].shape[0]), x.new_empty(*lead, v[0].shape[0])
+def _fake_projections(
+    x: torch.Tensor, parts: list[torch.Tensor], counts: list[int], biases: list[torch.Tensor | None], formats: str, *options: object
+) -> list[torch.Tensor]:
+    weights = _weights(parts, counts, formats)
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        _check(x, weight, bias, f"weight {i}", f"bias {i}")
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+
+
+def _weights(parts: list[torch.Tensor], counts: list[int], formats: str) -> list[QuantTensor]:
+    """Weights from the tensors of all of them, of which each has so many."""
+    ends = list(itertools.accumulate(counts))
+    each = [parts[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [weight_of(weight_format(fmt), own) for own, fmt in zip(each, formats.split(","), strict=True)]
 
 
 _linear_op = define(
@@ -82,11 +89,11 @@ _linear_op = define(
     _run_linear,
     _fake_linear,
 )
-_qkv_op = define(
-    "qkv_projection(Tensor x, Tensor[] q, Tensor[] k, Tensor[] v, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
-    "str weight_formats, str level, bool row_invariant=False) -> (Tensor, Tensor, Tensor)",
-    _run_qkv,
-    _fake_qkv,
+_projections_op = define(
+    "projections(Tensor x, Tensor[] weights, int[] counts, Tensor?[] biases, str weight_formats, str level, "
+    "bool row_invariant=False) -> Tensor[]",
+    _run_projections,
+    _fake_projections,
 )
 
 
@@ -133,21 +140,61 @@ def qkv_projection(
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
+    q_out, k_out, v_out = projections(x, weights, biases, row_invariant=row_invariant, impl=impl, names=("q ", "k ", "v "))
+    return q_out, k_out, v_out
+
+
+def projections(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    row_invariant: bool = False,
+    impl: str = "auto",
+    names: Sequence[str] | None = None,
+) -> list[torch.Tensor]:
+    """`qkv_projection` of any number of weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
     request = _request(x, weights, biases, row_invariant, impl)
     done = None if request is None else relaunch.again(request)
-    if done is None:
-        for name, weight, bias in zip("qkv", weights, biases, strict=True):
-            _check(x, weight, bias, f"the {name} weight", f"the {name} bias")
-        chosen = _level("qkv_projection", impl, x)
-        if chosen not in _LEVELS and _past_dispatcher(x, biases):
-            done = gpu.run(x, weights, biases, chosen, row_invariant, request=request)
     if done is not None:
-        q_out, k_out, v_out = done
-        return q_out, k_out, v_out
-    q, k, v = (_flat(w) for w in weights)
-    formats = ",".join(w.format.name for w in weights)
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _qkv_op(x, q, k, v, *biases, formats, chosen, row_invariant)
-    return out
+        return done
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        name = names[i] if names else f"{i}. "
+        _check(x, weight, bias, f"the {name}weight", f"the {name}bias")
+    chosen = _level("qkv_projection", impl, x)
+    if chosen not in _LEVELS and _past_dispatcher(x, biases):
+        return gpu.run(x, weights, biases, chosen, row_invariant, request=request)
+    parts, formats = [_flat(w) for w in weights], [w.format.name for w in weights]
+    return _call_projections(x, parts, biases, formats, chosen, row_invariant)
+
+
+def _call_projections(
+    x: torch.Tensor,
+    parts: Sequence[list[torch.Tensor]],
+    biases: Sequence[torch.Tensor | None],
+    formats: Sequence[str],
+    level: str,
+    row_invariant: bool,
+) -> list[torch.Tensor]:
+    every, counts = [t for own in parts for t in own], [len(own) for own in parts]
+    outs: list[torch.Tensor] = _projections_op(x, every, counts, list(biases), ",".join(formats), level, row_invariant)
+    return outs
+
+
+def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
+    """`linear` as compiled code calls it: with the tensors of a weight in storage order and its format's name.
+
+    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    """
+    y: torch.Tensor = _linear_op(x, parts, bias, fmt, _level("linear", "auto", x))
+    return y
+
+
+def projections_of_parts(
+    x: torch.Tensor, parts: Sequence[list[torch.Tensor]], biases: Sequence[torch.Tensor | None], formats: Sequence[str]
+) -> list[torch.Tensor]:
+    """`projections` as compiled code calls it, see `linear_of_parts`."""
+    return _call_projections(x, parts, biases, formats, _level("qkv_projection", "auto", x), False)
 
 
 def _level(op: str, impl: str, x: torch.Tensor) -> str:

@@ -103,11 +103,11 @@ def linear_explanation(
     capability: tuple[int, int],
     table: Table = NO_TABLE,
 ) -> dict[str, str]:
-    """As `explanation`, for x [rows, width] times one weight (`linear`) or three (`qkv_projection`) of so many out features.
+    """As `explanation`, for x [rows, width] times one weight (`linear`), or two or three in one launch, of so many out features.
 
     `weights`: one format for all of them, or one each. x is contiguous and no weight has an act-order.
     """
-    check(len(features) in (1, 3), f"{len(features)} weights; a launch computes one (linear) or three (qkv_projection)")
+    check(len(features) in (1, 2, 3), f"{len(features)} weights; a launch computes one, two (gate and up) or three (q, k and v)")
     check(len(weights) in (1, len(features)), f"weights={','.join(weights)!r}; give one format, or one for each of {len(features)}")
     for name, size in {
         "rows": rows,
