@@ -169,7 +169,7 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     inputs = Inputs.random(SMALL, torch.device("cpu"))
     ways = job._ways(gpu, inputs, None)  # type: ignore[arg-type]
     assert {name: dict(way.sizes) for name, way in ways.items()} == {
-        "halfbyte auto": {"programs": 256},
+        "halfbyte auto": {"programs": 128},
         "halfbyte gluon, 1 split": {"programs": 32},
         "halfbyte gluon, 32 splits": {"programs": 1024},
         "halfbyte triton, 1 split": {"splits": 1},
@@ -244,7 +244,7 @@ def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None
 
 def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
     plan, tiles = tuned(32), portable(32)
-    assert (tiles.splits, plan.programs) == (16, 256)
+    assert (tiles.splits, plan.programs) == (16, 128)
     found = int4_ladder.climb(plan, tiles, tiles=False)
     assert list(found) == [
         "portable kernel, no pipelining",
@@ -255,7 +255,7 @@ def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
         "launches overlap",
     ]
     assert [splits.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
-    assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 256}, {}]
+    assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 128}, {}]
     alone = splits.unpaired(plan)
     assert isinstance(alone, GluonPlan)
     assert "launches overlap" not in int4_ladder.climb(alone, tiles, tiles=False)

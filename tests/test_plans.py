@@ -156,10 +156,30 @@ def test_programs_by_hand(units: int, slots: int, expected: int) -> None:
 
 def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
     for units, neighbourhoods in ((1, 17), (3, 33)):
-        found = tuned(replace(LAYER, batch=1, heads=units))
+        found = tuned(replace(LAYER, batch=1, heads=units, alibi=True))
         assert found.programs == 264
         assert (found.units, found.counters) == (units, units + 2 * neighbourhoods)
         assert found.floats == 2 * 264 * found.spec.part_floats
+
+
+@pytest.mark.parametrize(
+    ("change", "programs", "stages"),
+    [
+        ({"heads": 8}, 128, 3),
+        ({"heads": 1}, 132, 3),
+        ({"heads": 12}, 264, 2),
+        ({"heads": 32, "keys": "int4", "values": "int4"}, 128, 3),
+        ({"heads": 34, "keys": "int4", "values": "int4"}, 238, 2),
+        ({"heads": 8, "alibi": True}, 264, 2),
+        ({"heads": 8, "k_apart": 8}, 264, 2),
+        ({"heads": 8, "keys": "int4_g32", "values": "int4_g32"}, 264, 2),
+        ({"heads": 8, "dim": 64, "value_dim": 64}, 264, 2),
+    ],
+)
+def test_few_units_are_shared_by_half_as_many_programs(change: dict[str, Any], programs: int, stages: int) -> None:
+    """Their parts have to be added: from 16 of them on, with INT4 from 4, one program of a multiprocessor is faster."""
+    found = tuned(replace(LAYER, **({"batch": 1, "keys": "int8", "values": "int8"} | change)))
+    assert (found.programs, found.spec.stages) == (programs, stages)
 
 
 @pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_apart": 0}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
@@ -310,7 +330,7 @@ def test_an_explanation_says_from_where_on_weights_are_dequantised() -> None:
 @pytest.mark.parametrize(
     ("features", "rows", "weights", "named"),
     [
-        ((8, 8), 1, ("nf4",), "2 weights"),
+        ((8, 8, 8, 8), 1, ("nf4",), "4 weights"),
         ((8,), 0, ("nf4",), "rows=0"),
         ((8, 0, 8), 1, ("nf4",), "out features=0"),
         ((8, 8, 8), 1, ("nf4", "nf4"), "weights='nf4,nf4'"),

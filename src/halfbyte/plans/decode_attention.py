@@ -163,9 +163,12 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     units = p.batch * p.heads // heads
-    one = _one_each(spec, lean, units, sm_count, limit)
-    count = programs(units, sm_count * (per_sm if one is None else 1))
-    spec = summed_somewhere(replace(one or _filled(spec, per_sm, limit), gather=neighbours(count, units)))
+    alone = _one_each(spec, lean, units, sm_count, limit)
+    if alone is None and lean and even:
+        alone = _many_parts(spec, units, sm_count, limit)
+    spec, per_sm = alone or (_filled(spec, per_sm, limit), per_sm)
+    count = programs(units, sm_count * per_sm)
+    spec = summed_somewhere(replace(spec, gather=neighbours(count, units)))
     if spec.shared_bytes > limit:
         return EQUAL_PARTS
     tiles, unit = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if heads == 1 else "two KV heads"
@@ -248,18 +251,41 @@ def _filled(spec: Spec, per_sm: int, limit: int) -> Spec:
     return (alone or fitting)[0]
 
 
-def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> Spec | None:
-    """The spec where every multiprocessor has about one unit: one program computes it alone, and nothing is added up.
+def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> tuple[Spec, int] | None:
+    """The spec, for one program a multiprocessor, where each has about one unit: it computes that alone, and nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in beside it. None where that was slower or hardly faster (groups, single heads of 64, heads of 256, INT4 in pages),
-    or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
+    would move in beside it. Where only values have groups tiles stay. None where that was slower or hardly faster (groups of keys,
+    single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap, several new
+    tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.planes * side.padded for side in sides]
-    suits = all(side.groups == 1 and side.planes > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if not whole or not suits or (spec.page and any(side.code == "nibbles" for side in sides)):
+    suits = all(side.planes > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
+    if not whole or not suits or spec.keys.groups > 1 or (spec.page and any(side.code == "nibbles" for side in sides)):
         return None
+    if spec.values.groups > 1:
+        return _alone(spec, 3, limit)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
-    return next((one for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
+    return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
+
+
+def _many_parts(spec: Spec, units: int, sm_count: int, limit: int) -> tuple[Spec, int] | None:
+    """The spec and programs of a multiprocessor where many of them share a unit, so that adding up takes long.
+
+    One program a multiprocessor leaves half as many parts, and a stage more hides its waits. Measured for heads of 128 and 8 rows:
+    from 16 parts a unit on, with INT4 from 4; groups of keys gained nothing (docs/decode_attention.md).
+    """
+    sides = spec.keys, spec.values
+    suits = spec.padded_rows == 8 and all(side.planes > 1 and side.planes * side.padded == 128 for side in sides)
+    plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in sides)
+    if not suits or spec.keys.groups > 1 or units * (4 if plain_int4 else 16) > sm_count:
+        return None
+    return _alone(spec, 3, limit)
+
+
+def _alone(spec: Spec, stages: int, limit: int) -> tuple[Spec, int] | None:
+    """The spec with so many stages, for one program a multiprocessor, warps summed in memory of their own; None: no room."""
+    one = replace(spec, stages=stages, apart=True)
+    return (one, 1) if one.shared_bytes <= limit - 1024 else None
