@@ -63,8 +63,9 @@ def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability:
         (16384, 16384, 256, "data-parallel"),
         (1024, 4096, 128, "split-K, 4 parts a tile"),
         (4096, 14336, 256, "split-K, 2 parts a tile"),
-        (10240, 8192, 256, "stream-K"),
-        (28672, 4096, 256, "stream-K"),
+        (10240, 8192, 264, "stream-K"),
+        (28672, 4096, 264, "stream-K"),
+        (8192, 28672, 128, "data-parallel"),
         (65536, 4096, 256, "data-parallel"),
     ],
 )

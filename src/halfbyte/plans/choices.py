@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.plans.decode_attention import GluonPlan, neighbours, programs, shared_memory_of_block, summed_somewhere
-from halfbyte.plans.linear import GluonLinear, Spec, cut, fewest_programs, piece, staged
+from halfbyte.plans.linear import GluonLinear, Spec, cut, even_programs, fewest_programs, piece, staged
 from halfbyte.plans.linear_wgmma import WgmmaSpec, wgmma_staged
 
 
@@ -118,6 +118,7 @@ def linear_choices(
         assert isinstance(made, GluonLinear), made
         slots = processors * shape.blocks
         counts = [fewest_programs(made.tiles, made.steps, processors, shape.blocks), slots]
+        counts.append(even_programs(made.tiles, made.steps, slots))
         if made.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
             parts = [made.tiles * n for n in range(1, 9)]
             counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]

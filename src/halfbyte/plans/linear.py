@@ -160,12 +160,12 @@ def gluon_linear(
     if isinstance(weight, str):
         return weight
     features = [n for _, n in weights]
-    shape = _shape(weight, len(weights), rows, features, 2 * processors, half)
+    per_processor = 1 if _long(weight, rows, features, width, processors) else 2
+    shape = _shape(weight, len(weights), rows, features, per_processor * processors, half)
     shape = replace(shape, pair=pair and capability >= (9, 0))
     refusal = _refusal(shape, rows, width, capability)
     if refusal:
         return refusal
-    per_processor = 2
     if weight.group:
         shape = replace(shape, piece=piece(shape, width, weight.scale_bytes), zero_piece=piece(shape, width, 1))
     spec = staged(shape, per_processor, capability)
@@ -179,6 +179,16 @@ def gluon_linear(
     count = fewest_programs(tiles, steps, processors, per_processor)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
     return GluonLinear(spec, count, tiles, steps, tiles % count, per_processor, why)
+
+
+def _long(weight: Stored, rows: int, features: list[int], width: int, processors: int) -> bool:
+    """Whether one block of a multiprocessor does best: rows of x few, rows of the weight long, about one tile of 64 for each.
+
+    With INT4 in larger groups, as measured (docs/linear.md); two blocks would take tiles of 32 rows and read x twice as often.
+    """
+    tiles = sum(-(-n // 64) for n in features)
+    suits = weight.kind == "nibbles" and (weight.group == 0 or weight.group >= 64) and rows <= 8
+    return suits and width >= 20 << 10 and processors >= tiles >= 0.9 * processors
 
 
 def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) -> str:
@@ -280,8 +290,8 @@ def _scale_slots(stages: int) -> tuple[int, ...]:
 def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
     """How many programs share tiles of so many steps, with so many blocks on each processor at once.
 
-    One tile each needs no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal parts;
-    otherwise as few programs as have the same number of steps as if all slots took part.
+    Whole tiles for each need no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal
+    parts; otherwise all slots take part, also where fewer would have as many steps each: no multiprocessor is left out.
     """
     slots = blocks * processors
     if slots >= tiles >= 0.7 * slots:
@@ -290,6 +300,12 @@ def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int
     if parts >= 2 or processors >= tiles >= 0.875 * processors:
         parts = min(parts, steps)
         return tiles * parts * (blocks if steps // parts >= 8 else 1)
+    even = even_programs(tiles, steps, slots)
+    return even if tiles % even == 0 else min(tiles * steps, slots)
+
+
+def even_programs(tiles: int, steps: int, slots: int) -> int:
+    """The fewest programs that have as many steps each as if all slots took part."""
     each = -(-tiles * steps // slots)
     return -(-tiles * steps // each)
 
