@@ -74,7 +74,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class LinearTuning:
-    """x [rows, width] times one weight, or three in one launch, in one format, for several numbers of rows."""
+    """x [rows, width] times one weight, or two or three in one launch, in one format, for several numbers of rows."""
 
     features: tuple[int, ...]
     width: int

@@ -1,4 +1,4 @@
-"""The GPU levels of `linear` and `qkv_projection`: from tensors to a plan, to a launch. Nothing here waits for the device."""
+"""The GPU levels of `linear` and `projections`: from tensors to a plan, to a launch. Nothing here waits for the device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from halfbyte.ops._library import define, level
 from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor, weight_of
 
-#: Weights of one call: q, k and v.
+#: Weights of one call: q, k and v at most.
 MOST = 3
 
 

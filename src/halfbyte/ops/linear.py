@@ -1,4 +1,4 @@
-"""`linear` and `qkv_projection`: products with quantised weights, of which at most parts are ever dequantised."""
+"""`linear`, `qkv_projection`, `projections`: products with quantised weights, of which at most parts are ever dequantised."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def projections(
     impl: str = "auto",
     names: Sequence[str] | None = None,
 ) -> list[torch.Tensor]:
-    """`qkv_projection` of any number of weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
+    """`qkv_projection` of one to three weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
     request = _request(x, weights, biases, row_invariant, impl)
     done = None if request is None else relaunch.again(request)
     if done is not None:
