@@ -165,7 +165,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     units = p.batch * p.heads // heads
     alone = _one_each(spec, lean, units, sm_count, limit)
     if alone is None and lean and even:
-        alone = _many_parts(spec, units, sm_count, limit)
+        alone = _many_parts(spec, units, p.capacity, sm_count, limit)
     spec, per_sm = alone or (_filled(spec, per_sm, limit), per_sm)
     count = programs(units, sm_count * per_sm)
     spec = summed_somewhere(replace(spec, gather=neighbours(count, units)))
@@ -271,18 +271,20 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
 
-def _many_parts(spec: Spec, units: int, sm_count: int, limit: int) -> tuple[Spec, int] | None:
-    """The spec and programs of a multiprocessor where many of them share a unit, so that adding up takes long.
+def _many_parts(spec: Spec, units: int, capacity: int, sm_count: int, limit: int) -> tuple[Spec, int] | None:
+    """The spec, for one program a multiprocessor, where many of them share a unit, so that adding up takes long.
 
-    One program a multiprocessor leaves half as many parts, and a stage more hides its waits. Measured for heads of 128 and 8 rows:
-    from 16 parts a unit on, with INT4 from 4; groups of keys gained nothing (docs/decode_attention.md).
+    That leaves half as many parts, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a program. As
+    measured for heads of 128 and 8 rows: from 16 parts a unit on, with INT4 from 4; groups of keys gained nothing
+    (docs/decode_attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.planes > 1 and side.planes * side.padded == 128 for side in sides)
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in sides)
     if not suits or spec.keys.groups > 1 or units * (4 if plain_int4 else 16) > sm_count:
         return None
-    return _alone(spec, 3, limit)
+    short = plain_int4 and units * capacity <= 1024 * programs(units, sm_count)
+    return _alone(spec, 2 if short else 3, limit)
 
 
 def _alone(spec: Spec, stages: int, limit: int) -> tuple[Spec, int] | None:

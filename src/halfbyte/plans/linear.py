@@ -291,7 +291,7 @@ def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int
     """How many programs share tiles of so many steps, with so many blocks on each processor at once.
 
     Whole tiles for each need no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal
-    parts; otherwise all slots take part, also where fewer would have as many steps each: no multiprocessor is left out.
+    parts; otherwise the fewest that have as many steps each as if all slots took part, from 4 steps on all slots.
     """
     slots = blocks * processors
     if slots >= tiles >= 0.7 * slots:
@@ -301,7 +301,7 @@ def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int
         parts = min(parts, steps)
         return tiles * parts * (blocks if steps // parts >= 8 else 1)
     even = even_programs(tiles, steps, slots)
-    return even if tiles % even == 0 else min(tiles * steps, slots)
+    return even if tiles % even == 0 or tiles * steps <= 3 * slots else slots
 
 
 def even_programs(tiles: int, steps: int, slots: int) -> int:
