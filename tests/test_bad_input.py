@@ -26,6 +26,7 @@ from halfbyte import (
     qkv_projection,
     quantize,
 )
+from halfbyte.ops.linear import projections
 from halfbyte.planes import Plane
 
 META = torch.device("meta")
@@ -331,6 +332,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
         "int4_g32 .a Format",
     ),
     "linear: a weight of rank 3": (lambda: linear(r(2, 128), quantize(r(2, 8, 128), "nf4")), "weight has shape"),
+    "projections: a bias missing": (lambda: projections(r(2, 128), [weight(), weight()], [None]), "2 weights and 1 biases"),
+    "projections: another width": (lambda: projections(r(2, 64), [weight(), weight()], [None, None]), "first weight"),
     "qkv: two weights": (lambda: qkv_projection(r(2, 128), (weight(), weight())), "weights and biases must be three"),  # type: ignore[arg-type]
     "qkv: one unquantised": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
     "qkv: one of another width": (lambda: qkv_projection(r(2, 128), (weight(), quantize(r(8, 64), "nf4"), weight())), "k weight"),

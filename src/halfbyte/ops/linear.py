@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.cpu import linear as cpu
-from halfbyte.errors import check
+from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import weight_format
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops import _relaunch_linear as relaunch
@@ -151,15 +151,17 @@ def projections(
     *,
     row_invariant: bool = False,
     impl: str = "auto",
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = ("first ", "second ", "third "),
 ) -> list[torch.Tensor]:
     """`qkv_projection` of one to three weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
+    if not len(weights) == len(biases) in (1, 2, 3):
+        given = f"{len(weights)} weights and {len(biases)} biases"
+        raise InvalidArgument(f"{given} were given; pass one to three weights, and a bias or None for each")
     request = _request(x, weights, biases, row_invariant, impl)
     done = None if request is None else relaunch.again(request)
     if done is not None:
         return done
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        name = names[i] if names else f"{i}. "
+    for name, weight, bias in zip(names, weights, biases, strict=False):
         _check(x, weight, bias, f"the {name}weight", f"the {name}bias")
     chosen = _level("qkv_projection", impl, x)
     if chosen not in _LEVELS and _past_dispatcher(x, biases):
