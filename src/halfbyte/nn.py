@@ -157,7 +157,8 @@ class QuantLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight": None}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `Module.compile` made
+        return {**state, "_weight": None}
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
@@ -190,16 +191,19 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 
 
 class _Ready:
-    """What was computed for a projection that is yet to be called, between the two calls within one compiled graph."""
+    """What compiled code computed for a projection that is yet to be called: (the input, its product)."""
 
-    out: torch.Tensor | None = None
+    held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __getstate__(self) -> None:
+        """A copy waits for nothing."""
 
 
 class Tap(QuantLinear):
     """Stands at a projection that another one computes with its own (k and v with q, up with gate): holds the parameters, and hands
     out what `FusedProjections` computed from the same input."""
 
-    #: Within compiled code, where one graph computes all of them.
+    #: From compiled code, mostly to the same graph; threads are not told apart in it.
     _ready: _Ready
     #: Thread -> (the input, its product): several threads may run one model.
     _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -209,11 +213,13 @@ class Tap(QuantLinear):
         self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            given, out, self._ready.out = x, self._ready.out, None
-        else:
-            given, out = self._waiting.pop(get_ident(), (x, None))
-        if out is None or not _same_memory(given, x):
+        compiling = torch.compiler.is_compiling()
+        held = None if compiling else self._waiting.pop(get_ident(), None)
+        if held is None:  # the other one may have been compiled without this one
+            held, self._ready.held = self._ready.held, None
+        given, out = held or (x, None)
+        # Addresses are not known while compiling. What is left to eager then finds them here.
+        if out is None or not (given is x or (not compiling and _same_memory(given, x))):
             raise Unsupported(
                 f"a fused projection was called {'before the one' if out is None else 'with another input than the one'} that "
                 f"computes it (q for k and v, gate for up); this model does not fit fuse_qkv=True or fuse_gate_up=True: leave them "
@@ -226,7 +232,7 @@ class Tap(QuantLinear):
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
+    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 class FusedProjections(QuantLinear):
@@ -276,7 +282,7 @@ class FusedProjections(QuantLinear):
         parts, biases = zip(*(_stored(shard) for shard in self._shards), strict=True)
         first, *others = projections_of_parts(x, parts, biases, self._formats)
         for ready, out in zip(self._ready, others, strict=True):
-            ready.out = out
+            ready.held = (x, out)
         return first
 
     def unfuse(self) -> tuple[QuantLinear, ...]:

@@ -137,6 +137,38 @@ def test_fused_projections_of_different_inputs_are_refused():
         fused.taps[0](torch.randn(2, 64))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_projections_of_different_inputs_are_refused(backend):
+    """As in eager, instead of the products of the first one's input."""
+    torch._dynamo.reset()
+    fused, x = three(), torch.randn(2, 64)
+
+    def project(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fused(x), fused.taps[0](other), fused.taps[1](other)
+
+    expected, compiled = project(x, x), torch.compile(project, backend=backend)
+    assert all(map(torch.equal, compiled(x, x), expected))
+    assert all(map(torch.equal, compiled(x, x.view(2, 64)), expected))
+    with pytest.raises(HalfbyteError, match="another input"):
+        compiled(x, torch.randn(2, 64))
+    assert all(map(torch.equal, compiled(x, x), expected))
+
+
+@pytest.mark.parametrize("compiled", [0, 1, 2])
+def test_one_of_fused_projections_is_compiled_without_the_others(compiled):
+    """Where a graph breaks between them and one is left to eager, or one module is compiled by itself."""
+    torch._dynamo.reset()
+    fused, x = three(), torch.randn(2, 64)
+    expected = (fused(x), fused.taps[0](x), fused.taps[1](x))
+    [fused, *fused.taps][compiled].compile(backend="eager")
+    for _ in range(2):
+        assert all(map(torch.equal, (fused(x), fused.taps[0](x), fused.taps[1](x)), expected))
+    fused(x)
+    again = pickle.loads(pickle.dumps(fused))
+    with pytest.raises(HalfbyteError, match="before the one that computes it"):
+        again.taps[0](x)
+
+
 class Offload:
     """What accelerate's hook does: the parameters come before a call and leave after it."""
 
