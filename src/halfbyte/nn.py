@@ -163,10 +163,10 @@ class QuantLinear(nn.Module):
 
 def _local(t: torch.Tensor) -> torch.Tensor:
     """This rank's share of a distributed tensor; any other tensor as it is."""
-    if type(t) is nn.Parameter or not hasattr(t, "to_local"):  # hasattr in compiled code is checked at every call
+    if type(t).__name__ != "DTensor":  # in compiled code a DTensor has no attribute to_local until it is asked for
         return t
     with torch.no_grad():  # the same object every time
-        return t.to_local()  # type: ignore[no-any-return]
+        return t.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -303,7 +303,7 @@ def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
     What a parallel plan hooked to its forward stays behind: a column-parallel layer of local activations does not need it.
     """
     made.out_features, made.in_features, made.format_name = layer.out_features, layer.in_features, layer.format_name
-    made.parallel_style, made._weight = layer.parallel_style, None
+    made.parallel_style, made.training, made._weight = layer.parallel_style, layer.training, None
     for name, parameter in layer._parameters.items():
         made.register_parameter(name, parameter)
 

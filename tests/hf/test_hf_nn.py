@@ -81,6 +81,7 @@ def test_fused_model_is_the_same_model(build, prompt, family):
         assert pairs == (0 if family == "gpt_oss" else model.config.num_hidden_layers)  # which keeps experts in 3-D parameters
         assert not pairs or isinstance(model.model.layers[0].mlp.up_proj, Tap)
         assert sorted(model.state_dict()) == sorted(names)
+        assert not any(module.training for module in model.modules())
         assert torch.equal(model(ids).logits, expected)
         assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
         assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, expected)
