@@ -18,6 +18,9 @@ from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 
 Layer = TypeVar("Layer", bound="QuantLinear")
 
+#: A layer's parameters that are its weight, in storage order.
+_WEIGHT = tuple(f"weight_{name}" for name in PARTS)
+
 
 class NoTensor(Unsupported, AttributeError):
     """What a tensor would do was asked of a quantised weight. An AttributeError, so that `hasattr` says no."""
@@ -171,9 +174,9 @@ def _local(t: torch.Tensor) -> torch.Tensor:
 
 def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """A layer's weight in parts, and its bias: all that compiled code reads, since what it reads is checked at every call."""
-    parts = [_local(part) for name, part in parameters.items() if name != "bias" and part is not None]
-    bias = parameters["bias"]
-    return parts, None if bias is None else _local(bias)
+    held = {name: _local(part) for name, part in parameters.items() if part is not None}
+    # By name: one that was taken off the layer and put back is the last of its parameters.
+    return [held[name] for name in _WEIGHT if name in held], held.get("bias")
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:

@@ -170,6 +170,21 @@ def test_one_of_fused_projections_is_compiled_without_the_others(compiled):
         again.taps[0](x)
 
 
+def test_compiled_layers_know_their_parameters_by_name():
+    """One that is taken off and put back, as tools that share out or wrap parameters do, is the last of them."""
+    torch._dynamo.reset()
+    layer, fused, x = QuantLinear.from_linear(nn.Linear(64, 16), "int4_g32"), three(), torch.randn(2, 64)
+    expected = (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x))
+    for each in (layer, fused, *fused.taps):
+        for name in ("weight_codes", "bias", "weight_scales"):
+            part = getattr(each, name)
+            delattr(each, name)
+            each.register_parameter(name, part)
+        each.register_parameter("another", nn.Parameter(torch.ones(1), requires_grad=False))
+    compiled = torch.compile(lambda x: (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x)), backend="eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(x), expected))
+
+
 class Offload:
     """What accelerate's hook does: the parameters come before a call and leave after it."""
 
