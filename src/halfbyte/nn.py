@@ -18,6 +18,9 @@ from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 
 Layer = TypeVar("Layer", bound="QuantLinear")
 
+#: A layer's parameters that are its weight, in storage order.
+_WEIGHT = tuple(f"weight_{name}" for name in PARTS)
+
 
 class NoTensor(Unsupported, AttributeError):
     """What a tensor would do was asked of a quantised weight. An AttributeError, so that `hasattr` says no."""
@@ -157,22 +160,23 @@ class QuantLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight": None}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `Module.compile` made
+        return {**state, "_weight": None}
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
     """This rank's share of a distributed tensor; any other tensor as it is."""
-    if type(t) is nn.Parameter or not hasattr(t, "to_local"):  # hasattr in compiled code is checked at every call
+    if type(t).__name__ != "DTensor":  # in compiled code a DTensor has no attribute to_local until it is asked for
         return t
     with torch.no_grad():  # the same object every time
-        return t.to_local()  # type: ignore[no-any-return]
+        return t.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """A layer's weight in parts, and its bias: all that compiled code reads, since what it reads is checked at every call."""
-    parts = [_local(part) for name, part in parameters.items() if name != "bias" and part is not None]
-    bias = parameters["bias"]
-    return parts, None if bias is None else _local(bias)
+    held = {name: _local(part) for name, part in parameters.items() if part is not None}
+    # By name: one that was taken off the layer and put back is the last of its parameters.
+    return [held[name] for name in _WEIGHT if name in held], held.get("bias")
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -190,16 +194,19 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 
 
 class _Ready:
-    """What was computed for a projection that is yet to be called, between the two calls within one compiled graph."""
+    """What compiled code computed for a projection that is yet to be called: (the input, its product)."""
 
-    out: torch.Tensor | None = None
+    held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __getstate__(self) -> None:
+        """A copy waits for nothing."""
 
 
 class Tap(QuantLinear):
     """Stands at a projection that another one computes with its own (k and v with q, up with gate): holds the parameters, and hands
     out what `FusedProjections` computed from the same input."""
 
-    #: Within compiled code, where one graph computes all of them.
+    #: From compiled code, mostly to the same graph; threads are not told apart in it.
     _ready: _Ready
     #: Thread -> (the input, its product): several threads may run one model.
     _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -209,11 +216,13 @@ class Tap(QuantLinear):
         self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            given, out, self._ready.out = x, self._ready.out, None
-        else:
-            given, out = self._waiting.pop(get_ident(), (x, None))
-        if out is None or not _same_memory(given, x):
+        compiling = torch.compiler.is_compiling()
+        held = None if compiling else self._waiting.pop(get_ident(), None)
+        if held is None:  # the other one may have been compiled without this one
+            held, self._ready.held = self._ready.held, None
+        given, out = held or (x, None)
+        # Addresses are not known while compiling. What is left to eager then finds them here.
+        if out is None or not (given is x or (not compiling and _same_memory(given, x))):
             raise Unsupported(
                 f"a fused projection was called {'before the one' if out is None else 'with another input than the one'} that "
                 f"computes it (q for k and v, gate for up); this model does not fit fuse_qkv=True or fuse_gate_up=True: leave them "
@@ -226,7 +235,7 @@ class Tap(QuantLinear):
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
+    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 class FusedProjections(QuantLinear):
@@ -276,7 +285,7 @@ class FusedProjections(QuantLinear):
         parts, biases = zip(*(_stored(shard) for shard in self._shards), strict=True)
         first, *others = projections_of_parts(x, parts, biases, self._formats)
         for ready, out in zip(self._ready, others, strict=True):
-            ready.out = out
+            ready.held = (x, out)
         return first
 
     def unfuse(self) -> tuple[QuantLinear, ...]:
@@ -297,7 +306,7 @@ def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
     What a parallel plan hooked to its forward stays behind: a column-parallel layer of local activations does not need it.
     """
     made.out_features, made.in_features, made.format_name = layer.out_features, layer.in_features, layer.format_name
-    made.parallel_style, made._weight = layer.parallel_style, None
+    made.parallel_style, made.training, made._weight = layer.parallel_style, layer.training, None
     for name, parameter in layer._parameters.items():
         made.register_parameter(name, parameter)
 

@@ -17,11 +17,11 @@ from transformers.integrations import accelerate
 
 import halfbyte.hf  # noqa: F401  (makes the quantization method known)
 from halfbyte.errors import HalfbyteError
-from halfbyte.nn import fuse_qkv
+from halfbyte.nn import fuse_gate_up, fuse_qkv
 
 
 def main(port: str, rank: str, ranks: str, file: str) -> None:
-    """The largest difference to the expected logits per folder, apart and with q, k, v fused; or the error."""
+    """The largest difference to the expected logits per folder, apart and with all fused that can be; or the error."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
     accelerate.is_accelerate_available = lambda *a: True  # asked for by the loader, and then not used on a CPU
     dist.init_process_group("gloo")
@@ -33,9 +33,11 @@ def main(port: str, rank: str, ranks: str, file: str) -> None:
             )
             with torch.no_grad():
                 apart = (model(ids).logits - logits).abs().max().item()
-                fused = fuse_qkv(model)
-                together = (model(ids).logits - logits).abs().max().item()
-            found[folder] = {"apart": apart, "fused": fused, "together": together}
+                fused = fuse_qkv(model) + fuse_gate_up(model)
+                together = model(ids).logits
+                compiled = torch.equal(torch.compile(model, backend="eager")(ids).logits, together)
+            off = (together - logits).abs().max().item()
+            found[folder] = {"apart": apart, "fused": fused, "together": off, "compiled": compiled}
         except HalfbyteError as error:
             found[folder] = {"error": f"{type(error).__name__}: {error}"}
     print("RESULT", json.dumps(found), flush=True)

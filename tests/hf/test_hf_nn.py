@@ -81,6 +81,7 @@ def test_fused_model_is_the_same_model(build, prompt, family):
         assert pairs == (0 if family == "gpt_oss" else model.config.num_hidden_layers)  # which keeps experts in 3-D parameters
         assert not pairs or isinstance(model.model.layers[0].mlp.up_proj, Tap)
         assert sorted(model.state_dict()) == sorted(names)
+        assert not any(module.training for module in model.modules())
         assert torch.equal(model(ids).logits, expected)
         assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
         assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, expected)
@@ -135,6 +136,53 @@ def test_fused_projections_of_different_inputs_are_refused():
     fused(x)
     with pytest.raises(HalfbyteError, match="another input"):
         fused.taps[0](torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_projections_of_different_inputs_are_refused(backend):
+    """As in eager, instead of the products of the first one's input."""
+    torch._dynamo.reset()
+    fused, x = three(), torch.randn(2, 64)
+
+    def project(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fused(x), fused.taps[0](other), fused.taps[1](other)
+
+    expected, compiled = project(x, x), torch.compile(project, backend=backend)
+    assert all(map(torch.equal, compiled(x, x), expected))
+    assert all(map(torch.equal, compiled(x, x.view(2, 64)), expected))
+    with pytest.raises(HalfbyteError, match="another input"):
+        compiled(x, torch.randn(2, 64))
+    assert all(map(torch.equal, compiled(x, x), expected))
+
+
+@pytest.mark.parametrize("compiled", [0, 1, 2])
+def test_one_of_fused_projections_is_compiled_without_the_others(compiled):
+    """Where a graph breaks between them and one is left to eager, or one module is compiled by itself."""
+    torch._dynamo.reset()
+    fused, x = three(), torch.randn(2, 64)
+    expected = (fused(x), fused.taps[0](x), fused.taps[1](x))
+    [fused, *fused.taps][compiled].compile(backend="eager")
+    for _ in range(2):
+        assert all(map(torch.equal, (fused(x), fused.taps[0](x), fused.taps[1](x)), expected))
+    fused(x)
+    again = pickle.loads(pickle.dumps(fused))
+    with pytest.raises(HalfbyteError, match="before the one that computes it"):
+        again.taps[0](x)
+
+
+def test_compiled_layers_know_their_parameters_by_name():
+    """One that is taken off and put back, as tools that share out or wrap parameters do, is the last of them."""
+    torch._dynamo.reset()
+    layer, fused, x = QuantLinear.from_linear(nn.Linear(64, 16), "int4_g32"), three(), torch.randn(2, 64)
+    expected = (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x))
+    for each in (layer, fused, *fused.taps):
+        for name in ("weight_codes", "bias", "weight_scales"):
+            part = getattr(each, name)
+            delattr(each, name)
+            each.register_parameter(name, part)
+        each.register_parameter("another", nn.Parameter(torch.ones(1), requires_grad=False))
+    compiled = torch.compile(lambda x: (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x)), backend="eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(x), expected))
 
 
 class Offload:
