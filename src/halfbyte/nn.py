@@ -203,8 +203,10 @@ class _Ready:
 
 
 class Tap(QuantLinear):
-    """Stands at a projection that another one computes with its own (k and v with q, up with gate): holds the parameters, and hands
-    out what `FusedProjections` computed from the same input."""
+    """Stands at a projection that another one computes with its own (k and v with q, up with gate).
+
+    Holds the parameters, and hands out what `FusedProjections` computed from the same input.
+    """
 
     #: From compiled code, mostly to the same graph; threads are not told apart in it.
     _ready: _Ready
@@ -257,9 +259,8 @@ class FusedProjections(QuantLinear):
             raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
         nn.Module.__init__(self)
         _adopt(self, first)
-        self.taps = tuple(
-            _become(Tap, shard) for shard in others
-        )  # a tuple: they are submodules of the model's module, not of this
+        # A tuple: they are submodules of the model, not of this.
+        self.taps = tuple(_become(Tap, shard) for shard in others)
         for tap in self.taps:
             tap._waiting, tap._ready = {}, _Ready()
         # For compiled code. Through the taps it would compare each thing there with the same in the model, at every call.
