@@ -171,6 +171,8 @@ def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
         ({"heads": 32, "keys": "int4", "values": "int4"}, 128, 3),
         ({"heads": 34, "keys": "int4", "values": "int4"}, 238, 2),
         ({"heads": 8, "keys": "int4", "values": "int4", "capacity": 16384}, 128, 2),
+        ({"heads": 128, "keys": "int8", "values": "int4_g32"}, 128, 3),
+        ({"heads": 128, "keys": "int4", "values": "int4_g32"}, 256, 2),
         ({"heads": 8, "alibi": True}, 264, 2),
         ({"heads": 8, "k_apart": 8}, 264, 2),
         ({"heads": 8, "keys": "int4_g32", "values": "int4_g32"}, 264, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -65,26 +66,8 @@ def _run(
     reference.append_(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys)
 
 
-def _fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor | None,
-    k_codes: torch.Tensor,
-    k_scales: torch.Tensor | None,
-    k_offsets: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    k_saturated: torch.Tensor | None,
-    v_codes: torch.Tensor,
-    v_scales: torch.Tensor | None,
-    v_offsets: torch.Tensor | None,
-    v_saturated: torch.Tensor | None,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    keys: str,
-    values: str,
-    *options: object,
-    **more: object,
-) -> None:
+def _fake(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, k_codes: torch.Tensor, *rest: Any, **more: object) -> None:
+    v_codes, lengths, (keys, values) = rest[4], rest[8], rest[10:12]
     check_new(k, v, Plane(key_format(keys), k_codes), Plane(value_format(values), v_codes), lengths, counts)
 
 

@@ -255,9 +255,9 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     """The spec, for one program a multiprocessor, where each has about one unit: it computes that alone, and nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in beside it. Where only values have groups tiles stay. None where that was slower or hardly faster (groups of keys,
-    single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap, several new
-    tokens).
+    would move in beside it. With 8-bit keys and values in groups tiles stay. None where that was slower or hardly faster (other
+    groups, single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap,
+    several new tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
@@ -266,7 +266,7 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     if not whole or not suits or spec.keys.groups > 1 or (spec.page and any(side.code == "nibbles" for side in sides)):
         return None
     if spec.values.groups > 1:
-        return _alone(spec, 3, limit)
+        return None if spec.keys.code == "nibbles" else _alone(spec, 3, limit)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
