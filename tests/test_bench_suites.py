@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,7 +257,7 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     listed = {row[0]: row[-1] for row in peers.table_rows(FAKE)}
     assert listed["torch sdpa"] == listed["flex attention"] == listed["tinygemm"] == "yes"
     assert listed["torch sdpa cudnn"] == "no: needs an NVIDIA GPU"
-    assert listed["humming"].startswith("no: no adapter")
+    assert listed["humming"] == "no: not installed: pip install humming-kernels; needs an NVIDIA GPU"
     assert {"flashinfer", "fbgemm", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
     absent = Peer("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
     assert absent.missing(FAKE) == "not installed: pip install x; needs an NVIDIA GPU"
@@ -268,6 +269,49 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="1"):
         cli.main(["bench", "peers", "--quick"])
     assert "need --measure" in capsys.readouterr().err
+
+
+class Layer(torch.nn.Module):
+    """Humming's and Marlin's layer as their sources describe it: what it holds decodes to the weight that the adapter says."""
+
+    def __init__(self, *sizes: int, shape_n: int = 0, shape_k: int = 0, weight_config: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.config, self.held = weight_config, {}
+        self.qweight, self.scales = (torch.nn.Parameter(torch.empty(0, dtype=t), False) for t in (torch.int32, torch.bfloat16))
+
+    def load_from_tensors(self, parts: dict[str, torch.Tensor]) -> None:
+        self.held = parts
+
+    def transform(self) -> None:
+        """Humming's own order of codes."""
+
+    def post_init(self) -> None:
+        """Marlin's own order of codes: words of 8 codes along K, K first."""
+        self.held = {"weight": self.qweight.mT.contiguous(), "weight_scale": self.scales.mT}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.stack([self.held["weight"].view(torch.uint8) >> shift & 15 for shift in (0, 4)], -1).flatten(-2)
+        scales, two = self.held["weight_scale"], self.held.get("weight_scale_2", torch.ones(1))
+        scales = (scales.float() - 127).exp2() if scales.dtype is torch.uint8 else scales.float()
+        e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        signed = torch.cat([e2m1, -e2m1])[codes.long()]
+        w = signed if (self.config or {}).get("quant_method") else codes.float() - 8
+        return (x.double() @ (w * scales.repeat_interleave(w.shape[1] // scales.shape[1], 1) * two).double().T).to(x.dtype)
+
+
+@pytest.mark.parametrize("name", ["humming", "humming nvfp4", "humming mxfp4", "Marlin, of GPTQModel"])
+def test_peers_that_were_not_run_are_given_the_weight_in_their_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(HummingLayer=Layer, MarlinLinear=Layer)
+    monkeypatch.setattr("halfbyte.bench.peers.linear.import_module", lambda _: module)
+    (peer,) = (p for p in peers.every() if p.name == name)
+    x, w = torch.randn(3, 256).bfloat16(), torch.randn(16, 256)
+    assert peer.prepare is not None
+    prepared = peer.prepare(x, w, lambda _: 2)
+    assert len(prepared.calls) == 2
+    reference = x.double() @ prepared.held[0].double().T
+    for call in prepared.calls:
+        assert float((call().double() - reference).norm() / reference.norm()) < 3e-3
+    assert float((prepared.held[0] - w).norm() / w.norm()) < 0.2
 
 
 def small_attention() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -354,15 +354,22 @@ MUTANTS = [
     Mutant(
         "a fake of the wrong shape",
         OPS,
-        "dim = v_codes.shape[-1] * format_of(values).code.per_byte",
-        "dim = v_codes.shape[-1]",
+        "device=k_codes.device)\n    return q.new_empty(*q.shape[:3], value_plane.dim)",
+        "device=k_codes.device)\n    return q.new_empty(*q.shape[:3], v_codes.shape[-1])",
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),
     Mutant(
         "the bias of another shard",
         "ops/linear.py",
-        "(q_bias, k_bias, v_bias), level",
-        "(q_bias, k_bias, None), level",
+        "counts, list(biases), ",
+        "counts, [*biases[:-1], None], ",
+        ops("test_qkv_projection_is_three_products"),
+    ),
+    Mutant(
+        "the parts of the first weight for all",
+        "ops/linear.py",
+        "parts[end - count : end]",
+        "parts[:count]",
         ops("test_qkv_projection_is_three_products"),
     ),
     # -- streams of warps that wait for each other's copies

@@ -37,7 +37,6 @@ class Peer:
     prepare   (q, k, v, copies) or (x, w, copies) to what is timed; None: `decode.contenders` and `linear.contenders` bring it
     packages  modules that must be installed, by `pip install` of `install`
     gpu       whether it needs an NVIDIA GPU
-    why_not   why it never runs here
     """
 
     name: str
@@ -47,13 +46,11 @@ class Peer:
     packages: tuple[str, ...] = ()
     install: str = ""
     gpu: bool = False
-    why_not: str = ""
 
     def missing(self, device: Device) -> str:
         """Why it does not run on `device`; "" when it does."""
         absent = [name for name in self.packages if not _installed(name)]
-        reasons = [self.why_not] if self.why_not else []
-        reasons += [f"not installed: pip install {self.install}"] if absent else []
+        reasons = [f"not installed: pip install {self.install}"] if absent else []
         reasons += ["needs an NVIDIA GPU"] if self.gpu and device.kind != "cuda" else []
         return "; ".join(reasons)
 
