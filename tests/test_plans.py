@@ -14,7 +14,7 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
 from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan, neighbours, programs, side, summed_somewhere
-from halfbyte.plans.decode_spec import Side
+from halfbyte.plans.decode_spec import Side, WideSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
 from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
@@ -65,7 +65,10 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
         ({"keys": "fp16"}, "bf16 queries over fp16"),
         ({"page": 24}, "pages of 24 tokens"),
         ({"dim": 96, "keys": "int8_g32"}, "3 groups in a head are not a power of two"),
-        ({"group": 64}, "64 query rows of 128"),
+        ({"group": 64, "queries": 3}, "192 query rows a KV head; tuned kernels take up to 128"),
+        ({"group": 17, "dim": 256, "value_dim": 256}, "17 query rows a KV head are more than the tuned kernels hold"),
+        ({"group": 17, "dim": 64, "value_dim": 128, "queries": 2}, "values of another size than keys"),
+        ({"group": 40, "values": "bf16"}, "beside 16-bit tokens"),
         ({"dim": 40, "keys": "int4"}, "rows of 20 bytes"),
         ({"batch": 5000}, "5000 sequences"),
         ({"batch": 4000, "capacity": 2**20}, "more than it counts"),
@@ -74,6 +77,27 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
 def test_what_the_tuned_kernel_leaves_to_the_portable_one(change: dict[str, object], why: str) -> None:
     tuned(LAYER)
     assert why in why_not(replace(LAYER, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("name", [n for n, f in KV_FORMATS.items() if f.is_quantized and not f.token_block])
+def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
+    for group, queries, rows in ((33, 1, 64), (8, 8, 64), (13, 5, 128), (8, 16, 128)):
+        p = replace(LAYER, keys=name, values=name, dim=dim, value_dim=dim, group=group, queries=queries)
+        found = gluon_plan(p, 132, (9, 0), True)
+        if isinstance(found, str):  # what the kernel for few rows cannot read either
+            assert found == why_not(replace(p, group=1, queries=1)), found
+        elif padded(group * queries) * dim > 4096:
+            assert isinstance(found.spec, WideSpec), found.why
+            assert found.spec.padded_rows == rows
+            per_sm = 2 if rows == 64 else 1
+            assert per_sm * (found.spec.shared_bytes + 1024) <= 227 << 10
+            assert found.programs <= per_sm * 132
+
+
+def test_many_rows_without_warp_group_products_are_left_to_the_portable_kernel() -> None:
+    for capability in ((8, 0), (10, 0)):
+        assert "33 query rows of 128" in why_not(replace(LAYER, group=33), capability)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4_g32", "int8", "fp8", "int8_tensor", "bf16"])

@@ -21,6 +21,17 @@ CASES = {
     ),
     "192 wide, starts": Case(Variant("int8", "fp8", dim=192, group=3, options=frozenset({"starts"})), 1, (120, 31)),
     "one scale, 32 heads": Case(Variant("int8_tensor", "int8_tensor", group=32), 1, (200,)),
+    "64 rows": Case(Variant("int4", "int4", group=8, queries=8), 1, (300, 7)),
+    "128 rows, tokens first, pages": Case(
+        Variant("int4_g64", "int8_g32", group=16, queries=8, page=64, layout="BTHD"), 2, (290, 0)
+    ),
+    "48 heads, one scale, sinks": Case(Variant("fp8_tensor", "int8_tensor", group=48, options=frozenset({"sinks"})), 1, (200, 129)),
+    "80 rows, window, alibi, softcap": Case(
+        Variant("fp8", "int4_g32", group=5, queries=16, options=frozenset({"window", "alibi", "softcap"})), 1, (400,)
+    ),
+    "40 rows of 80, starts": Case(
+        Variant("int8_token", "int8", dim=80, group=8, queries=5, options=frozenset({"starts"})), 1, (70, 300), early=True
+    ),
 }
 
 

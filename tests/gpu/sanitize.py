@@ -28,6 +28,8 @@ MARKED = [
     Case(Variant("bf16", "bf16", dim=96, group=5, queries=5, odd=True, options=ALL), 1, (251,)),
     Case(Variant("int4_g32", "int4_g64", dim=192, group=32, page=256, options=ALL), 1, (513, 255)),
     Case(Variant("int8_channel", "fp8_tensor", group=12, queries=16, page=32), 1, (95, 63)),
+    Case(Variant("int4", "int8_g32", group=8, queries=5, page=16), 2, (300, 65, 0)),
+    Case(Variant("fp8", "int4_g64", group=8, queries=16, layout="BTHD", options=ALL), 1, (513, 129)),
 ]
 #: Formats of the weights (three: q, k and v), rows, K, type of x: splits and large tiles, odd N, K that no step divides.
 PRODUCTS = [

@@ -168,17 +168,22 @@ HARD = {
 @pytest.mark.compile_first
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HARD)
-def test_hard_numbers(name: str, dtype: torch.dtype, impl: str) -> None:
+@pytest.mark.parametrize("heads", [8, 40])
+def test_hard_numbers(name: str, dtype: torch.dtype, heads: int, impl: str) -> None:
     hard, tokens, ran = HARD[name], PLACE.size(1500, 96), 0
     for keys, values in PAIRS:
-        k, v, q = hard.k(normal(2, 2, tokens, 128)), hard.v(normal(2, 2, tokens, 128, seed=1)), hard.q(normal(2, 8, 2, 128, seed=2))
+        k, v, q = (
+            hard.k(normal(2, 2, tokens, 128)),
+            hard.v(normal(2, 2, tokens, 128, seed=1)),
+            hard.q(normal(2, heads, 2, 128, seed=2)),
+        )
         if q.abs().max() > 60000 or not k.half().isfinite().all():
             pytest.skip("beyond fp16")
         options: dict[str, Any] = {}
         if hard.sinks is not None:
-            options["sinks"] = torch.full((8,), hard.sinks, device=PLACE.device)
+            options["sinks"] = torch.full((heads,), hard.sinks, device=PLACE.device)
         if hard.alibi is not None:
-            options["alibi_slopes"] = torch.full((8,), hard.alibi, device=PLACE.device)
+            options["alibi_slopes"] = torch.full((heads,), hard.alibi, device=PLACE.device)
         call = simple(k, v, q.to(dtype), keys, values, [tokens, tokens - 29], **options)
         try:
             result = call.run(impl)
@@ -192,10 +197,11 @@ def test_hard_numbers(name: str, dtype: torch.dtype, impl: str) -> None:
 @pytest.mark.compile_first
 @pytest.mark.parametrize("k_scale", [2.0**-24, 2.0**-14, 65504.0])
 @pytest.mark.parametrize("v_scale", [2.0**-24, 65504.0])
-def test_scales_at_their_limits(k_scale: float, v_scale: float, impl: str) -> None:
+@pytest.mark.parametrize("heads", [8, 80])
+def test_scales_at_their_limits(k_scale: float, v_scale: float, heads: int, impl: str) -> None:
     """The smallest and the largest scale that fp16 holds, subnormal ones too, with queries that keep the scores sane."""
     for keys, values in PAIRS:
-        q = normal(2, 8, 1, 128, seed=2) / (k_scale * 127)
+        q = normal(2, heads, 1, 128, seed=2) / (k_scale * 127)
         call = simple(normal(2, 2, 200, 128), normal(2, 2, 200, 128, seed=1), q.bfloat16(), keys, values)
         planes = (with_scale(p, s) for p, s in ((call.cache.keys, k_scale), (call.cache.values, v_scale)))
         call.cache = hb.KVCache.from_buffers(*planes, call.cache.lengths)

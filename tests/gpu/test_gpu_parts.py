@@ -29,6 +29,8 @@ VARIANTS = [
     Variant("fp8", "fp8", dim=256, group=2, batch=1, layout="BTHD", options=frozenset({"sinks"})),
     Variant("int4", "int4", group=8, batch=1, layout="BTHD", options=frozenset({"sinks"})),
     Variant("int8", "int8", dim=64, group=16, batch=1, page=64, layout="BTHD", options=frozenset({"alibi"})),
+    Variant("int4", "int8", group=8, queries=8, batch=1),
+    Variant("int8", "int4_g32", group=8, queries=16, batch=1, page=32, options=frozenset({"sinks"})),
 ]
 #: Parts of a unit: about one step and two, about whole neighbourhoods, and more than there are programs.
 PARTS = (
@@ -63,7 +65,7 @@ def longest(variant: Variant, slack: int = 0) -> Call:
 
 def _unit(variant: Variant) -> int:
     """KV heads of a unit where there are enough."""
-    return 2 if variant in VARIANTS[4:] else 1
+    return 2 if variant in VARIANTS[4:6] else 1
 
 
 def _check_unit(call: Call, heads: int) -> GluonPlan:

@@ -155,6 +155,11 @@ _SHAPES = (
     Problem("pages of 64, 64/8", DecodeShape(16, 64, 8), "pages"),
 )
 _WIDE = ("MQA 32/1", "GQA 16, 32/2")
+#: Query rows of several new tokens of several heads cost what as many heads of one token do.
+_ROWS = (
+    Problem("64 rows, 64/1", DecodeShape(128, 64, 1), peers=True),
+    Problem("128 rows, 128/1", DecodeShape(128, 128, 1), peers=True),
+)
 
 SKEWED = Problem("63 x 512 and 1 x 65,536", DecodeShape(64, 64, 8, 128, 65536), runs=((63, 512), (1, 65536)))
 #: q_heads plays no part in an append.
@@ -169,6 +174,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _one_head(4, 131072),
     _one_head(1, 1048576),
     *_SHAPES,
+    *_ROWS,
     SKEWED,
 )
 
@@ -194,6 +200,7 @@ BARS: tuple[Bar, ...] = (
     Bar("batch 4 x 131,072", "int4", "roof_share", 0.74),
     Bar("batch 1 x 1,048,576", "int4", "roof_share", 0.85),
     *(Bar(p.name, formats, "roof_share", 0.78 if p.name in _WIDE else 0.85) for p in _SHAPES for formats in ("int4", "int8")),
+    *(Bar(p.name, formats, "times_16_bit", 1.0) for p in _ROWS for formats in ("int4", "int4_g32", "int8")),
     Bar(SKEWED.name, "int4", "times_even", 1.15),
     Bar(APPEND.name, "int4", "over_copy", 2e-6),
     Bar(CALL, "int8", "over_launch", 12e-6),

@@ -100,7 +100,7 @@ def _attention(p: Problem, plan: GluonPlan) -> Iterator[Configuration]:
     import torch
 
     from halfbyte.kernels.compiling import empty, plane, recorded
-    from halfbyte.kernels.decode_gluon import launch
+    from halfbyte.kernels.decode_launch import launch
     from halfbyte.planes import AttentionOptions
 
     dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16

@@ -27,41 +27,25 @@ to the workspace and the program that arrives last adds them up, in the order of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier
-from halfbyte.kernels.compiling import Configuration, empty, recorded
-from halfbyte.kernels.decode_sample import Call, sample
 from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
 from halfbyte.kernels.gluon_output import gather, part_slot, parted, sum_warps, write_part, write_rows
 from halfbyte.kernels.gluon_tiles import (
-    TILE_COST,
-    UNIT_COST,
-    deal,
     fetch,
     head_of,
     load_query,
     make_rings,
     page_of_tile,
     place_of,
-    program_at,
     query_operands,
-    quotient,
-    tile_at,
-    tiles_of,
-    visible_keys,
 )
-from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import WIDEST, GluonPlan, Problem, gluon_plan
-from halfbyte.plans.decode_spec import Spec
+from halfbyte.kernels.gluon_units import deal, next_unit, program_at, unit_at, visible_keys
 
 
 # Numbers that no vector of addresses is made of are not specialised on: a kernel for each would be compiled for nothing.
@@ -126,17 +110,11 @@ def decode(
     program = gl.program_id(0)
     h = -1
     while x < x_end:
-        first, limit, lo, hi = visible_keys(b, True, Lengths, QueryStart, Starts, Ends, capacity, window, C)
-        tile0, tiles = tiles_of(lo, hi, C)
-        cost = tiles * TILE_COST + UNIT_COST
-        if h < 0:
-            h = quotient(x - start, cost)
-            start += h * cost
+        here, h, start, cost, begin, end, t_begin, t_end = unit_at(
+            x, x_end, b, h, start, Lengths, QueryStart, Starts, Ends, capacity, window, C
+        )
+        first, limit, lo, hi = here
         head = h * C.heads
-        begin = x - start
-        end = gl.minimum(x_end - start, cost)
-        t_begin = tile0 + tile_at(begin, tiles)
-        t_end = tile0 + tile_at(end, tiles)
 
         k_sizes = (pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
         v_sizes = (pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
@@ -215,94 +193,6 @@ def decode(
             whole, merged = gather(Part, Count, unit, batch * (heads // C.heads), part_first, part_last, VS, C)
         if whole:
             write_rows(Out, Lse, Sinks, VScale, unit * C.heads, head, merged, VS, C)
-        x = start + end
-        if end == cost:
-            start += cost
-            h += 1
-            if h == heads // C.heads:
-                h = 0
-                b += 1
+        x, b, h, start = next_unit(b, h, start, cost, end, heads // C.heads)
         if C.reuses_ring:
             barrier()  # the next unit's first requests must not overtake a warp that still reads sums from where they go
-
-
-def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
-    """The numbers of a launch: sizes, and strides of queries, codes and scales. The same as long as the tensors' shapes are."""
-    k, v = keys.codes.view(torch.int16), values.codes.view(torch.int16)
-    return (
-        *(q.shape[0], keys.heads, k.shape[0], k.shape[2] * (1 if page_table is None else page_table.shape[1])),
-        *q.stride()[:3],
-        *(k.stride(0), k.stride(1), k.stride(2) // 8, v.stride(0), v.stride(1), v.stride(2) // 8),
-        *(*_scale_strides(keys), *_scale_strides(values), 0 if page_table is None else page_table.stride(0)),
-    )
-
-
-def launch(
-    q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    options: AttentionOptions,
-    spec: Spec,
-    programs: int,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    count: torch.Tensor,
-) -> Any:
-    """Launch on the current stream, compiling if need be; returns what was compiled.
-
-    part: fp32, count: int32, zero before and after; the plan says how many.
-    """
-    o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
-    return decode[(programs,)](
-        *(q, k, keys.scales, keys.offsets, v, values.scales, values.offsets, out, lse, part, count),
-        *(lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
-        *(o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST), *sizes(q, keys, values, page_table)),
-        C=spec,
-        num_warps=spec.warps,
-        launch_pdl=spec.pair,
-        maxnreg=255,  # without it the assembler spills for the sake of a third program, which shared memory has no room for
-    )
-
-
-def _scale_strides(plane: Plane) -> tuple[int, int, int]:
-    """Strides of scales by batch (or page), head and token; scales of whole tokens have no heads."""
-    s = plane.scales
-    if s is None or s.ndim == 1:
-        return 0, 0, 0
-    return (s.stride(0), 0, s.stride(1)) if s.ndim == 2 else (s.stride(0), s.stride(1), s.stride(2))
-
-
-#: Why a variant may spill on an architecture that its tiles were not chosen for.
-_FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
-
-
-def configurations() -> list[Configuration]:
-    """The sample's calls, as an A100, an H100 and a B200 would be given them."""
-    return [c for call in sample() for c in _configurations(call)]
-
-
-def _configurations(call: Call) -> Iterator[Configuration]:
-    k, v, (batch, query_heads, queries, dim) = call.keys, call.values, call.q.shape
-    page = 0 if call.page_table is None else k.codes.shape[2]
-    o, group = call.options, query_heads // k.heads
-    apart = 1 if k.codes.stride(2) == k.codes.shape[3] else k.heads
-    problem = Problem(
-        *("bf16", batch, k.heads, group, queries, dim, v.dim, call.capacity, k.format.name, v.format.name, page),
-        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
-        *(apart, apart, apart, apart),
-    )
-    lean = queries == 1 and o.alibi_slopes is None and o.softcap is None
-    for capability in ((8, 0), (9, 0), (10, 0)):
-        plan = gluon_plan(problem, 132, capability, True)
-        if isinstance(plan, GluonPlan):
-            spec = plan.spec
-            part, count = empty(plan.floats, dtype=torch.float32), empty(plan.counters)
-            rest = (spec, plan.programs, call.out, call.lse, part, count)
-            full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
-            target = 10 * capability[0]
-            name, why = f"{call.name}-{capability[0]}x", _FULL if full else ""
-            yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

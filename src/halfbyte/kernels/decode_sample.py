@@ -46,6 +46,12 @@ _SAMPLE = (
     ("int8", "int8", 128, 8, 1, 64, "sinks"),
     ("fp8", "fp8", 128, 8, 1, 0, "tokens-first"),
     ("int4", "int4", 256, 8, 1, 0, ""),
+    ("int4", "int4", 128, 8, 8, 0, ""),
+    ("int8", "int8", 128, 128, 1, 0, ""),
+    ("int8", "int4_g32", 128, 8, 8, 64, "window alibi softcap"),
+    ("int4_g64", "int8_g32", 128, 16, 8, 16, "tokens-first sinks"),
+    ("int8_token", "int8_tensor", 96, 48, 1, 0, "starts"),
+    ("int8", "fp8", 64, 16, 4, 64, "tokens-first"),
 )
 
 

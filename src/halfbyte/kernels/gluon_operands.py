@@ -86,7 +86,7 @@ def unpack_bytes(x):
 
 
 @gluon.jit
-def _unpack(x, S: gl.constexpr):
+def unpack(x, S: gl.constexpr):
     """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
     if S.code == "nibbles":
         a, b, c, d = gl.inline_asm_elementwise(
@@ -135,7 +135,7 @@ def _unpack(x, S: gl.constexpr):
 
 @gluon.jit
 def _unpack_values(x, S: gl.constexpr):
-    """As `_unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
+    """As `unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
     if S.code == "nibbles":
         a, b, c, d = gl.inline_asm_elementwise(
             """{
@@ -152,7 +152,7 @@ def _unpack_values(x, S: gl.constexpr):
         )
         return (a, b, c, d)
     else:
-        return _unpack(x, S)
+        return unpack(x, S)
 
 
 @gluon.jit
@@ -206,12 +206,12 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.streams, C.tokens, 2, 8]), [0, 1, 3, 2]))
             for half in gl.static_range(2):
-                n = _unpack(halves[half], S)
+                n = unpack(halves[half], S)
                 for j in gl.static_range(gl.constexpr(S.operands)):
                     pair = gl.permute(gl.join(n[2 * j], n[2 * j + 1]), [0, 1, 3, 2])
                     made = made + (gl.convert_layout(gl.reshape(pair, [C.streams, C.tokens, 16]), la, assert_trivial=True),)
         else:
-            made = made + _unpack(words, S)
+            made = made + unpack(words, S)
     return made
 
 

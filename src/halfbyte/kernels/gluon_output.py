@@ -21,7 +21,7 @@ def _bits(n):
 
 
 @gluon.jit
-def _stack(v, n: gl.constexpr):
+def stack(v, n: gl.constexpr):
     """n tensors (a power of two of them) as one with one more dim at its end."""
     shape: gl.constexpr = v[0].shape
     stacked = v
@@ -51,14 +51,14 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     red_l = gl.allocate_shared_memory(gl.float32, [W, R, 1], PLAIN)
     red_z = gl.allocate_shared_memory(gl.float32, [W, R, S.groups], PLAIN)
     # One store for all: between two stores to the same memory the compiler puts a barrier.
-    red.store(gl.reshape(gl.permute(gl.reshape(_stack(o, A), [W * S.rows, R, S.groups, N]), [2, 0, 1, 3]), shape))
+    red.store(gl.reshape(gl.permute(gl.reshape(stack(o, A), [W * S.rows, R, S.groups, N]), [2, 0, 1, 3]), shape))
     red_m.store(gl.reshape(m, [W, R, 1]))
     red_l.store(gl.reshape(gl.sum(l, axis=1), [W, R, 1]))
     if S.shifted:
         sums = ()
         for g in gl.static_range(gl.constexpr(S.groups)):
             sums = sums + (gl.sum(z[g], axis=1),)
-        red_z.store(_stack(sums, S.groups))
+        red_z.store(stack(sums, S.groups))
     barrier()
     heads = ()
     for e in gl.static_range(gl.constexpr(C.heads)):

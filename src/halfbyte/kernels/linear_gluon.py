@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier, launcher, view
 from halfbyte.kernels.compiling import Configuration
-from halfbyte.kernels.gluon_tiles import quotient
+from halfbyte.kernels.gluon_units import quotient
 from halfbyte.kernels.linear_codes import make_table
 from halfbyte.kernels.linear_copies import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear_operands import mma_layout, plain, selectors

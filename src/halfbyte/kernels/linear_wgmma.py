@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.compiling import Configuration
 from halfbyte.kernels.gluon_operands import code_ring_layout
-from halfbyte.kernels.gluon_tiles import program_at, quotient, share
+from halfbyte.kernels.gluon_units import program_at, quotient, share
 from halfbyte.kernels.linear_codes import make_table
 from halfbyte.kernels.linear_gluon import sum_parts, tensors_of, write_tile
 from halfbyte.kernels.linear_operands import halves, scale_layout

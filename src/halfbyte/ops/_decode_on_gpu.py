@@ -73,7 +73,7 @@ def run(
         plan = plan_of(call, level, deterministic_batch, pair_launches())
         kernel = launch(call, plan, compiled)
     if request is not None and isinstance(plan, GluonPlan):
-        from halfbyte.kernels.decode_gluon import sizes
+        from halfbyte.kernels.decode_launch import sizes
 
         used = _relaunch.tensors_of(q, keys, values, call.lengths, call.query_start, call.page_table, call.options)
         numbers, formats = sizes(q, keys, values, page_table), (keys.format, values.format)
@@ -198,7 +198,7 @@ def launch(call: Call, plan: GluonPlan | TritonTiles, own: bool) -> Any:
 
 
 def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
-    from halfbyte.kernels import decode_gluon
+    from halfbyte.kernels import decode_launch
 
     q = c.q
     if c.options.rotate_keys:
@@ -210,7 +210,7 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
     part = floats(q.device, plan.floats, own)
     count = counters(q.device, plan.counters, own)
     tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
-    return decode_gluon.launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
+    return decode_launch.launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
 
 
 def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:

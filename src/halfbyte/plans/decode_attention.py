@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
-from halfbyte.plans.decode_spec import Side, Spec, padded
+from halfbyte.plans.decode_spec import Side, Spec, WideSpec, padded
+from halfbyte.plans.decode_wgmma import wide_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
 
 #: Shared memory a block may use, bytes, by compute capability; what is not listed is as sm_80.
@@ -150,15 +151,18 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     values = side(format_of(p.values), p.value_dim, p.v_apart, p.v_scales_apart)
     if refusal or isinstance(keys, str) or isinstance(values, str):
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
-    rows = max(8, padded(p.rows))
+    rows, limit = max(8, padded(p.rows)), shared_memory_of_block(capability)
+    flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
     if rows * max(p.dim, p.value_dim) > 4096:
-        return f"{p.rows} query rows of {max(p.dim, p.value_dim)} a KV head are more than the tuned kernel holds in registers"
-    limit = shared_memory_of_block(capability)
+        if capability != (9, 0):
+            dim = max(p.dim, p.value_dim)
+            return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
+        wide = wide_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
+        return wide if isinstance(wide, str) else _wide(*wide, p.batch * p.heads, sm_count)
     lean = p.queries == 1 and not p.alibi and not p.softcap
     even = not (p.page or p.window) and all(s.apart == 1 and s.scales_apart == 1 for s in (keys, values))
     heads = _heads(keys, values, p.heads)
     warps, tokens, stages, per_sm = shape_of(keys, values, heads, rows, lean, lean and even, limit)
-    flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
     spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags, heads=heads)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
@@ -171,9 +175,19 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     spec = summed_somewhere(replace(spec, gather=neighbours(count, units)))
     if spec.shared_bytes > limit:
         return EQUAL_PARTS
-    tiles, unit = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if heads == 1 else "two KV heads"
-    why = f"{count} programs of {warps} warps, {tiles}; {units} units ({unit} of a sequence each)"
-    return GluonPlan(spec, count, units, why)
+    return GluonPlan(spec, count, units, _why(spec, count, units))
+
+
+def _wide(spec: WideSpec, per_sm: int, units: int, sm_count: int) -> GluonPlan:
+    """The plan of a launch of the kernel for many rows."""
+    count = programs(units, sm_count * per_sm)
+    spec = replace(spec, gather=neighbours(count, units))
+    return GluonPlan(spec, count, units, f"warp-group products of up to {spec.padded_rows} rows; " + _why(spec, count, units))
+
+
+def _why(spec: Spec, count: int, units: int) -> str:
+    tiles, unit = f"{spec.stages} stages of {spec.tile} tokens", "a KV head" if spec.heads == 1 else "two KV heads"
+    return f"{count} programs of {spec.warps} warps, {tiles}; {units} units ({unit} of a sequence each)"
 
 
 def summed_somewhere(spec: Spec) -> Spec:

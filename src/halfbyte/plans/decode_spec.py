@@ -181,6 +181,37 @@ class Spec:
         return 4 * self.streams * self.padded_rows * self.values.planes * self.values.padded
 
 
+@dataclass(frozen=True)
+class WideSpec(Spec):
+    """What the kernel for many query rows is compiled for: 16 rows a warp, tokens of a tile for all of them.
+
+    Warps copy runs of tokens as in `Spec`, and nothing more is divided among them by tokens.
+    """
+
+    @property
+    def across(self) -> int:
+        return 1
+
+    @property
+    def equal_parts(self) -> bool:
+        return True  # all that is seen as another type and shape is seen whole
+
+    @property
+    def dim(self) -> int:
+        """Columns of operands: dims of a head, rounded up."""
+        return self.keys.planes * self.keys.padded
+
+    @property
+    def value_slots(self) -> int:
+        """Tiles of values as operands: one under way and one being made, and room for a unit's sums in fp32."""
+        return max(2, 2 * self.padded_rows // self.tile)
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.ring_bytes // self.stages * (self.stages + self.spare)
+        return ring + 2 * self.dim * (self.padded_rows + (1 + self.value_slots) * self.tile)
+
+
 def padded(n: int) -> int:
     """The power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Products of warp groups (wgmma): asynchronous, with the right operand in shared memory.
+"""Products of warp groups (wgmma): asynchronous, with the right operand in shared memory, and the left one there or in registers.
 
 Each of four warps multiplies 16 rows of its own. What they read, registers and shared memory, they read here when they are waited
 for: a program that changes it before that gets another result, or is told so.
@@ -63,39 +63,60 @@ def _product(one: Instruction, registers: dict[str, int]) -> Step:
     columns, kind = int(shape[1]), shape[2]
     into, left, descriptor, keeps_sums, *signs = one.operands
     assert isinstance(into, tuple), one.text
-    assert isinstance(left, tuple), one.text
-    assert signs == ["1", "1", "0"], one.text  # neither is negated, and the right one is not transposed
-    a = [raw(name, registers, 32) for name in left]
+    *others, turned = signs
+    assert others == (["1", "1"] if isinstance(left, tuple) else ["1", "1", "0"]), (
+        one.text
+    )  # none is negated, the left one not turned
+    a = [raw(name, registers, 32) for name in left] if isinstance(left, tuple) else raw(str(left), registers, 64)
     where = raw(str(descriptor), registers, 64)
     adds = raw(str(keeps_sums), registers, 1)
 
     def run(block: Block, lanes: Lanes) -> None:
         for warp in np.unique(numbers(lanes, block) // 32):
             mine = np.arange(32 * warp, 32 * warp + 32)
-            described = np.unique(np.broadcast_to(where(block, lanes), numbers(lanes, block).shape))
+            right = _described(where, block, lanes, int(warp))
+            left = 0 if isinstance(a, list) else _described(a, block, lanes, int(warp))
             kept = bool(np.all(adds(block, lanes)))
 
-            def multiply(mine: Array = mine, described: Array = described, kept: bool = kept) -> None:
-                k_by_n = _right_operand(block, int(described[0]), columns, kind, mine)
-                made = left_operand([read(block, mine).reshape(1, 32) for read in a], kind) @ k_by_n
+            def multiply(mine: Array = mine, left: int = left, right: int = right, kept: bool = kept) -> None:
+                k_by_n = _in_memory(block, right, np.arange(columns), turned == "1", kind, mine)
+                if isinstance(a, list):
+                    rows = left_operand([read(block, mine).reshape(1, 32) for read in a], kind)
+                else:
+                    rows = _in_memory(block, left, mine[0] // 32 % 4 * 16 + np.arange(16), False, kind, mine).T[None]
+                made = rows @ k_by_n
                 for j in range(columns // 8):
                     names = into[4 * j : 4 * j + 4]
                     before = sums_of([block.registers[name][mine].reshape(1, 32) for name in names]) if kept else 0
                     for name, value in zip(names, registers_of(before + made[:, :, 8 * j : 8 * j + 8]), strict=True):
                         block.registers[name][mine] = value
 
-            assert described.size == 1, one.text
             block.products.ask(warp, multiply)
 
     return run
 
 
-def _right_operand(block: Block, described: int, columns: int, kind: str, threads: Array) -> Array:
-    """[16, columns]: rows of 16 k in shared memory, 8 of them 128 bytes apart in pieces that lie as "128B swizzling" says."""
-    start, stride, swizzle = (described & 0x3FFF) << 4, (described >> 32 & 0x3FFF) << 4, described >> 62
-    assert swizzle == 1, "another way to lie in shared memory"
-    n = np.arange(columns)
-    at = start + n[:, None] // 8 * stride + n[:, None] % 8 * 128 + np.array([0, 16])
-    at ^= at >> 3 & 0x70
-    found = block.shared.load(at.reshape(-1), 16, np.repeat(threads[:1], at.size))
-    return halves_of(found.view(np.uint32), kind).reshape(columns, 16).T
+def _described(descriptor: Callable[..., Array], block: Block, lanes: Lanes, warp: int) -> int:
+    """A descriptor, the same in all threads of a warp."""
+    threads = numbers(lanes, block)
+    found = np.unique(np.broadcast_to(descriptor(block, lanes), threads.shape)[threads // 32 == warp])
+    assert found.size == 1, "a descriptor of its own in each thread"
+    return int(found[0])
+
+
+def _in_memory(block: Block, described: int, n: Array, turned: bool, kind: str, threads: Array) -> Array:
+    """[16, n]: an operand in shared memory, where it lies as its way to swizzle says; `turned`: neighbours in n side by side.
+
+    Eight rows lie together, each `width` bytes, and of those every 16 have a place that depends on the row.
+    """
+    start, lead, stride = (described & 0x3FFF) << 4, (described >> 16 & 0x3FFF) << 4, (described >> 32 & 0x3FFF) << 4
+    width = {1: 128, 2: 64, 3: 32}[described >> 62]
+    k = np.arange(16)[:, None]
+    if turned:
+        at = start + n * 2 // width * lead + n * 2 % width + k % 8 * width + k // 8 * stride
+    else:
+        at = start + n // 8 * stride + n % 8 * width + k * 2
+    at ^= at >> 3 & (width - 16)
+    pieces, place = np.unique(at // 16 * 16, return_inverse=True)
+    found = halves_of(block.shared.load(pieces, 16, np.repeat(threads[:1], pieces.size)).view(np.uint32), kind).reshape(-1, 8)
+    return found[place.reshape(at.shape), at % 16 // 2]
