@@ -4,8 +4,8 @@ Columns of an operand are dims in the order in which threads unpack them: pieces
 place among the 8. Queries and outputs are turned accordingly, once a unit.
 
 Numbers of a tile are rounded to fp16 relative to a power of two 2^e, above all that its scales and offsets allow: x / 2^e is at
-most `top`. So no size of scales overflows, and what is lost is 2^-22 of the tile's largest number and less. Codes under one scale
-for everything stay integers (or E4M3 over 2^8), and e is 0.
+most `top`. So no size of scales overflows, and beyond fp16's rounding 2^-20 of the tile's largest number is lost, or less. Codes
+under one scale for everything stay as they are, and e is 0.
 """
 
 # ruff: noqa: RET505, RUF005, SIM108
