@@ -29,6 +29,7 @@ CASES = {
     "80 rows, window, alibi, softcap": Case(
         Variant("fp8", "int4_g32", group=5, queries=16, options=frozenset({"window", "alibi", "softcap"})), 1, (400,)
     ),
+    "40 rows, many sequences": Case(Variant("int4", "int4", group=8, queries=5, batch=32), 2, tuple(range(0, 288, 9))),
     "40 rows of 80, starts": Case(
         Variant("int8_token", "int8", dim=80, group=8, queries=5, options=frozenset({"starts"})), 1, (70, 300), early=True
     ),
@@ -42,6 +43,15 @@ def test_attention_keeps_its_promise(name: str) -> None:
     assert not call.wrong(*first)
     assert not EARLY, "the kernel before may still write lengths, queries, pages and tokens"
     assert all(map(same_bits, first, attend(call, ORDERS[1], backwards=True)))
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("sm_scale", [-0.1, 0.0])
+def test_scores_of_any_sign(sm_scale: float, queries: int) -> None:
+    """Few query rows and many: what multiplies scores may be negative, and zero beside masked tokens."""
+    call = build(Case(Variant("int8_tensor", "int4", group=8, queries=queries), 1, (200,)), "cpu")
+    call.options["sm_scale"] = sm_scale
+    assert not call.wrong(*_attend(call, ORDERS[0]))
 
 
 def _attend(call: Call, order: object) -> tuple[torch.Tensor, torch.Tensor]:

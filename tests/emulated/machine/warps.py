@@ -69,7 +69,7 @@ def reduce(one: Instruction, registers: dict[str, int]) -> Step:
     def run(block: Block, lanes: Lanes) -> None:
         assert (member(block, lanes) == 0xFFFFFFFF).all()
         values = _warps(value(block, lanes), numbers(lanes, block)).view(TYPES[kind])
-        found = np.broadcast_to(over.reduce(values, 1, keepdims=True), values.shape)
+        found = np.broadcast_to(over.reduce(values, 1, keepdims=True, dtype=values.dtype), values.shape)
         block.registers[into][lanes] = np.ascontiguousarray(found).view(np.uint32).reshape(-1)
 
     return run
