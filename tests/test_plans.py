@@ -323,6 +323,12 @@ def explained(features: tuple[int, ...], rows: int, *weights: str, width: int = 
     return linear_explanation(features, width, weights, rows, "bf16", *H200)
 
 
+def test_an_explanation_names_the_kernel_for_many_rows() -> None:
+    facts = explanation(8, 32, 8, 128, 8192, 16, "int8", "int4_g32", 0, "bf16", False, *H200)
+    assert facts["kernel"].endswith("many query rows: warp-group products")
+    assert facts["tile"] == "64 tokens: 4 warps of 16 of 64 query rows"
+
+
 def test_an_explanation_of_a_product_follows_its_plan() -> None:
     facts = explained((6144,), 1, "int4_g128")
     assert facts["kernel"].startswith("gluon")

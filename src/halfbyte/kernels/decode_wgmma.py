@@ -148,7 +148,7 @@ def decode(
     v_rings = make_rings(VS, C)
     queries = gl.allocate_shared_memory(gl.float16, [R, C.dim], OPERAND)
     keys = gl.allocate_shared_memory(gl.float16, [C.tile, C.dim], OPERAND)
-    values = gl.allocate_shared_memory(gl.float16, [C.value_slots, C.tile, C.dim], OPERAND)
+    values = gl.allocate_shared_memory(gl.float16, [2, C.tile, C.dim], OPERAND)
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
     ok = at < batch
     if C.pair:

@@ -78,24 +78,7 @@ def largest_of(S):
 @gluon.jit
 def _codes(words, S: gl.constexpr):
     """Words -> one fp16 tensor a plane, exactly, over `unit_of`."""
-    if S.code == "nibbles":
-        a, b, c, d = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 h;
-            shr.u32 h, $4, 8;
-            and.b32 $0, $4, 0x000F000F;
-            and.b32 $1, $4, 0x00F000F0;
-            and.b32 $2, h, 0x000F000F;
-            and.b32 $3, h, 0x00F000F0;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-        return (a, b, c, d)
-    elif S.code == "bytes":  # 0x6480 ^ byte is 1024 + 128 + n
+    if S.code == "bytes":  # 0x6480 ^ byte is 1024 + 128 + n
         a, b = gl.inline_asm_elementwise(
             """{
             .reg .b32 h, m;

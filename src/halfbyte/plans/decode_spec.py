@@ -202,14 +202,9 @@ class WideSpec(Spec):
         return self.keys.planes * self.keys.padded
 
     @property
-    def value_slots(self) -> int:
-        """Tiles of values as operands: one under way and one being made, and room for a unit's sums in fp32."""
-        return max(2, 2 * self.padded_rows // self.tile)
-
-    @property
     def shared_bytes(self) -> int:
         ring = self.ring_bytes // self.stages * (self.stages + self.spare)
-        return ring + 2 * self.dim * (self.padded_rows + (1 + self.value_slots) * self.tile)
+        return ring + 2 * self.dim * (self.padded_rows + 3 * self.tile)
 
 
 def padded(n: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 from halfbyte.plans.decode_spec import Side, WideSpec
 
 #: Query rows of a KV head that a program holds: 16 a warp.
@@ -15,7 +13,7 @@ def wide_spec(
 ) -> tuple[WideSpec, int] | str:
     """What the kernel for many rows is compiled for and how many programs a multiprocessor runs; in words, why it cannot.
 
-    Up to 64 rows: tiles of 64 tokens, two programs. Up to 128: one program of two warp groups, and tiles of 128 where they fit.
+    A tile has as many tokens: with up to 64 rows for two programs of a warp group, with up to 128 for one of two warp groups.
     """
     if rows > MOST_ROWS:
         return f"{rows} query rows a KV head; tuned kernels take up to {MOST_ROWS}"
@@ -25,8 +23,8 @@ def wide_spec(
         return f"{rows} query rows a KV head are more than the tuned kernels hold in registers beside {what}"
     padded_rows, per_sm = (64, 2) if rows <= 64 else (128, 1)
     warps = padded_rows // 16
-    for tile, stages in product((128, 64) if per_sm == 1 else (64,), (3, 2)):
-        spec = WideSpec(keys, values, warps, tile // warps, stages, rows, padded_rows, queries, batch, page, **flags)
+    for stages in (3, 2):
+        spec = WideSpec(keys, values, warps, padded_rows // warps, stages, rows, padded_rows, queries, batch, page, **flags)
         if per_sm * (spec.shared_bytes + 2048) <= limit:
             return spec, per_sm
     return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"

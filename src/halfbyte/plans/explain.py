@@ -8,6 +8,7 @@ from typing import Any
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem
+from halfbyte.plans.decode_spec import WideSpec
 from halfbyte.plans.linear import GluonLinear, Spec
 from halfbyte.plans.triton_decode import triton_tiles
 from halfbyte.plans.triton_linear import expanded, linear_tiles, slab_rows
@@ -58,10 +59,12 @@ def explanation(
 
 def _tuned(plan: GluonPlan, source: str) -> dict[str, str]:
     spec = plan.spec
+    wide = isinstance(spec, WideSpec)
+    divided = f"16 of {spec.padded_rows} query rows" if wide else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
     return {
-        "kernel": "gluon, the tuned one",
+        "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wide,
         "plan": source,
-        "tile": f"{spec.tile} tokens: {spec.warps} warps of {spec.tokens}; {spec.padded_rows} query rows side by side",
+        "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
         "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
         "programs": f"{plan.programs}; each takes an equal share of the true lengths, counted on the device",
         "splits": "where shares meet inside a unit; the program that arrives last adds the parts up, in their order",
