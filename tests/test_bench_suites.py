@@ -300,7 +300,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["humming", "humming nvfp4", "humming mxfp4", "Marlin, of GPTQModel"])
-def test_peers_that_were_not_run_are_given_the_weight_in_their_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_need_a_gpu_are_given_the_weight_in_their_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(HummingLayer=Layer, MarlinLinear=Layer)
     monkeypatch.setattr("halfbyte.bench.peers.linear.import_module", lambda _: module)
     (peer,) = (p for p in peers.every() if p.name == name)

@@ -1,7 +1,7 @@
 """Peers of linear layers: cuBLAS, tinygemm and the published split-K kernel, which are always measured, and optional libraries.
 
-bitsandbytes was run on a CPU only. gemlite, Humming (0.1.19) and Marlin of GPTQModel (7.7.0) are written after their public
-sources and were not run by us: what Humming and Marlin reach is quoted in `halfbyte.bench.quoted`.
+bitsandbytes was run on a CPU only, Humming (0.1.19) on an H200. gemlite and Marlin of GPTQModel (7.7.0) are written after their
+public sources and were not run by us: what Marlin reaches is quoted in `halfbyte.bench.quoted`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _gemlite(x: torch.Tensor, w: torch.Tensor, copies: Copies) -> Prepared:
 
 
 def _humming(fmt: str) -> Callable[..., Prepared]:
-    """Humming's layer over our codes, which are laid out as GPTQ's, modelopt's and MXFP4's are. Not run by us."""
+    """Humming's layer over our codes, which are laid out as GPTQ's, modelopt's and MXFP4's are."""
 
     def given(w: torch.Tensor, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
         if fmt == INT4:
