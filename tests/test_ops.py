@@ -12,8 +12,9 @@ from halfbyte import plans
 from halfbyte.cache import KVCache
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, plain_format
-from halfbyte.ops.decode_attention import decode_attention, prefill_attention
+from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear, qkv_projection
+from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables

@@ -175,7 +175,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(_relaunch, "_known", {})
     monkeypatch.setattr(_relaunch, "shared", made.shared)
-    monkeypatch.setattr(public, "_level", lambda impl, q: impl)
+    monkeypatch.setattr(public, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
     return made

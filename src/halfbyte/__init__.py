@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from halfbyte.formats import Format as Format
     from halfbyte.formats import key_format as key_format
     from halfbyte.ops.decode_attention import decode_attention as decode_attention
-    from halfbyte.ops.decode_attention import merge_states as merge_states
-    from halfbyte.ops.decode_attention import prefill_attention as prefill_attention
     from halfbyte.ops.linear import linear as linear
     from halfbyte.ops.linear import qkv_projection as qkv_projection
+    from halfbyte.ops.merge_states import merge_states as merge_states
+    from halfbyte.ops.prefill_attention import prefill_attention as prefill_attention
     from halfbyte.paging import PagedKVCache as PagedKVCache
     from halfbyte.reference.quantize import dequantize as dequantize
     from halfbyte.reference.quantize import quantize as quantize
@@ -37,8 +37,8 @@ _HOME = {
     "KVCache": "cache",
     "PagedKVCache": "paging",
     "decode_attention": "ops.decode_attention",
-    "prefill_attention": "ops.decode_attention",
-    "merge_states": "ops.decode_attention",
+    "prefill_attention": "ops.prefill_attention",
+    "merge_states": "ops.merge_states",
     "quantize": "reference.quantize",
     "dequantize": "reference.quantize",
     "QuantTensor": "tensors",

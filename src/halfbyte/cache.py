@@ -20,9 +20,10 @@ from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
 from halfbyte.planes import Plane, Rope, lasting, new_plane
-from halfbyte.reference.append import check_capacity, slots
+from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
-from halfbyte.reference.quantize import decode, fixed_scale
+from halfbyte.reference.quantize import fixed_scale
+from halfbyte.reference.reopen import reopen_block
 
 #: What a cache stores unless told otherwise: keys need more bits than values.
 KEYS, VALUES = "int8", "int4_g32"
@@ -73,6 +74,8 @@ class KVCache:
     _at_most: int | None = None
     #: A CUDA graph appends to this cache, and its replays do not pass here.
     _in_graph = False
+    #: How often torch had written to `lengths` when the host knew all about them: who writes to them later is not seen otherwise.
+    _written = -1
     #: The name of an engine's tensor that can be read only, as several sequences share its memory.
     _expanded = ""
 
@@ -103,7 +106,7 @@ class KVCache:
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = _given_scales(self.keys, self.values)
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
-        self._at_most = 0
+        self._at_most, self._written = 0, self.lengths._version
         if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
             prepare(self.lengths.device)
 
@@ -139,6 +142,12 @@ class KVCache:
     def capacity(self) -> int:
         """Most tokens one sequence can hold."""
         return self.keys.codes.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def at_most(self) -> int | None:
+        """No sequence is longer than this, as far as the host knows; None: it does not, or is only recording what is to be done."""
+        known = self.lengths.is_cuda and self.lengths._version == self._written and not self._in_graph
+        return self._at_most if known and not torch.compiler.is_compiling() and not self._capturing() else None
 
     @property
     def batch(self) -> int:
@@ -226,7 +235,10 @@ class KVCache:
         """`append` of what was checked, now or in a call like this one."""
         self._check_capacity(new.k.shape[2], new.counts)
         where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
-        return store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
+        known = self.at_most is not None
+        rotated = store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
+        self._written = self.lengths._version if known else -1
+        return rotated
 
     def _check_capacity(self, count: int, counts: torch.Tensor | None) -> None:
         """Raise `CapacityError` for memory of a GPU, without reading it while the host can tell that `count` more tokens fit."""
@@ -249,7 +261,7 @@ class KVCache:
         """Forget every token. A per-tensor scale that was measured is measured again."""
         self._check_writable()
         self.lengths.zero_()
-        self._at_most = None if self._capturing() else 0
+        self._at_most, self._written = None if self._capturing() else 0, self.lengths._version
         for plane, given in zip((self.keys, self.values), self._given, strict=True):
             if plane.scales is not None and given is not None:
                 plane.scales.copy_(given)
@@ -272,7 +284,7 @@ class KVCache:
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         left = torch.minimum(self.lengths, wanted)
         check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
-        _reopen_block(self.keys, self.lengths, left, self.page_table)
+        reopen_block(self.keys, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
         if self._at_most is not None and not isinstance(length, torch.Tensor):
             self._at_most = min(self._at_most, int(length))
@@ -367,34 +379,3 @@ def _map(plane: Plane, pick: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
         return None if t is None else pick(t) if t.ndim > 1 else t.clone()
 
     return Plane(plane.format, pick(plane.codes), *(each(t) for t in (*plane.tensors()[1:], plane.saturated)))
-
-
-def _reopen_block(plane: Plane, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """Where `kept` ends inside a finished block, copy that block's values into the tail."""
-    size = plane.format.token_block
-    if size is None or plane.tail is None or plane.scales is None:
-        return
-    block = kept.long() // size  # [B]
-    rows = (kept % size != 0) & (block < before.long() // size)
-    sequence = rows.nonzero().flatten()
-    if not sequence.numel():
-        return
-    fragment = _blocks(plane, sequence, block[sequence], page_table)
-    plane.tail[sequence] = fragment.to(plane.tail.dtype)
-
-
-def _blocks(plane: Plane, sequence: torch.Tensor, block: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
-    """The values of one finished block each of `sequence`: float32 [n, H, block, D]."""
-    assert plane.scales is not None
-    size = plane.format.token_block or 1
-    per_page = plane.scales.shape[2]
-    sequence, block = slots(sequence, block, page_table, plane.codes, per_page)
-    token = block.unsqueeze(1) * size + torch.arange(size, device=block.device)
-    codes = plane.codes.transpose(1, 2)[sequence.unsqueeze(1), token].transpose(1, 2)  # [n, H, block, ...]
-
-    def pick(t: torch.Tensor) -> torch.Tensor:  # [n, H, 1, D]
-        return t.transpose(1, 2)[sequence, block].unsqueeze(2)
-
-    offsets = None if plane.offsets is None else pick(plane.offsets)
-    shape = (*codes.shape[:3], plane.dim)
-    return decode(codes, pick(plane.scales).float(), offsets, plane.format, shape)

@@ -14,7 +14,7 @@ from machine.launch import emulated
 
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.planes import AttentionOptions
-from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
+from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan, queries_of_a_block
 from halfbyte.plans.linear import GluonLinear
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
@@ -53,7 +53,12 @@ def attend(call: Call, order: Order, processors: int = 3, backwards: bool = Fals
     start = given.pop("query_start", None)
     options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
     tensors = (call.q, cache.keys, cache.values, cache.lengths, start, cache.page_table)
-    with mock.patch.object(_decode_on_gpu, "_plan", plan), machine(order, backwards):
+
+    def blocks(problem: Problem, *_: Any) -> int:
+        return queries_of_a_block(problem, (9, 0))
+
+    patched = mock.patch.multiple(_decode_on_gpu, _plan=plan, _queries_of_a_block=blocks)
+    with patched, machine(order, backwards):
         return _decode_on_gpu.run(*tensors, options, "gluon", False, compiled=True)
 
 

@@ -33,6 +33,11 @@ CASES = {
     "40 rows of 80, starts": Case(
         Variant("int8_token", "int8", dim=80, group=8, queries=5, options=frozenset({"starts"})), 1, (70, 300), early=True
     ),
+    "a prompt, in blocks of 32 tokens": Case(
+        Variant("int4_g32", "int8", group=4, queries=70, options=frozenset({"window", "starts"})), 1, (150, 90)
+    ),
+    "a prompt in pages, in blocks of 25 tokens": Case(Variant("int8", "int4", group=5, queries=30, page=16), 1, (47, 130)),
+    "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
 }
 
 

@@ -18,7 +18,7 @@ class Mutant(NamedTuple):
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
 COPIES, STREAMS, CODES = "kernels/linear_copies.py", "kernels/linear_streams.py", "kernels/linear_codes.py"
 OPS, RELAUNCH, FACTS = "ops/decode_attention.py", "ops/_relaunch.py", "ops/_facts.py"
-RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
+RELAUNCH_LINEAR, PREFILL = "ops/_relaunch_linear.py", "ops/prefill_attention.py"
 
 
 def attention(*names: str) -> tuple[str, ...]:
@@ -135,14 +135,14 @@ MUTANTS = [
     ),
     Mutant(
         "sinks twice",
-        OPS,
+        PREFILL,
         "replace(options, sinks=None, ends=past), impl",
         "replace(options, ends=past), impl",
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-sinks]"),
     ),
     Mutant(
         "starts not shifted",
-        OPS,
+        PREFILL,
         "(options.starts - past).clamp_min(0)",
         "options.starts",
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-starts]"),
@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "the past's length taken for the cache's",
-        OPS,
+        PREFILL,
         "q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl",
         "q, cache, past, past, replace(options, sinks=None), impl",
         attention("test_prefill_after_any_past"),
@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant(
         "the block is not brought back by crop",
         "cache.py",
-        "        _reopen_block(self.keys, self.lengths, left, self.page_table)\n",
+        "        reopen_block(self.keys, self.lengths, left, self.page_table)\n",
         "",
         caches("test_crop_into_a_finished_block_brings_it_back"),
     ),

@@ -20,7 +20,8 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf.families import layer_window
 from halfbyte.ops.append import Stored
-from halfbyte.ops.decode_attention import decode_attention, decode_parts, prefill_attention
+from halfbyte.ops.decode_attention import decode_attention, decode_parts
+from halfbyte.ops.prefill_attention import prefill_attention
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"

@@ -49,7 +49,10 @@ from halfbyte.kernels.gluon_units import deal, next_unit, program_at, unit_at, v
 
 
 # Numbers that no vector of addresses is made of are not specialised on: a kernel for each would be compiled for nothing.
-@gluon.jit(do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"])
+@gluon.jit(
+    do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"],
+    do_not_specialize_on_alignment=["repeats"],
+)
 def decode(
     Q,  # [B, Hq, L, D], strides q_*
     K,  # codes as 16-bit words [B or pages, H, T, words]
@@ -76,6 +79,7 @@ def decode(
     heads,
     pages,
     capacity,
+    repeats,  # sequences of Q for each of K and V, whose pages are not repeated
     q_batch,
     q_head,
     q_token,
@@ -116,8 +120,8 @@ def decode(
         first, limit, lo, hi = here
         head = h * C.heads
 
-        k_sizes = (pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
-        v_sizes = (pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
+        k_sizes = (pages, repeats, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
+        v_sizes = (pages, repeats, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
         k_at = place_of(K, KScale, KOffset, Pages, b, head, k_sizes, KS, C)
         v_at = place_of(V, VScale, VOffset, Pages, b, head, v_sizes, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)

@@ -17,10 +17,14 @@ from halfbyte.plans.decode_spec import Spec, WideSpec
 
 
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
-    """The numbers of a launch: sizes, and strides of queries, codes and scales. The same as long as the tensors' shapes are."""
+    """The numbers of a launch: sizes, and strides of queries, codes and scales. The same as long as the tensors' shapes are.
+
+    Where there are no pages, q may hold several sequences for each of keys and values, one after the other.
+    """
     k, v = keys.codes.view(torch.int16), values.codes.view(torch.int16)
     return (
         *(q.shape[0], keys.heads, k.shape[0], k.shape[2] * (1 if page_table is None else page_table.shape[1])),
+        q.shape[0] // k.shape[0] if page_table is None else 1,
         *q.stride()[:3],
         *(k.stride(0), k.stride(1), k.stride(2) // 8, v.stride(0), v.stride(1), v.stride(2) // 8),
         *(*_scale_strides(keys), *_scale_strides(values), 0 if page_table is None else page_table.stride(0)),

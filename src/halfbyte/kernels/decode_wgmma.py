@@ -94,7 +94,10 @@ def _whole(memory, m, l, o, C: gl.constexpr):
     return ((top, total, values),)
 
 
-@gluon.jit(do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"])
+@gluon.jit(
+    do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"],
+    do_not_specialize_on_alignment=["repeats"],
+)
 def decode(
     Q,
     K,
@@ -121,6 +124,7 @@ def decode(
     heads,
     pages,
     capacity,
+    repeats,  # sequences of Q for each of K and V, whose pages are not repeated
     q_batch,
     q_head,
     q_token,
@@ -163,8 +167,8 @@ def decode(
             x, x_end, b, h, start, Lengths, QueryStart, Starts, Ends, capacity, window, C
         )
         first, limit, lo, hi = here
-        k_sizes = (pages, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
-        v_sizes = (pages, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
+        k_sizes = (pages, repeats, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
+        v_sizes = (pages, repeats, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
         k_at = place_of(K, KScale, KOffset, Pages, b, h, k_sizes, KS, C)
         v_at = place_of(V, VScale, VOffset, Pages, b, h, v_sizes, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)

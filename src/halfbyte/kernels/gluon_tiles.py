@@ -41,14 +41,14 @@ def page_of_tile(at, tile, hi, C: gl.constexpr):
 @gluon.jit
 def place_of(Codes, Scales, Offsets, Pages, b, h, sizes, S: gl.constexpr, C: gl.constexpr):
     """Where one side of a unit, whose first head is h, lies: codes, scales, offsets, page table; strides of pages and tokens."""
-    pages, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch = sizes
+    pages, repeats, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch = sizes
     b = b.to(gl.int64)
     h = h.to(gl.int64)
     codes = h * c_head
     scales = h * s_head
     if C.page == 0:
-        codes += b * c_batch
-        scales += b * s_batch
+        codes += (b // repeats) * c_batch
+        scales += (b // repeats) * s_batch
     if S.paired:  # in words of two, also where the one that is wanted is the second
         Scales = Scales.to(gl.pointer_type(gl.int32), bitcast=True)
         if S.offset:

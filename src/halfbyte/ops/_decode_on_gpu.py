@@ -7,9 +7,10 @@ the compiled kernel, all sizes and strides - is kept (`_relaunch`), and later on
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +19,8 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
+from halfbyte.plans import decode_attention as plans
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS, GluonPlan, Problem, format_of
 from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
 from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
 from halfbyte.reference.hadamard import rotate
@@ -61,16 +63,23 @@ def run(
     deterministic_batch: bool,
     compiled: bool = False,
     request: _relaunch.Request | None = None,
+    blocks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level asked for ("auto": by the best that can).
 
     `compiled`: called from compiled code, behind whose back nothing may be kept. `request`: what to remember this call as.
+    `blocks`: q holds blocks of a prompt's tokens, one sequence each.
     """
     out = q.new_empty(*q.shape[:3], values.dim)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
+        queries = queries_of_a_block(call, level, deterministic_batch)
+        if queries:
+            _launch_blocks(call, queries, level, compiled)
+            return out, lse
         plan = plan_of(call, level, deterministic_batch, pair_launches())
+        plan = _for_many(plan) if blocks else plan
         kernel = launch(call, plan, compiled)
     if request is not None and isinstance(plan, GluonPlan):
         from halfbyte.kernels.decode_launch import sizes
@@ -156,6 +165,19 @@ def _scales_apart(plane: Plane) -> int:
     return plane.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
 
 
+def queries_of_a_block(call: Call, level: str, deterministic_batch: bool) -> int:
+    """New tokens that a tuned kernel takes at a time, of a call with more than it can hold; 0: it takes the call as it is."""
+    problem = problem_of(call, deterministic_batch)
+    if level == "triton" or problem.dtype not in _NAMES.values():
+        return 0
+    return _queries_of_a_block(problem, -1 if call.q.device.type == "cpu" else call.q.device.index)
+
+
+@functools.lru_cache(maxsize=1024)
+def _queries_of_a_block(problem: Problem, device: int) -> int:
+    return 0 if device < 0 else plans.queries_of_a_block(problem, describe(f"cuda:{device}").capability or (8, 0))
+
+
 def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> GluonPlan | TritonTiles:
     """What runs a call. Raises `Unsupported` when the level asked for cannot."""
     q = call.q
@@ -195,6 +217,69 @@ def launch(call: Call, plan: GluonPlan | TritonTiles, own: bool) -> Any:
         return _launch_gluon(call, plan, own)
     _launch_triton(call, plan, own)
     return None
+
+
+def _launch_blocks(c: Call, queries: int, level: str, compiled: bool) -> None:
+    """More new tokens than a tuned kernel holds: `queries` of them at a time are sequences of their own, over the same memory.
+
+    As many as it looks through are one launch, of whole sequences if it can be.
+    """
+    (batch, _, length, _), o, table = c.q.shape, c.options, c.page_table
+    count = -(-length // queries)
+    missing = count * queries - length
+    q = torch.nn.functional.pad(c.q, (0, 0, 0, missing)) if missing else c.q
+    q = q.unflatten(2, (count, queries)).transpose(1, 2)  # [B, blocks, Hq, queries, D]
+    first = c.lengths - length if c.query_start is None else c.query_start
+    query_start = first[:, None] + torch.arange(0, count * queries, queries, dtype=torch.int32, device=q.device)
+    tokens = c.keys.heads * c.keys.codes.shape[2] * (1 if table is None else table.shape[1])
+    most = max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, tokens)))
+    some = max(1, most // count)
+    for b, begin in itertools.product(range(0, batch, some), range(0, count, most)):
+        here, those = slice(b, b + some), slice(begin, begin + most)
+        blocks = q[here, those].flatten(0, 1)
+        n = len(query_start[b, those])
+        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (c.lengths, o.starts, o.ends))
+        keys, values = (p if table is not None else _of_sequences(p, here) for p in (c.keys, c.values))
+        pages = None if table is None else table[here].repeat_interleave(n, 0)
+        assert lengths is not None
+        where = (lengths, query_start[here, those].flatten(), pages)
+        out, lse = _run_again((blocks, keys, values, *where, replace(o, starts=starts, ends=ends)), level, compiled)
+        for into, part in ((c.out, out), (c.lse, lse)):
+            _put(into[here, :, begin * queries :], part.unflatten(0, (-1, n)))
+
+
+def _run_again(
+    given: tuple[torch.Tensor, Plane, Plane, torch.Tensor, torch.Tensor, torch.Tensor | None, AttentionOptions],
+    level: str,
+    compiled: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run` of blocks, launched like earlier ones where there were any."""
+    keys, values, options = given[1], given[2], given[6]
+    tensors = _relaunch.tensors_of(*given)
+    request = None if compiled else _relaunch.request(tensors, (keys.format, values.format), options, level, False)
+    done = None if request is None else _relaunch.again(request, options)
+    return run(*given, level, False, compiled, request, blocks=True) if done is None else done
+
+
+def _of_sequences(plane: Plane, some: slice) -> Plane:
+    tensors = [t if t is None or t.ndim == 1 else t[some] for t in plane.tensors()]
+    return Plane(plane.format, *cast(Any, tensors))
+
+
+def _for_many(plan: GluonPlan | TritonTiles) -> GluonPlan | TritonTiles:
+    """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
+    if not isinstance(plan, GluonPlan):
+        return plan
+    return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
+
+
+def _put(into: torch.Tensor, blocks: torch.Tensor) -> None:
+    """blocks [B, n, Hq, tokens of a block, ...] into [B, Hq, L, ...]; what the last one has too much is left out."""
+    size, length = blocks.shape[3], min(into.shape[2], blocks.shape[1] * blocks.shape[3])
+    whole = length // size
+    into[:, :, : whole * size].unflatten(2, (whole, size)).copy_(blocks[:, :whole].transpose(1, 2))
+    if whole * size < length:
+        into[:, :, whole * size : length].copy_(blocks[:, whole, :, : length - whole * size])
 
 
 def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:

@@ -43,6 +43,14 @@ def level(op: str, impl: str, device: torch.device) -> str:
     return chosen.level
 
 
+def past_dispatcher(*given: torch.Tensor | None) -> bool:
+    """Whether the first of these is on a GPU and nobody watches: neither a compiler nor autograd nor a subclass of Tensor."""
+    x = given[0]
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cuda:
+        return False
+    return not torch.is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in given)
+
+
 def refuse_capture(name: str, device: torch.device) -> None:
     """Raise where a CUDA graph is being recorded: torch code looks at lengths on the host, which a graph cannot record."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,9 +1,8 @@
-"""`decode_attention` and `prefill_attention`: attention of the newest queries over a cache, read as it is stored."""
+"""`decode_attention`: attention of the newest queries over a cache, read as it is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,16 +10,14 @@ import torch
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import plain_format
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops import _relaunch
-from halfbyte.ops._library import define, level, refuse_capture, say_once
+from halfbyte.ops._library import define, level, past_dispatcher, refuse_capture, say_once
 from halfbyte.ops.append import Stored
 from halfbyte.planes import AttentionOptions, Cache, Plane
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
-from halfbyte.reference.merge import merge_states as _merge
 
 #: Queries that torch code attends in one pass; longer ones are walked in pieces, so that scores never take more rows a head.
 QUERY_BLOCK = 128
@@ -145,13 +142,13 @@ def decode_attention(
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
-    options = _options(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
+    options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
     request = _request(q, cache, cache.lengths, query_start, options, impl, deterministic_batch)
     done = None if request is None else _relaunch.again(request, options)
     if done is None:
-        options = _checked(q, cache, options, query_start)
+        options = checked(q, cache, options, query_start)
         query_start = None if query_start is None else as_int32(query_start)
-        done = _attend(q, cache, cache.lengths, query_start, options, _level(impl, q), deterministic_batch, request)
+        done = _attend(q, cache, cache.lengths, query_start, options, level_of(impl, q), deterministic_batch, request)
     return done if return_lse else done[0]
 
 
@@ -174,11 +171,11 @@ def decode_parts(
     k_codes, k_scales, k_offsets, k_tail, _, v_codes, v_scales, v_offsets, _, lengths = parts
     planes = (k_codes, k_scales, k_offsets, k_tail, v_codes, v_scales, v_offsets)
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
-    out: torch.Tensor = _op(q, *planes, lengths, None, None, *options, *formats, _level("auto", q))[0]
+    out: torch.Tensor = _op(q, *planes, lengths, None, None, *options, *formats, level_of("auto", q))[0]
     return out
 
 
-def _level(impl: str, q: torch.Tensor) -> str:
+def level_of(impl: str, q: torch.Tensor) -> str:
     """The level that runs; on a GPU, torch code for queries of 32 and 64 bits, which have no kernel."""
     if q.device.type != "cpu" and impl == "auto" and q.element_size() > 2:
         say_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
@@ -187,66 +184,13 @@ def _level(impl: str, q: torch.Tensor) -> str:
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: Cache,
-    *,
-    sm_scale: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a new chunk over itself, exactly, and over the packed past, merged by log-sum-exp.
-
-    q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
-    stored as each sequence's last L tokens. Options and result as in `decode_attention`; `starts` counts from the cache's start.
-    """
-    options = _checked(q, cache, _options(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts), None)
-    for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
-        check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
-    past = cache.lengths - q.shape[2]
-    before = _attend_or_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl)
-
-    chunk = _Chunk(k, v, torch.full_like(cache.lengths, q.shape[2]))
-    shifted = None if options.starts is None else (options.starts - past).clamp_min(0)
-    own_options = replace(options, sinks=None, starts=shifted, rotate_keys=False)
-    own = _attend_or_again(q, chunk, chunk.lengths, torch.zeros_like(past), own_options, impl)
-    out, lse = _merge([before[0], own[0]], [before[1], own[1]], options.sinks)
-    return (out, lse) if return_lse else out
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """New keys and values seen as a cache of their own, unquantised."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
-    page_table: torch.Tensor | None = None
-    rotate_keys: bool = False
-
-    @property
-    def keys(self) -> Plane:
-        return Plane(plain_format(self.k.dtype), self.k)
-
-    @property
-    def values(self) -> Plane:
-        return Plane(plain_format(self.v.dtype), self.v)
-
-
-def _attend_or_again(
+def attend_again(
     q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of prefill's two calls, whose arguments were checked; launched like an earlier one where there was one."""
+    """One of the calls of `prefill_attention`, whose arguments were checked; launched like an earlier one where there was one."""
     request = _request(q, cache, lengths, query_start, options, impl)
     done = None if request is None else _relaunch.again(request, options)
-    return _attend(q, cache, lengths, query_start, options, _level(impl, q), request=request) if done is None else done
+    return _attend(q, cache, lengths, query_start, options, level_of(impl, q), request=request) if done is None else done
 
 
 def _request(
@@ -259,7 +203,7 @@ def _request(
     deterministic_batch: bool = False,
 ) -> _relaunch.Request | None:
     """What to remember a call as; None where it is not to be remembered. Tensors may be unchecked."""
-    if not _past_dispatcher(q) or q.element_size() > 2:
+    if not past_dispatcher(q) or not q.numel() or q.element_size() > 2:
         return None
     keys, values = cache.keys, cache.values
     tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
@@ -278,7 +222,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
-    if chosen not in ("cpu", "reference") and _past_dispatcher(q):
+    if chosen not in ("cpu", "reference") and past_dispatcher(q) and q.numel():
         where = (lengths, query_start, cache.page_table)
         return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
     out: tuple[torch.Tensor, torch.Tensor] = _op(
@@ -289,13 +233,7 @@ def _attend(
     return out
 
 
-def _past_dispatcher(q: torch.Tensor) -> bool:
-    """Whether q is on a GPU and nobody watches: neither a compiler nor autograd nor a subclass of Tensor."""
-    plain = not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda and q.numel() > 0
-    return plain and not (q.requires_grad and torch.is_grad_enabled())
-
-
-def _options(
+def options_of(
     cache: Cache,
     sm_scale: float | None,
     alibi_slopes: torch.Tensor | None,
@@ -315,7 +253,7 @@ def _options(
     return AttentionOptions(scale, softcap, alibi_slopes, window, starts, None, sinks, cache.rotate_keys)
 
 
-def _checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: torch.Tensor | None) -> AttentionOptions:
+def checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: torch.Tensor | None) -> AttentionOptions:
     """The options as kernels take them, after every tensor has been looked at."""
     keys, batch = cache.keys, cache.lengths.shape[0]
     check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
@@ -339,23 +277,3 @@ def _checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: to
     if o.rotate_keys:
         block_size(keys.dim)
     return o if o.starts is None else replace(o, starts=as_int32(o.starts))
-
-
-def merge_states(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint sets of keys: outs [B, Hq, L, Dv] and lses float [B, Hq, L], one of each a part.
-
-    The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) count
-    for nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
-    """
-    good = isinstance(outs, list | tuple) and isinstance(lses, list | tuple) and len(outs) == len(lses) > 0
-    check(good, "outs and lses must be lists of tensors, as many of one as of the other and at least one")
-    check_tensor("outs[0]", outs[0], ("B", "Hq", "L", "Dv"))
-    shape, device = outs[0].shape, outs[0].device
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_tensor(f"outs[{i}]", out, shape, device=device)
-        check_tensor(f"lses[{i}]", lse, shape[:3], device=device)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (shape[1],), device=device)
-    return _merge(outs, lses, sinks)

@@ -13,6 +13,7 @@ from halfbyte.errors import InvalidArgument, Unsupported
 #: The levels that exist, op by op, the preferred one first: those of a GPU, then those of every device.
 LEVELS: dict[str, tuple[str, ...]] = {
     "decode_attention": ("gluon", "triton", "cpu", "reference"),
+    "merge_states": ("triton", "reference"),
     "append": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),

@@ -11,7 +11,7 @@ from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import Side, Spec, WideSpec, padded
-from halfbyte.plans.decode_wgmma import wide_spec
+from halfbyte.plans.decode_wgmma import MOST_ROWS, wide_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
 
 #: Shared memory a block may use, bytes, by compute capability; what is not listed is as sm_80.
@@ -19,7 +19,7 @@ _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 <<
 
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
-WIDEST, MOST_TOKENS = 2**30, 2**33
+WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**33, 4096
 #: What the tuned kernel calls the codes that it reads.
 _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
 
@@ -178,6 +178,23 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     return GluonPlan(spec, count, units, _why(spec, count, units))
 
 
+def queries_of_a_block(p: Problem, capability: tuple[int, int]) -> int:
+    """New tokens of which a tuned kernel holds all query rows, where it does not hold those of all new tokens; 0: it does, or there
+    are none.
+
+    On Hopper first as many as warp-group products take, then as many as everywhere.
+    """
+    narrow = 4096 // max(p.dim, p.value_dim)
+    if p.rows <= narrow:
+        return 0
+    for rows in (MOST_ROWS, narrow) if capability == (9, 0) else (narrow,):
+        queries = min(p.queries, rows // p.group)
+        block = replace(p, queries=queries)
+        if queries and isinstance(gluon_plan(block, 132, capability, True), GluonPlan):
+            return queries if queries < p.queries else 0
+    return 0
+
+
 def _wide(spec: WideSpec, per_sm: int, units: int, sm_count: int) -> GluonPlan:
     """The plan of a launch of the kernel for many rows."""
     count = programs(units, sm_count * per_sm)
@@ -211,7 +228,7 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
         return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:
         return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
-    if p.batch > 4096:
+    if p.batch > MOST_SEQUENCES:
         return f"{p.batch} sequences are more than a program looks through"
     return ""
 

@@ -1,0 +1,93 @@
+"""`prefill_attention`: a chunk of new tokens over itself, exactly, and over the packed past before it, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from halfbyte.arguments import check_tensor
+from halfbyte.formats import plain_format
+from halfbyte.ops import _fused
+from halfbyte.ops._library import past_dispatcher
+from halfbyte.ops.decode_attention import attend_again, checked, level_of, options_of
+from halfbyte.ops.merge_states import merged
+from halfbyte.planes import AttentionOptions, Cache, Plane
+
+#: Query rows of a KV head times their size that the tuned kernel attends in one go, whatever the keys are.
+_IN_ONE_GO = 4096
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """New keys and values seen as a cache of their own, unquantised."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    page_table: torch.Tensor | None = None
+    rotate_keys: bool = False
+
+    @property
+    def keys(self) -> Plane:
+        return Plane(plain_format(self.k.dtype), self.k)
+
+    @property
+    def values(self) -> Plane:
+        return Plane(plain_format(self.v.dtype), self.v)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: Cache,
+    *,
+    sm_scale: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a new chunk over itself, exactly, and over the packed past, merged by log-sum-exp.
+
+    q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
+    stored as each sequence's last L tokens. Options and result as in `decode_attention`; `starts` counts from the cache's start.
+
+    On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of one size up to
+    256, no softcap, no ALiBi).
+    """
+    options = checked(q, cache, options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts), None)
+    for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
+        check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
+    own = replace(options, sinks=None, rotate_keys=False)
+    parts = []
+    if not _fresh(cache, q.shape[2]):
+        past = cache.lengths - q.shape[2]
+        parts.append(attend_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl))
+        own = own if options.starts is None else replace(own, starts=(options.starts - past).clamp_min(0))
+    parts.append(_over_itself(q, k, v, own, impl))
+    out, lse = parts[0]
+    if len(parts) > 1 or sinks is not None:
+        out, lse = merged([part[0] for part in parts], [part[1] for part in parts], options.sinks)
+    return (out, lse) if return_lse else out
+
+
+def _fresh(cache: Cache, length: int) -> bool:
+    """Whether the host is sure that there is nothing before the newest `length` tokens."""
+    known = getattr(cache, "at_most", None)
+    return known is not None and known <= length
+
+
+def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str) -> Part:
+    """The chunk over its own keys and values."""
+    many = q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > _IN_ONE_GO
+    if many and past_dispatcher(q, k, v) and level_of(impl, q) == "auto" and _fused.suits(q, k, v, o):
+        return _fused.causal(q, k, v, o)
+    lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
+    return attend_again(q, _Chunk(k, v, lengths), lengths, torch.zeros_like(lengths), o, impl)
