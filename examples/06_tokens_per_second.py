@@ -1,11 +1,11 @@
-"""What a whole model gains: milliseconds of a decode step of transformers' generate(), in 16 bits and with halfbyte.
+"""What a whole model gains: the first token, and a decode step, of transformers' generate(), in 16 bits and with halfbyte.
 
 python examples/06_tokens_per_second.py [--model FOLDER or Hub id] [--batch 8] [--context 8192] [--weights nf4] [--keys int8] ...
 
 A model's 16-bit weights must fit one GPU. `--model llama-3-8b` has that model's sizes and random weights, which take as long. On a
 GPU both sides are compiled and recorded in CUDA graphs by generate() itself: 16 bits with transformers' static cache, halfbyte with
 its packed one, and q, k, v and gate, up in one launch each. Neither is faster for being measured here: prompts of
-random tokens, the prefill taken off, medians.
+random tokens, the first token taken off the steps, medians.
 """
 
 import argparse
@@ -59,24 +59,24 @@ def seconds(new: int, **options: str) -> float:
     return time.perf_counter() - began
 
 
-def step(**options: str) -> float:
-    """Seconds of a decode step: a long call less one that ends with the prefill, which gives the first token."""
+def first_and_step(**options: str) -> tuple[float, float]:
+    """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
     for _ in range(2):  # compiles, records
         print(f"  warming up: {seconds(given.new, **options):.0f} s", file=sys.stderr)
-    prefill = statistics.median(seconds(1, **options) for _ in range(3))
-    return (statistics.median(seconds(given.new, **options) for _ in range(3)) - prefill) / (given.new - 1)
+    first = statistics.median(seconds(1, **options) for _ in range(3))
+    return first, (statistics.median(seconds(given.new, **options) for _ in range(3)) - first) / (given.new - 1)
 
 
-plain = step(cache_implementation="static")
+plain = first_and_step(cache_implementation="static")
 torch.compiler.reset()
 halfbyte.hf.quantize(model, weights=given.weights, keys=given.keys, values=given.values, fuse_qkv=True, fuse_gate_up=True)
-packed = step()
+packed = first_and_step()
 where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
 layers = model.config.num_hidden_layers
 print(f"{given.model}, {layers} layers, batch {given.batch}, prompts of {given.context:,} tokens, on {where}")
-for name, taken in (
+for name, (first, step) in (
     ("16 bits" if device.type == "cuda" else "32 bits", plain),
     (f"{given.weights}, {given.keys}/{given.values}", packed),
 ):
-    print(f"  {name}: {1e3 * taken:.2f} ms a step, {given.batch / taken:,.0f} tokens a second")
-print(f"  {plain / packed:.2f} times as fast")
+    print(f"  {name}: first token {1e3 * first:,.0f} ms; {1e3 * step:.2f} ms a step, {given.batch / step:,.0f} tokens a second")
+print(f"  steps {plain[1] / packed[1]:.2f} times as fast, first tokens {plain[0] / packed[0]:.2f} times")

@@ -25,6 +25,7 @@ QUESTIONS = {
     "fused-qkv": "weights dequantised inside the projection of q, k and v: the four published variants, launch by launch",
     "accuracy": "error and perplexity against bits an element on the shipped model, keys rotated and with a bias",
     "memory": "what fits: the longest context by model, card, weights, batch and KV format",
+    "prompts": "attention of a prompt's tokens, over themselves and over a packed past, against 16 bits",
     "decode-70b": "a decode step of one of eight ranks of Llama 2 70B: BF16 against INT4 caches by batch and context",
 }
 
