@@ -411,6 +411,39 @@ def test_reset_forgets() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
+def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upper bound of lengths in a GPU's memory, which a CPU stands in for, as long as nobody else can have written there."""
+    recorded = [False]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded[0])
+    monkeypatch.setattr("halfbyte.cache.prepare", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    new = torch.randn(2, 2, 5, 64)
+    cache = PagedKVCache(2, 2, 64, 64, page_size=16) if paged else KVCache(2, 2, 64, 64)
+    assert cache.at_most == 0
+    cache.append(new, new)
+    cache.append(new, new, counts=torch.tensor([0, 5], dtype=torch.int32))
+    assert cache.at_most == 10
+    recorded[0] = True
+    assert cache.at_most is None
+    recorded[0] = False
+    cache.lengths += 1
+    assert cache.at_most is None
+    if paged:
+        return
+    cache.append(new, new)
+    assert cache.at_most is None  # it is not known again by appending
+    cache.reset()
+    cache.append(new, new)
+    assert cache.at_most == 5
+    cache.crop(3)
+    assert cache.at_most is None
+    theirs = KVCache.from_buffers(cache.keys, cache.values, torch.zeros_like(cache.lengths))
+    theirs.append(new, new)
+    assert theirs.at_most is None
+
+
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("keys", KEYS)
 def test_reorder(paged: bool, keys: str) -> None:
     cache = make(paged, 3, 2, 64, 96, keys=keys)
