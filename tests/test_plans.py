@@ -13,7 +13,17 @@ from halfbyte import plans
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of, gluon_plan, neighbours, programs, side, summed_somewhere
+from halfbyte.plans.decode_attention import (
+    GluonPlan,
+    Problem,
+    format_of,
+    gluon_plan,
+    neighbours,
+    programs,
+    queries_of_a_block,
+    side,
+    summed_somewhere,
+)
 from halfbyte.plans.decode_spec import Side, WideSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
@@ -93,6 +103,40 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
             per_sm = 2 if rows == 64 else 1
             assert per_sm * (found.spec.shared_bytes + 1024) <= 227 << 10
             assert found.programs <= per_sm * 132
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "tokens"),
+    [
+        ({"queries": 512}, (9, 0), 32),
+        ({"queries": 512}, (8, 0), 8),
+        ({"queries": 512}, (10, 0), 8),
+        ({"queries": 512, "group": 5}, (9, 0), 25),
+        ({"queries": 32}, (9, 0), 0),  # 128 rows in one go
+        ({"queries": 33}, (9, 0), 32),
+        ({"queries": 9, "keys": "bf16", "values": "bf16"}, (9, 0), 8),  # 16 bits have no warp-group products
+        ({"queries": 9, "dim": 256, "value_dim": 256}, (9, 0), 4),
+        ({"queries": 2, "group": 100}, (9, 0), 1),
+        ({"queries": 2, "group": 129}, (9, 0), 0),  # not even one token fits
+        ({"queries": 2, "group": 33}, (8, 0), 0),
+        ({"queries": 512, "keys": "int8_channel"}, (9, 0), 0),
+        ({"queries": 512, "deterministic_batch": True}, (9, 0), 0),
+    ],
+)
+def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
+    change: dict[str, Any], capability: tuple[int, int], tokens: int
+) -> None:
+    p = replace(LAYER, **change)
+    assert queries_of_a_block(p, capability) == tokens
+    if tokens:
+        tuned(replace(p, queries=tokens), capability=capability)
+
+
+def test_explain_tells_of_blocks() -> None:
+    facts = explanation(2, 32, 8, 128, 8192, 100, "int8", "int4_g32", 0, "bf16", False, *H200)
+    assert facts["blocks"].startswith("4 a sequence, of 32 new tokens, 128 query rows")
+    assert "many query rows" in facts["kernel"]
+    assert "blocks" not in explanation(2, 32, 8, 128, 8192, 32, "int8", "int4_g32", 0, "bf16", False, *H200)
 
 
 def test_many_rows_without_warp_group_products_are_left_to_the_portable_kernel() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, GluonPlan, Problem, dense_problem, queries_of_a_block
 from halfbyte.plans.decode_spec import WideSpec
 from halfbyte.plans.linear import GluonLinear, Spec
 from halfbyte.plans.triton_decode import triton_tiles
@@ -51,6 +52,13 @@ def explanation(
     facts["work"] = f"{batch * kv_heads} units (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
+    block = queries_of_a_block(p, capability)
+    if block:
+        count = -(-queries // block)
+        facts["blocks"] = (
+            f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is dealt out as a sequence"
+        )
+        p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned, source = decode_plan(p, sm_count, capability, True, table)
     if isinstance(tuned, GluonPlan):
         return facts | _tuned(tuned, source)
