@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -420,27 +422,50 @@ def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     new = torch.randn(2, 2, 5, 64)
     cache = PagedKVCache(2, 2, 64, 64, page_size=16) if paged else KVCache(2, 2, 64, 64)
-    assert cache.at_most == 0
+    assert cache.length_bound == 0
     cache.append(new, new)
     cache.append(new, new, counts=torch.tensor([0, 5], dtype=torch.int32))
-    assert cache.at_most == 10
+    assert cache.length_bound == 10
     recorded[0] = True
-    assert cache.at_most is None
+    assert cache.length_bound is None
     recorded[0] = False
     cache.lengths += 1
-    assert cache.at_most is None
+    assert cache.length_bound is None
     if paged:
         return
     cache.append(new, new)
-    assert cache.at_most is None  # it is not known again by appending
+    assert cache.length_bound is None  # it is not known again by appending
     cache.reset()
     cache.append(new, new)
-    assert cache.at_most == 5
+    assert cache.length_bound == 5
     cache.crop(3)
-    assert cache.at_most is None
+    assert cache.length_bound is None
     theirs = KVCache.from_buffers(cache.keys, cache.values, torch.zeros_like(cache.lengths))
-    theirs.append(new, new)
-    assert theirs.at_most is None
+    for _ in range(2):
+        theirs.append(new, new)
+        assert theirs.length_bound is None
+        theirs.reset()
+    cache.reset()
+    cache.append(new, new)
+    for other in (copy.deepcopy(cache), cache.select(torch.tensor([0, 1])), pickle.loads(pickle.dumps(cache))):
+        assert other.length_bound is None
+        other.reset()
+        assert other.length_bound == 0
+    for _ in range(3):  # each may lie where the one before the last lay
+        cache.lengths = torch.tensor([7, 7], dtype=torch.int32)
+        assert cache.length_bound is None
+    with torch.inference_mode():
+        cache.lengths = torch.zeros(2, dtype=torch.int32)
+        cache.reset()
+    assert cache.length_bound is None
+    compiled = KVCache(2, 2, 64, 64)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled._check_capacity(5, None)  # what is traced of an append
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compiled.reset()
+    assert compiled.length_bound is None  # a graph of the compiled code may append unseen
 
 
 @pytest.mark.parametrize("paged", [False, True])

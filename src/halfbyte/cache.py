@@ -74,8 +74,11 @@ class KVCache:
     _at_most: int | None = None
     #: A CUDA graph appends to this cache, and its replays do not pass here.
     _in_graph = False
-    #: How often torch had written to `lengths` when the host knew all about them: who writes to them later is not seen otherwise.
-    _written = -1
+    #: Every token passes through `append` here, in eager code: not in a graph or compiled code, and the memory is nobody else's.
+    _sees_all = False
+    #: `lengths`, and torch's count of writes to it, when the host last knew all about it: others raise the count, those of `append`
+    #: are seen here. None: it does not know; copies of a cache begin like that.
+    _written: tuple[torch.Tensor, int] | None = None
     #: The name of an engine's tensor that can be read only, as several sequences share its memory.
     _expanded = ""
 
@@ -106,7 +109,7 @@ class KVCache:
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = _given_scales(self.keys, self.values)
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
-        self._at_most, self._written = 0, self.lengths._version
+        self._at_most, self._sees_all, self._written = 0, True, _writes(self.lengths)
         if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
             prepare(self.lengths.device)
 
@@ -144,10 +147,12 @@ class KVCache:
         return self.keys.codes.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
     @property
-    def at_most(self) -> int | None:
-        """No sequence is longer than this, as far as the host knows; None: it does not, or is only recording what is to be done."""
-        known = self.lengths.is_cuda and self.lengths._version == self._written and not self._in_graph
-        return self._at_most if known and not torch.compiler.is_compiling() and not self._capturing() else None
+    def length_bound(self) -> int | None:
+        """No sequence is longer than this; None: the host is not sure, or what it does is only recorded."""
+        if torch.compiler.is_compiling() or not self._sees_all or self._written is None or self._capturing():
+            return None
+        lengths, writes = self._written
+        return self._at_most if lengths is self.lengths and writes == lengths._version else None
 
     @property
     def batch(self) -> int:
@@ -187,6 +192,10 @@ class KVCache:
         """Every buffer, for marking addresses as static or moving memory."""
         parts = [*self.keys.tensors(), self.keys.saturated, *self.values.tensors(), self.values.saturated]
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies and pickles, whose lengths are another tensor."""
+        return {name: value for name, value in vars(self).items() if name != "_written"}
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
@@ -235,9 +244,9 @@ class KVCache:
         """`append` of what was checked, now or in a call like this one."""
         self._check_capacity(new.k.shape[2], new.counts)
         where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
-        known = self.at_most is not None
+        known = self.length_bound is not None
         rotated = store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
-        self._written = self.lengths._version if known else -1
+        self._written = _writes(self.lengths) if known else None
         return rotated
 
     def _check_capacity(self, count: int, counts: torch.Tensor | None) -> None:
@@ -245,10 +254,10 @@ class KVCache:
         if not self.lengths.is_cuda:
             return  # the op looks itself
         if torch.compiler.is_compiling():
-            self._at_most = None
+            self._at_most, self._sees_all = None, False
             return
         if self._capturing():
-            self._in_graph = True
+            self._in_graph, self._sees_all = True, False
             return
         known = None if self._in_graph else self._at_most
         if known is None or known + count > self.capacity:
@@ -261,7 +270,7 @@ class KVCache:
         """Forget every token. A per-tensor scale that was measured is measured again."""
         self._check_writable()
         self.lengths.zero_()
-        self._at_most, self._written = None if self._capturing() else 0, self.lengths._version
+        self._at_most, self._written = (None, None) if self._capturing() else (0, _writes(self.lengths))
         for plane, given in zip((self.keys, self.values), self._given, strict=True):
             if plane.scales is not None and given is not None:
                 plane.scales.copy_(given)
@@ -351,6 +360,12 @@ class KVCache:
         """Every tensor whose first axis is the batch."""
         parts = [t for plane in (self.keys, self.values) for t in plane.tensors() if t is not None and t.ndim > 1]
         return [*parts, self.lengths]
+
+
+def _writes(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """This tensor, of a GPU, and how often torch has written to it; None where that is not counted."""
+    counted = not torch.compiler.is_compiling() and lengths.is_cuda and not lengths.is_inference()
+    return (lengths, lengths._version) if counted else None
 
 
 def _given_scales(*planes: Plane) -> list[torch.Tensor | None]:

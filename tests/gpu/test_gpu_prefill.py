@@ -118,6 +118,32 @@ def test_many_blocks_of_one_sequence() -> None:
     check(made("int8", "int4_g32", 300, PLACE.size(1100, 30), 1, 1, 8, 128), "auto")
 
 
+@pytest.mark.parametrize("name", ["", "starts"])
+def test_a_prompt_in_memory_that_fused_kernels_cannot_read(name: str) -> None:
+    """Rows that begin anywhere; and the same under autocast, which must not change a type."""
+    q, k, v, cache, _ = made("int8", "int8", 0, PLACE.size(333, 40), 2, 2, 4, 128)
+    options = options_of(name, 8, 2, q.shape[2])
+    expected = hb.prefill_attention(q, k, v, cache, **options)
+    apart = [torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in apart)
+    with torch.autocast(PLACE.device, dtype=torch.float16):
+        out = hb.prefill_attention(*apart, cache, **options)
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_one_token_of_many_heads_and_no_sequence(batch: int) -> None:
+    """What FlashAttention refuses or takes for something else."""
+    cache = hb.KVCache(batch, 1, 64, 32, keys="int8", values="int8", device=PLACE.device)
+    k, v = torch.randn(2, batch, 1, 1, 64, device=PLACE.device).bfloat16()
+    q = torch.randn(batch, 71, 1, 64, device=PLACE.device).bfloat16()
+    cache.append(k, v)
+    out = hb.prefill_attention(q, k, v, cache, starts=torch.zeros(batch, dtype=torch.int32, device=PLACE.device))
+    torch.testing.assert_close(out, v.expand_as(q))
+
+
 def new_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rng = torch.Generator(PLACE.device).manual_seed(0)
     q, k, v = (torch.randn(1, heads, 64, 128, generator=rng, device=PLACE.device).bfloat16() for heads in (8, 2, 2))

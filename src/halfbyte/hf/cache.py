@@ -86,7 +86,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = cast(KVCache, self.kv)
         if torch.compiler.is_compiling():
             append_parts(key_states, value_states, self.parts, self.formats, self.rotate_keys, self.measures)
-            kv._at_most = None
+            kv._at_most, kv._sees_all = None, False
         else:
             kv.append(key_states, value_states)
         return Handle(self, key_states, "keys"), Handle(self, value_states, "values")

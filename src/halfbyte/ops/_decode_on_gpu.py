@@ -19,8 +19,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans import decode_attention as plans
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS, GluonPlan, Problem, format_of
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS, GluonPlan, Problem, format_of, queries_of_a_block
 from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
 from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
 from halfbyte.reference.hadamard import rotate
@@ -74,11 +73,12 @@ def run(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         call = Call(*(q, keys, values, _dense(lengths), _dense(query_start), _table(page_table), _plain(options), out, lse))
-        queries = queries_of_a_block(call, level, deterministic_batch)
-        if queries:
+        problem = problem_of(call, deterministic_batch)
+        device = _number(q)
+        if level != "triton" and (queries := _queries_of_a_block(problem, device)):
             _launch_blocks(call, queries, level, compiled)
             return out, lse
-        plan = plan_of(call, level, deterministic_batch, pair_launches())
+        plan = _plan(problem, level, device, pair_launches())
         plan = _for_many(plan) if blocks else plan
         kernel = launch(call, plan, compiled)
     if request is not None and isinstance(plan, GluonPlan):
@@ -137,7 +137,8 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
     b, h, t, d = codes.stride()
     size = codes.element_size()
     pieces = (b * size | h * size) % 32 == 0 and t * size % 16 == 0
-    return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and codes.shape[0] > 0
+    near = q.shape[1] * q.stride(1) < 2**31  # where a head's queries lie is a product in 32 bits
+    return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and near and codes.shape[0] > 0
 
 
 def _apart(plane: Plane) -> int:
@@ -165,23 +166,22 @@ def _scales_apart(plane: Plane) -> int:
     return plane.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
 
 
-def queries_of_a_block(call: Call, level: str, deterministic_batch: bool) -> int:
-    """New tokens that a tuned kernel takes at a time, of a call with more than it can hold; 0: it takes the call as it is."""
-    problem = problem_of(call, deterministic_batch)
-    if level == "triton" or problem.dtype not in _NAMES.values():
-        return 0
-    return _queries_of_a_block(problem, -1 if call.q.device.type == "cpu" else call.q.device.index)
-
-
 @functools.lru_cache(maxsize=1024)
 def _queries_of_a_block(problem: Problem, device: int) -> int:
-    return 0 if device < 0 else plans.queries_of_a_block(problem, describe(f"cuda:{device}").capability or (8, 0))
+    """New tokens that a tuned kernel takes at a time, of a call with more than it can hold; 0: as the call is."""
+    if device < 0 or problem.dtype not in _NAMES.values():
+        return 0
+    return queries_of_a_block(problem, describe(f"cuda:{device}").capability or (8, 0))
 
 
 def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> GluonPlan | TritonTiles:
     """What runs a call. Raises `Unsupported` when the level asked for cannot."""
-    q = call.q
-    return _plan(problem_of(call, deterministic_batch), level, -1 if q.device.type == "cpu" else q.device.index, pair)
+    return _plan(problem_of(call, deterministic_batch), level, _number(call.q), pair)
+
+
+def _number(q: torch.Tensor) -> int:
+    """Of its GPU; -1: the interpreter."""
+    return -1 if q.device.type == "cpu" else q.device.index
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,14 +222,15 @@ def launch(call: Call, plan: GluonPlan | TritonTiles, own: bool) -> Any:
 def _launch_blocks(c: Call, queries: int, level: str, compiled: bool) -> None:
     """More new tokens than a tuned kernel holds: `queries` of them at a time are sequences of their own, over the same memory.
 
-    As many as it looks through are one launch, of whole sequences if it can be.
+    A launch has the blocks of several sequences, or some of those of one, as many as the kernel looks through.
     """
     (batch, _, length, _), o, table = c.q.shape, c.options, c.page_table
     count = -(-length // queries)
     missing = count * queries - length
     q = torch.nn.functional.pad(c.q, (0, 0, 0, missing)) if missing else c.q
     q = q.unflatten(2, (count, queries)).transpose(1, 2)  # [B, blocks, Hq, queries, D]
-    first = c.lengths - length if c.query_start is None else c.query_start
+    held = c.lengths.to(q.device, non_blocking=True)  # which may be in pinned memory of the host
+    first = held - length if c.query_start is None else c.query_start
     query_start = first[:, None] + torch.arange(0, count * queries, queries, dtype=torch.int32, device=q.device)
     tokens = c.keys.heads * c.keys.codes.shape[2] * (1 if table is None else table.shape[1])
     most = max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, tokens)))
@@ -237,27 +238,34 @@ def _launch_blocks(c: Call, queries: int, level: str, compiled: bool) -> None:
     for b, begin in itertools.product(range(0, batch, some), range(0, count, most)):
         here, those = slice(b, b + some), slice(begin, begin + most)
         blocks = q[here, those].flatten(0, 1)
+        if blocks.shape[1] * blocks.stride(1) >= 2**31:
+            blocks = blocks.contiguous()
         n = len(query_start[b, those])
-        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (c.lengths, o.starts, o.ends))
+        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (held, o.starts, o.ends))
         keys, values = (p if table is not None else _of_sequences(p, here) for p in (c.keys, c.values))
-        pages = None if table is None else table[here].repeat_interleave(n, 0)
         assert lengths is not None
-        where = (lengths, query_start[here, those].flatten(), pages)
-        out, lse = _run_again((blocks, keys, values, *where, replace(o, starts=starts, ends=ends)), level, compiled)
+        piece = replace(
+            c,
+            q=blocks,
+            keys=keys,
+            values=values,
+            lengths=lengths,
+            query_start=query_start[here, those].flatten(),
+            page_table=None if table is None else table[here].repeat_interleave(n, 0),
+            options=replace(o, starts=starts, ends=ends),
+        )
+        out, lse = _run_again(piece, level, compiled)
         for into, part in ((c.out, out), (c.lse, lse)):
             _put(into[here, :, begin * queries :], part.unflatten(0, (-1, n)))
 
 
-def _run_again(
-    given: tuple[torch.Tensor, Plane, Plane, torch.Tensor, torch.Tensor, torch.Tensor | None, AttentionOptions],
-    level: str,
-    compiled: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_again(c: Call, level: str, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`run` of blocks, launched like earlier ones where there were any."""
-    keys, values, options = given[1], given[2], given[6]
-    tensors = _relaunch.tensors_of(*given)
-    request = None if compiled else _relaunch.request(tensors, (keys.format, values.format), options, level, False)
-    done = None if request is None else _relaunch.again(request, options)
+    given = (c.q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
+    request = None
+    if not compiled:
+        request = _relaunch.request(_relaunch.tensors_of(*given), (c.keys.format, c.values.format), c.options, level, False)
+    done = None if request is None else _relaunch.again(request, c.options)
     return run(*given, level, False, compiled, request, blocks=True) if done is None else done
 
 

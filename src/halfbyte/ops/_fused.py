@@ -12,54 +12,66 @@ from torch.nn.attention import SDPBackend
 from halfbyte.planes import AttentionOptions
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
+#: FlashAttention has sequences on an axis of its grid that takes no more.
+_MOST_SEQUENCES = 65_535
+
+Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> bool:
-    """Whether torch has a fused kernel for these: 16 bits of one type, heads of equal size up to 256, neither softcap nor ALiBi.
-
-    FlashAttention adds slope * position of the key in place of ALiBi's distance, which shifts the log-sum-exp. It may have been
-    switched off, by torch.nn.attention.sdpa_kernel for instance.
-    """
-    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    sizes = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and 8 <= q.shape[3] <= 256
-    plain = o.softcap is None and o.alibi_slopes is None and o.sm_scale > 0
-    return alike and sizes and plain and torch.backends.cuda.flash_sdp_enabled()
-
-
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> Part | None:
     """q [B, Hq, L, D] over k [B, H, L, D] and v, each token over those before it and itself: out and its lse, float32 [B, Hq, L].
 
-    Of the options: sm_scale, window and `starts`, which count from the chunk's first token.
+    Of the options sm_scale, window and `starts`, which count from the chunk's first token. None: torch has no such kernel.
+    (In place of ALiBi's distance FlashAttention adds slope * position of the key, which shifts the log-sum-exp.)
     """
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    if o.starts is None and (o.window is None or o.window >= q.shape[2]):
-        return _whole(q, k, v, o.sm_scale)
-    return _pieces(q, k, v, o)
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
+    sizes = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and 8 <= q.shape[3] <= 256 and q.shape[0] > 0 and q.shape[2] > 1
+    if not alike or not sizes or o.softcap is not None or o.alibi_slopes is not None or o.sm_scale <= 0:
+        return None
+    q, k, v = map(_aligned, (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):  # some of these ops would be given another type
+        if o.starts is None and (o.window is None or o.window >= q.shape[2]):
+            return _whole(q, k, v, o.sm_scale)
+        return _pieces(q, k, v, o)
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """By whichever kernel torch's scaled_dot_product_attention would take, of the two that also give the log-sum-exp."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x where those kernels can read it, 16 bytes at a time."""
+    *apart, last = x.stride()
+    return x if last == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in apart) else x.contiguous()
+
+
+def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> Part | None:
+    """By the kernel that torch's scaled_dot_product_attention would take, if it is one of the two that give the log-sum-exp."""
     grouped = q.shape[1] != k.shape[1]
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=sm_scale, enable_gqa=grouped)
     if choice == _CUDNN:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=sm_scale)
-    else:
+    elif choice == _FLASH:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=sm_scale)
+    else:
+        return None
     return found[0], found[1].view(q.shape[:3])
 
 
-def _pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> Part | None:
     """By FlashAttention over sequences of any length, of which each sequence here is two: its padding, and the rest."""
     batch, heads, length, dim = q.shape
+    cuda = torch.backends.cuda
+    allowed = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 2 * batch <= _MOST_SEQUENCES
+    if not allowed or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return None
     starts = torch.zeros(batch, dtype=torch.int32, device=q.device) if o.starts is None else o.starts.clamp(0, length)
     begin = torch.arange(batch, dtype=torch.int32, device=q.device) * length
     bounds = torch.cat([torch.stack([begin, begin + starts], 1).flatten(), begin.new_full((1,), batch * length)])
     rows = [x.transpose(1, 2).reshape(batch * length, x.shape[1], dim) for x in (q, k, v)]
-    before = None if o.window is None else o.window - 1
+    window = (None, None) if o.window is None else (o.window - 1, 0)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *rows, bounds, bounds, length, length, 0.0, True, False,
-        scale=o.sm_scale, window_size_left=before, window_size_right=None if before is None else 0,
-    )  # fmt: skip
+        *(*rows, bounds, bounds, length, length, 0.0, True, False),
+        scale=o.sm_scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
     out = out.view(batch, length, heads, dim).transpose(1, 2)
     lse = lse.view(heads, batch, length).transpose(0, 1)
     padded = torch.arange(length, device=q.device) < starts[:, None]

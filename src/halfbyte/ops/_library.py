@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,12 +25,26 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch.no_grad()(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.no_grad()(_without_autocast(run)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     if not schema.endswith("-> ()"):
         torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=_LIBRARY)
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return op
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` in the types that it chooses: torch code in it would be given others inside of `torch.autocast`."""
+
+    @functools.wraps(run)
+    def exactly(*args: Any, **kwargs: Any) -> Any:
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        with ExitStack() as stack:
+            for device in on:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return run(*args, **kwargs)
+
+    return exactly
 
 
 def level(op: str, impl: str, device: torch.device) -> str:

@@ -203,9 +203,9 @@ def _request(
     deterministic_batch: bool = False,
 ) -> _relaunch.Request | None:
     """What to remember a call as; None where it is not to be remembered. Tensors may be unchecked."""
-    if not past_dispatcher(q) or not q.numel() or q.element_size() > 2:
-        return None
     keys, values = cache.keys, cache.values
+    if not past_dispatcher(q, keys.codes, values.codes) or not q.numel() or q.element_size() > 2:
+        return None
     tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
     return _relaunch.request(tensors, (keys.format, values.format), options, impl, deterministic_batch)
 
@@ -222,7 +222,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
-    if chosen not in ("cpu", "reference") and past_dispatcher(q) and q.numel():
+    if chosen not in ("cpu", "reference") and past_dispatcher(q, keys.codes, values.codes) and q.numel():
         where = (lengths, query_start, cache.page_table)
         return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
     out: tuple[torch.Tensor, torch.Tensor] = _op(

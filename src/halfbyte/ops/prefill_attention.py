@@ -13,11 +13,8 @@ from halfbyte.ops._library import past_dispatcher
 from halfbyte.ops.decode_attention import attend_again, checked, level_of, options_of
 from halfbyte.ops.merge_states import merged
 from halfbyte.planes import AttentionOptions, Cache, Plane
-
-#: Query rows of a KV head times their size that the tuned kernel attends in one go, whatever the keys are.
-_IN_ONE_GO = 4096
-
-Part = tuple[torch.Tensor, torch.Tensor]
+from halfbyte.plans.decode_attention import MOST_NUMBERS
+from halfbyte.reference import merge as reference
 
 
 @dataclass(frozen=True)
@@ -66,28 +63,30 @@ def prefill_attention(
     for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
     own = replace(options, sinks=None, rotate_keys=False)
-    parts = []
+    chosen, parts = level_of(impl, q), []
     if not _fresh(cache, q.shape[2]):
         past = cache.lengths - q.shape[2]
         parts.append(attend_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl))
         own = own if options.starts is None else replace(own, starts=(options.starts - past).clamp_min(0))
-    parts.append(_over_itself(q, k, v, own, impl))
+    parts.append(_over_itself(q, k, v, own, impl, chosen))
     out, lse = parts[0]
     if len(parts) > 1 or sinks is not None:
-        out, lse = merged([part[0] for part in parts], [part[1] for part in parts], options.sinks)
+        merge = reference.merge_states if chosen in ("cpu", "reference") else merged
+        out, lse = merge([part[0] for part in parts], [part[1] for part in parts], options.sinks)
     return (out, lse) if return_lse else out
 
 
 def _fresh(cache: Cache, length: int) -> bool:
     """Whether the host is sure that there is nothing before the newest `length` tokens."""
-    known = getattr(cache, "at_most", None)
+    known = getattr(cache, "length_bound", None)
     return known is not None and known <= length
 
 
-def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str) -> Part:
-    """The chunk over its own keys and values."""
-    many = q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > _IN_ONE_GO
-    if many and past_dispatcher(q, k, v) and level_of(impl, q) == "auto" and _fused.suits(q, k, v, o):
-        return _fused.causal(q, k, v, o)
+def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str, chosen: str) -> _fused.Part:
+    """The chunk over its own keys and values; by torch's kernels where the tuned one cannot hold all query rows at once."""
+    if chosen == "auto" and past_dispatcher(q, k, v) and q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > MOST_NUMBERS:
+        found = _fused.causal(q, k, v, o)
+        if found is not None:
+            return found
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
     return attend_again(q, _Chunk(k, v, lengths), lengths, torch.zeros_like(lengths), o, impl)

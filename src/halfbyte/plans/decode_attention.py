@@ -19,7 +19,9 @@ _SHARED = {(8, 6): 99 << 10, (8, 9): 99 << 10, (8, 0): 163 << 10, (9, 0): 227 <<
 
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
-WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**33, 4096
+WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
+#: Query rows of a KV head times the size of a head that the registers of the kernel for few rows hold.
+MOST_NUMBERS = 4096
 #: What the tuned kernel calls the codes that it reads.
 _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
 
@@ -153,7 +155,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows, limit = max(8, padded(p.rows)), shared_memory_of_block(capability)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "pair": pair and capability >= (9, 0)}
-    if rows * max(p.dim, p.value_dim) > 4096:
+    if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
         if capability != (9, 0):
             dim = max(p.dim, p.value_dim)
             return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
@@ -179,18 +181,17 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
 
 
 def queries_of_a_block(p: Problem, capability: tuple[int, int]) -> int:
-    """New tokens of which a tuned kernel holds all query rows, where it does not hold those of all new tokens; 0: it does, or there
-    are none.
+    """New tokens whose query rows a tuned kernel holds, of a call that has more of them; 0: take the call as it is.
 
-    On Hopper first as many as warp-group products take, then as many as everywhere.
+    On Hopper as many as warp-group products take, if they take these keys and values at all.
     """
-    narrow = 4096 // max(p.dim, p.value_dim)
+    narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
         return 0
     for rows in (MOST_ROWS, narrow) if capability == (9, 0) else (narrow,):
         queries = min(p.queries, rows // p.group)
-        block = replace(p, queries=queries)
-        if queries and isinstance(gluon_plan(block, 132, capability, True), GluonPlan):
+        # Whether it takes them does not depend on the number of multiprocessors.
+        if queries and isinstance(gluon_plan(replace(p, queries=queries), 1, capability, True), GluonPlan):
             return queries if queries < p.queries else 0
     return 0
 
@@ -219,7 +220,7 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel shares the work of a whole batch"
     if not p.aligned:
-        return "codes are not aligned to 16 bytes, or not contiguous along a head"
+        return "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:

@@ -86,12 +86,12 @@ class CaseJob:
 
 @dataclass(frozen=True)
 class _Alone:
-    """A cache of which the host knows that it holds no more than `at_most` tokens, also where a graph is recorded."""
+    """A cache of which the host knows that it holds no more than `length_bound` tokens, also where a graph is recorded."""
 
     keys: Plane
     values: Plane
     lengths: torch.Tensor
-    at_most: int
+    length_bound: int
     page_table: torch.Tensor | None = None
     rotate_keys: bool = False
 
