@@ -451,6 +451,11 @@ def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) 
         assert other.length_bound is None
         other.reset()
         assert other.length_bound == 0
+    theirs = KVCache(2, 2, 64, 64)
+    theirs.reset()
+    theirs.lengths.fill_(30)
+    for other in (copy.deepcopy(theirs), copy.copy(theirs), theirs.repeat_interleave(2), pickle.loads(pickle.dumps(theirs))):
+        assert other.length_bound is None  # though torch counts their writes from the beginning
     for _ in range(3):  # each may lie where the one before the last lay
         cache.lengths = torch.tensor([7, 7], dtype=torch.int32)
         assert cache.length_bound is None

@@ -327,6 +327,27 @@ MUTANTS = [
         caches("test_crop_into_a_finished_block_brings_it_back"),
     ),
     Mutant(
+        "writes to lengths by others are not noticed",
+        "cache.py",
+        "lengths is self.lengths and writes == lengths._version",
+        "lengths is self.lengths",
+        caches("test_what_the_host_is_sure_of"),
+    ),
+    Mutant(
+        "copies of a cache believe what the first one knows",
+        "cache.py",
+        'if name != "_written"',
+        "if name",
+        caches("test_what_the_host_is_sure_of"),
+    ),
+    Mutant(
+        "blocks of as many new tokens as there are rows",
+        "plans/decode_attention.py",
+        "min(p.queries, rows // p.group)",
+        "min(p.queries, rows)",
+        ("test_plans.py::test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds",),
+    ),
+    Mutant(
         "shared pages are written",
         "paging.py",
         "if count and used % self.page_size and self._holders[held[-1]] > 1:",

@@ -260,7 +260,7 @@ def _launch_blocks(c: Call, queries: int, level: str, compiled: bool) -> None:
 
 
 def _run_again(c: Call, level: str, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`run` of blocks, launched like earlier ones where there were any."""
+    """`run` of blocks, launched like earlier ones where there were any; the results are new ones, not those of `c`."""
     given = (c.q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
     request = None
     if not compiled:
