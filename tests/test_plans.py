@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"keys": "int8_channel"}, "portable kernel only"),
+        ({"keys": "int8_channel", "k_scales_apart": 0}, "do not lie a head"),
         ({"deterministic_batch": True}, "shares the work of a whole batch"),
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
@@ -119,7 +120,7 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         ({"queries": 2, "group": 100}, (9, 0), 1),
         ({"queries": 2, "group": 129}, (9, 0), 0),  # not even one token fits
         ({"queries": 2, "group": 33}, (8, 0), 0),
-        ({"queries": 512, "keys": "int8_channel"}, (9, 0), 0),
+        ({"queries": 512, "keys": "int8_channel"}, (9, 0), 8),  # nor have scales of channels
         ({"queries": 512, "deterministic_batch": True}, (9, 0), 0),
     ],
 )
@@ -331,10 +332,23 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
         (False, True, 2),
         (True, False, 4),
     ]
-    assert near.token_bytes(1) == apart.token_bytes(1) == far.token_bytes(1)
+    assert near.tile_bytes(64, 4, 1) == apart.tile_bytes(64, 4, 1) == far.tile_bytes(64, 4, 1)
     one = side(format_of("int4"), 128, 8, 8)
     assert isinstance(one, Side)
-    assert (one.scale_columns, one.token_bytes(1), one.token_bytes(2)) == (1, 64 + 8, 128 + 8)  # the neighbour's come along
+    assert one.scale_columns == 1
+    assert [one.tile_bytes(64, 4, heads) for heads in (1, 2)] == [64 * (64 + 8), 64 * (128 + 8)]  # the neighbour's come along
+
+
+def test_a_warp_s_tokens_share_their_scales_of_channels() -> None:
+    for keys in ("int8_channel", "int4_channel"):
+        one = side(format_of(keys), 128)
+        assert isinstance(one, Side)
+        assert (one.scale, one.groups, one.block) == ("channel", 1, 32)
+        assert one.tile_bytes(128, 4, 1) == 128 * one.words * 2 + 4 * 256 * (1 + one.offset)
+        for group, queries in product((1, 4, 8, 16, 32), (1, 4)):
+            found = gluon_plan(replace(LAYER, keys=keys, group=group, queries=queries), 132, (9, 0), True)
+            if isinstance(found, GluonPlan):
+                assert found.spec.tokens <= 32
 
 
 @pytest.mark.parametrize(

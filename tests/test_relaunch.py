@@ -61,8 +61,9 @@ class Asked:
 def full() -> Asked:
     """A call with every tensor there is, at addresses of its own."""
     lengths, query_start, starts, ends = (torch.zeros(2, dtype=torch.int32) for _ in range(4))
+    keys = replace(pages("int8"), tail=torch.zeros(2, 2, 32, 64).bfloat16())
     return Asked(
-        *(torch.zeros(2, 8, 1, 64).bfloat16(), pages("int8"), pages("int4_g32"), lengths, query_start),
+        *(torch.zeros(2, 8, 1, 64).bfloat16(), keys, pages("int4_g32"), lengths, query_start),
         torch.zeros(2, 4, dtype=torch.int32),
         AttentionOptions(0.5, 30.0, torch.zeros(8), 20, starts, ends, torch.zeros(8)),
     )
@@ -85,11 +86,11 @@ def option(**changes: Any) -> Change:
 
 TENSORS = [
     *(("", name) for name in ("q", "lengths", "query_start", "page_table")),
-    *(("keys", name) for name in ("codes", "scales")),
+    *(("keys", name) for name in ("codes", "scales", "tail")),
     *(("values", name) for name in ("codes", "scales", "offsets")),
     *(("options", name) for name in ("starts", "ends", "alibi_slopes", "sinks")),
 ]
-MISSING = ("query_start", "page_table", "starts", "ends", "alibi_slopes", "sinks", "offsets")
+MISSING = ("query_start", "page_table", "starts", "ends", "alibi_slopes", "sinks", "offsets", "tail")
 CHANGES: dict[str, Change] = {
     **{f"{name} of {where or 'the call'}: {way}": part(where, name, WAYS[way]) for where, name in TENSORS for way in WAYS},
     **{f"no {name}": part(where, name, lambda _: None) for where, name in TENSORS if name in MISSING},
@@ -214,7 +215,7 @@ def test_the_same_arguments_at_other_addresses(options: Callable[[], dict[str, A
     (expected, grid), launched = gpu.first[1], gpu.kernel.launched[0]
     assert launched[:9] == (*grid, 1, 1, 7, 11, (4, 1, 100), None, None, None)
     made = (out, lse, gpu.floats, gpu.counters)
-    wanted = [*expected[:7], *made, *expected[11:]]
+    wanted = [*expected[:8], *made, *expected[12:]]
     assert list(launched[9:]) == [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in wanted]
     assert out.shape == q.shape
     assert out.dtype is q.dtype
@@ -224,12 +225,22 @@ def test_the_same_arguments_at_other_addresses(options: Callable[[], dict[str, A
     assert lse.is_contiguous()
 
 
+def test_a_tail_is_that_of_each_call(gpu: Gpu) -> None:
+    first, other = (cache_of(keys="int4_channel") for _ in range(2))
+    for cache in (first, other):
+        decode_attention(query(), cache)
+    (expected, _), (launched,) = gpu.first[0], gpu.kernel.launched
+    assert first.keys.tail is expected[4]
+    assert other.keys.tail is not None
+    assert launched[9 + 4] == other.keys.tail.data_ptr()
+
+
 def test_numbers_are_those_of_each_call(gpu: Gpu) -> None:
     q, cache = query(), cache_of()
     decode_attention(q, cache, sm_scale=0.5, window=3, softcap=4.0)
     decode_attention(q, cache, sm_scale=0.25, window=2**31 - 1, softcap=5.0)
     (again,) = gpu.kernel.launched
-    assert again[9 + 18 : 9 + 21] == (0.25, 5.0, 2**30)
+    assert again[9 + 19 : 9 + 22] == (0.25, 5.0, 2**30)
 
 
 def test_a_prefill_is_launched_again_in_both_parts(gpu: Gpu) -> None:

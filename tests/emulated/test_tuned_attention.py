@@ -21,6 +21,17 @@ CASES = {
     ),
     "192 wide, starts": Case(Variant("int8", "fp8", dim=192, group=3, options=frozenset({"starts"})), 1, (120, 31)),
     "one scale, 32 heads": Case(Variant("int8_tensor", "int8_tensor", group=32), 1, (200,)),
+    "channels": Case(Variant("int4_channel", "int4_g32", group=8), 1, (300, 64)),
+    "channels of bytes, pages": Case(Variant("int8_channel", "int4", page=64, group=3, queries=2), 2, (130, 0, 31)),
+    "channels, 16 heads, starts": Case(
+        Variant("int4_channel", "int8", dim=64, group=16, queries=2, options=frozenset({"starts"})), 1, (95, 33)
+    ),
+    "channels, tokens first, window": Case(
+        Variant("int8_channel", "fp8", dim=96, group=2, layout="BTHD", options=frozenset({"window", "softcap", "alibi"})),
+        2,
+        (200, 63),
+    ),
+    "a prompt over channels in pages": Case(Variant("int4_channel", "int4", group=4, queries=30, page=32), 1, (47, 130)),
     "64 rows": Case(Variant("int4", "int4", group=8, queries=8), 1, (300, 7)),
     "128 rows, tokens first, pages": Case(
         Variant("int4_g64", "int8_g32", group=16, queries=8, page=64, layout="BTHD"), 2, (290, 0)

@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier
 from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
+from halfbyte.kernels.gluon_channels import whole_blocks, with_tail
 from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
 from halfbyte.kernels.gluon_output import gather, part_slot, parted, sum_warps, write_part, write_rows
 from halfbyte.kernels.gluon_tiles import (
@@ -58,6 +59,7 @@ def decode(
     K,  # codes as 16-bit words [B or pages, H, T, words]
     KScale,  # fp16 [B or pages, (H,) T, (groups)], or [1]
     KOffset,  # fp16, as KScale and with its strides
+    KTail,  # 16-bit keys of tokens that fill no whole block, [B, H, block, D], contiguous; of formats with blocks alone
     V,
     VScale,
     VOffset,
@@ -119,6 +121,9 @@ def decode(
         )
         first, limit, lo, hi = here
         head = h * C.heads
+        coded = hi
+        if KS.scale == "channel":
+            coded = whole_blocks(Lengths, b, hi, KS)
 
         k_sizes = (pages, repeats, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
         v_sizes = (pages, repeats, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
@@ -129,7 +134,7 @@ def decode(
         group: gl.constexpr = C.rows // C.queries
         loaded = load_query(Q + b.to(gl.int64) * q_batch + head * (group * q_head), q_head, q_token, KS, C)
         for i in range(C.stages - 1):
-            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, coded, hi, C)
 
         # Who shares this unit, while its first tile is on the way.
         part_first = program_at(start, programs, total)
@@ -140,7 +145,7 @@ def decode(
             owed = sm_scale / softcap
         else:
             owed = sm_scale * 1.4426950408889634
-        if KS.offset:
+        if KS.offset and KS.scale == "token":
             scaled = ()
             for g in gl.static_range(gl.constexpr(KS.groups)):
                 scaled = scaled + (sums[g] * (factor * owed),)
@@ -160,14 +165,14 @@ def decode(
         lo_all = lo
         if C.window:
             lo_all = gl.maximum(lo, first + (C.queries - window))
-        hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
+        hi_all = gl.minimum(coded, gl.minimum(limit, first + 1))
 
         state = empty_state(VS, C)
         slot = 0
         for tile in range(t_begin, t_end):
             async_copy.wait_group(C.stages - 2)
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, coded, hi, C)
             token = tile * C.tile + row
             if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
                 s = raw_scores(k_rings, slot, head, q, sums, factor, KS, C)
@@ -175,6 +180,10 @@ def decode(
                 state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
             else:
                 s = raw_scores(k_rings, slot, head, q, sums, factor, KS, C)
+                if KS.scale == "channel":  # noqa: SIM102
+                    if tile * C.tile + C.tile > coded:
+                        tail = KTail + ((b // repeats).to(gl.int64) * heads + head) * (KS.block * KS.words * KS.planes)
+                        s = with_tail(s, tail, tile, coded, hi, q, factor, KS, C)
                 s = adjust(s, token, position, slopes, softcap, C)
                 there = (token >= lo) & (token < hi)
                 if C.queries == 1:

@@ -19,12 +19,12 @@ from halfbyte.plans.decode_spec import Spec, WideSpec
 def sizes(q: torch.Tensor, keys: Plane, values: Plane, page_table: torch.Tensor | None) -> tuple[int, ...]:
     """The numbers of a launch: sizes, and strides of queries, codes and scales. The same as long as the tensors' shapes are.
 
-    Where there are no pages, q may hold several sequences for each of keys and values, one after the other.
+    q may hold several sequences for each of keys and values, one after the other: of contiguous ones, and of tails.
     """
     k, v = keys.codes.view(torch.int16), values.codes.view(torch.int16)
     return (
         *(q.shape[0], keys.heads, k.shape[0], k.shape[2] * (1 if page_table is None else page_table.shape[1])),
-        q.shape[0] // k.shape[0] if page_table is None else 1,
+        _repeats(q, k if page_table is None else keys.tail),
         *q.stride()[:3],
         *(k.stride(0), k.stride(1), k.stride(2) // 8, v.stride(0), v.stride(1), v.stride(2) // 8),
         *(*_scale_strides(keys), *_scale_strides(values), 0 if page_table is None else page_table.stride(0)),
@@ -53,7 +53,7 @@ def launch(
     o, k, v = options, keys.codes.view(torch.int16), values.codes.view(torch.int16)
     kernel = decode_wgmma.decode if isinstance(spec, WideSpec) else decode_gluon.decode
     return kernel[(programs,)](
-        *(q, k, keys.scales, keys.offsets, v, values.scales, values.offsets, out, lse, part, count),
+        *(q, k, keys.scales, keys.offsets, keys.tail, v, values.scales, values.offsets, out, lse, part, count),
         *(lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks),
         *(o.sm_scale, o.softcap or 1.0, min(o.window or 0, WIDEST), *sizes(q, keys, values, page_table)),
         C=spec,
@@ -61,6 +61,11 @@ def launch(
         launch_pdl=spec.pair,
         maxnreg=255,  # without it the assembler spills for the sake of a third program, which shared memory has no room for
     )
+
+
+def _repeats(q: torch.Tensor, shared: torch.Tensor | None) -> int:
+    """Sequences of q for each of those that lie in `shared` memory, if any does."""
+    return 1 if shared is None else q.shape[0] // max(1, shared.shape[0])
 
 
 def _scale_strides(plane: Plane) -> tuple[int, int, int]:
@@ -73,6 +78,7 @@ def _scale_strides(plane: Plane) -> tuple[int, int, int]:
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
+_CHANNELS = "up to 250 bytes, where queries take scales of channels: with 8 rows nothing is spilled in the loop over whole tiles"
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
 
 
@@ -100,5 +106,6 @@ def _configurations(call: Call) -> Iterator[Configuration]:
             rest = (spec, plan.programs, call.out, call.lse, part, count)
             full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
             target = 10 * capability[0]
-            name, why = f"{call.name}-{capability[0]}x", _FULL if full else _SUMS if isinstance(spec, WideSpec) else ""
+            why = _CHANNELS if spec.keys.block else _FULL if full else _SUMS if isinstance(spec, WideSpec) else ""
+            name = f"{call.name}-{capability[0]}x"
             yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

@@ -52,6 +52,9 @@ _SAMPLE = (
     ("int4_g64", "int8_g32", 128, 16, 8, 16, "tokens-first sinks"),
     ("int8_token", "int8_tensor", 96, 48, 1, 0, "starts"),
     ("int8", "fp8", 64, 16, 4, 64, "tokens-first"),
+    ("int4_channel", "int4_g32", 128, 8, 1, 0, ""),
+    ("int4_channel", "int4_g32", 128, 4, 4, 32, "window"),
+    ("int8_channel", "int8", 128, 8, 1, 0, "tokens-first"),
 )
 
 

@@ -42,8 +42,9 @@ _INF = tl.constexpr(float("inf"))
 @triton.jit
 def _products(q, sums, parts, factor, offset, x: Stored):
     """q . x / UNIT for rows q (parts [M, WORDS], their sums / UNIT [M]) and tokens: fp32 [M, N]."""
+    q += q  # for the parts that rounding left over, if there are any
     s = tl.dot(q[0], tl.trans(parts[0]), input_precision=x.PRECISION)
-    for j in tl.static_range(1, x.PARTS):
+    for j in tl.static_range(1, len(parts)):
         s = tl.dot(q[j], tl.trans(parts[j]), s, input_precision=x.PRECISION)
     if x.FACTOR:
         s *= factor[None, :]
@@ -224,7 +225,7 @@ def _decode(
         token = tl.multiple_of(t, 16) + tl.arange(0, N)
         seen = (token >= lo) & (token < coded)
         place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
-        parts, factor, offset = read(place, row, seen, inside, head, N, keys)
+        parts, factor, offset = read(place, row, seen, inside, head, N, keys, EXACT=True)
         s = _products(q_parts, sums, parts, factor, offset, keys) * scale[:, None]
         s = _scores(s, token, seen, position, low, high_coded, slope, softcap, SINGLE)
         peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
@@ -360,10 +361,11 @@ def _configurations(call: Call) -> list[Configuration]:
     rows = query_heads // k.heads * queries
     tiles = triton_tiles(k.format, v.format, batch=batch, heads=k.heads, rows=rows, capacity=call.capacity, dim=dim, processors=132)
     part = empty(workspace_floats(math.prod(call.q.shape[:3]), dim, tiles.splits), dtype=torch.float32)
-    odd = k.format.token_block is not None and call.page_table is not None and call.options.rotate_keys
-    why = "8 bytes, of predicates: it uses fewer registers than there are, whatever its tiles" if odd else ""
+    why = ""
     if "tokens-first" in call.name or call.name.endswith("many"):
         why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
+    if k.format.token_block:
+        why = "up to 208 bytes: with scales of channels two warps, which spill, take two thirds of the time of four"
     if dim > 128:
         why = "8 bytes on sm_100: heads of 256 fill the registers, and smaller tiles are slower"
     return recorded(call.name, lambda: launch(*call.inputs(call.of_batch), tiles, call.out, call.lse, part), may_spill=why)

@@ -103,6 +103,7 @@ def decode(
     K,
     KScale,
     KOffset,
+    KTail,  # none: formats with one are for the kernel for few rows
     V,
     VScale,
     VOffset,
@@ -175,7 +176,7 @@ def decode(
         group: gl.constexpr = C.rows // C.queries
         loaded = load_rows(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
         for i in range(C.stages - 1):
-            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
         part_first = program_at(start, programs, total)
         part_last = program_at(start + cost - 1, programs, total)
 
@@ -220,7 +221,7 @@ def decode(
             barrier()
             s = warpgroup_mma(queries, keys.permute([1, 0]), none, use_acc=False, is_async=True)
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, C)
+            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             s, o = warpgroup_mma_wait(0, deps=[s, o])
             scale = factor * power_of_two(k_read[0])
             token = tile * C.tile + t

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from halfbyte.kernels.gluon_channels import channel_scores
 from halfbyte.kernels.gluon_operands import key_operands, mma_layout, movmatrix, value_operands
 
 
@@ -47,6 +48,8 @@ def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.conste
 
     `sums`: of q by group, times what offsets are owed (int8: raw). `factor`: what scaled codes are owed.
     """
+    if S.scale == "channel":
+        return channel_scores(rings, slot, q, factor, S, C)
     mma: gl.constexpr = mma_layout(C)
     a = key_operands(rings[0].index(slot), S, C)
     zero = gl.full([C.streams, C.tokens, C.padded_rows], 0.0, gl.float32, mma)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from halfbyte.kernels.compat import copy_to_shared
+from halfbyte.kernels.gluon_channels import copy_rows
 from halfbyte.kernels.gluon_operands import (
     PLAIN,
     code_copy_layout,
@@ -248,10 +249,11 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     scales = codes
     offsets = codes
     dtype: gl.constexpr = gl.int32 if S.paired else gl.float16
-    if S.scale == "token":
-        scales = gl.allocate_shared_memory(dtype, shape + [S.scale_columns], PLAIN)
+    of_scales: gl.constexpr = shape[:2] + [1, S.planes * S.padded] if S.scale == "channel" else shape + [S.scale_columns]
+    if S.scale == "token" or S.scale == "channel":
+        scales = gl.allocate_shared_memory(dtype, of_scales, PLAIN)
     if S.offset:
-        offsets = gl.allocate_shared_memory(dtype, shape + [S.scale_columns], PLAIN)
+        offsets = gl.allocate_shared_memory(dtype, of_scales, PLAIN)
     return codes, scales, offsets
 
 
@@ -260,25 +262,29 @@ def _fetch_side(rings, slot, at, tile, page, lo, hi, whole: gl.constexpr, S: gl.
     """Ask for one tile of one side. at: where its codes, scales, offsets and pages lie, and their strides."""
     Codes, Scales, Offsets, Pages, pages, c_page, c_token, s_page, s_token = at
     _copy_codes(rings[0].index(slot), Codes, c_token, tile, lo, hi, page, Pages, pages, c_page, whole, S, C)
+    if S.scale == "channel":
+        copy_rows(rings[1].index(slot), Scales, tile, lo, hi, page, pages, s_page, S, C)
+        if S.offset:
+            copy_rows(rings[2].index(slot), Offsets, tile, lo, hi, page, pages, s_page, S, C)
     if S.scale == "token":
         _copy_scales(rings[1].index(slot), Scales, s_token, tile, lo, hi, page, Pages, pages, s_page, whole, S, C)
-    if S.offset:
+    if S.offset and S.scale == "token":
         _copy_scales(rings[2].index(slot), Offsets, s_token, tile, lo, hi, page, Pages, pages, s_page, whole, S, C)
 
 
 @gluon.jit
-def fetch(k_rings, v_rings, slot, k_at, v_at, tile, page, end, lo, hi, C: gl.constexpr):
-    """Ask for one tile of keys and values, if it lies before tile `end`. Returns `page_of_tile` of the next one.
+def fetch(k_rings, v_rings, slot, k_at, v_at, tile, page, end, lo, coded, hi, C: gl.constexpr):
+    """Ask for one tile of keys (up to `coded`) and values, if it lies before tile `end`. Returns `page_of_tile` of the next one.
 
     That is known by the time it is needed: here, its requests would wait for the page table.
     """
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
-    if (tile * C.tile >= lo) & (tile * C.tile + C.tile <= hi) & (tile < end):
-        _fetch_side(k_rings, slot, k_at, tile, page, lo, hi, True, KS, C)
+    if (tile * C.tile >= lo) & (tile * C.tile + C.tile <= coded) & (tile < end):
+        _fetch_side(k_rings, slot, k_at, tile, page, lo, coded, True, KS, C)
         _fetch_side(v_rings, slot, v_at, tile, page, lo, hi, True, VS, C)
     elif tile < end:
-        _fetch_side(k_rings, slot, k_at, tile, page, lo, hi, False, KS, C)
+        _fetch_side(k_rings, slot, k_at, tile, page, lo, coded, False, KS, C)
         _fetch_side(v_rings, slot, v_at, tile, page, lo, hi, False, VS, C)
     async_copy.commit_group()
     return page_of_tile(k_at, tile + 1, hi, C)

@@ -4,7 +4,8 @@
 
 c is what `codes.unpack` gives, an exact 16-bit number; f and o, in fp32, belong to a token t. So scales of a token, of its heads,
 and offsets stay outside of the products. Scales of groups and channels do not: they are applied here, in fp32, and the numbers
-rounded to 16 bits as eager attention would round them, relative to a power of two f_t under which no fp16 overflows.
+rounded to 16 bits as eager attention would round them, relative to a power of two f_t under which no fp16 overflows. That will do
+for values. Of keys what rounding left over is kept, too, for products of its own: a single score has no other error to hide it in.
 
 Words of 16 bits are loaded whole, PARTS codes each, and part j of all words is a tensor of its own: number PARTS * w + j of a row.
 """
@@ -88,8 +89,11 @@ def _spread(small, N: tl.constexpr, x: Stored):
 
 
 @triton.jit
-def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored):
-    """Codes [N, WORDS] a part under scales of groups or channels: 16-bit parts, and the power of two [N] that they count in."""
+def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored, EXACT: tl.constexpr):
+    """Codes [N, WORDS] a part under scales of groups or channels: 16-bit parts, and the power of two [N] that they count in.
+
+    EXACT: as many parts again, of what rounding to 16 bits left over.
+    """
     if x.SPREAD == "channel":  # one row of scales for GROUP tokens: those of the first one, if that one is stored
         block: tl.constexpr = N // x.GROUP
         place = tl.max(tl.reshape(tl.broadcast_to(place, (N,)), (block, x.GROUP)), 1)
@@ -105,6 +109,7 @@ def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored):
     e = tl.minimum(tl.maximum(exponent(largest), MIN_EXPONENT + TOP), MAX_EXPONENT)  # [N] or [N / GROUP]
     up = power_of_two(-e + TOP)[:, None]
     parts = ()
+    rests = ()
     for j in tl.static_range(x.PARTS):
         # Loaded again for every part, from L1: a group's scales are the same for all, and the compiler sees that.
         scale = _scales(x.scales, x.scales0, x.scales1, x.scales2, x.scales3, place, row, seen, head, x, j) * up
@@ -114,16 +119,21 @@ def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored):
             number += _spread(
                 _scales(x.offsets, x.offsets0, x.offsets1, x.offsets2, x.offsets3, place, row, seen, head, x, j) * up, N, x
             )
-        parts += (number.to(x.DOT),)
+        part = number.to(x.DOT)
+        parts += (part,)
+        if EXACT:
+            rests += ((number - part.to(tl.float32)).to(x.DOT),)
     down = power_of_two(e - TOP)
     if x.SPREAD == "channel":
         down = tl.reshape(tl.broadcast_to(down[:, None], (N // x.GROUP, x.GROUP)), (N,))
-    return parts, down
+    return parts + rests, down
 
 
 @triton.jit
-def read(place, row, seen, inside, head, N: tl.constexpr, x: Stored):
+def read(place, row, seen, inside, head, N: tl.constexpr, x: Stored, EXACT: tl.constexpr = False):
     """N tokens: parts [N, WORDS] in x.DOT, f [N] if x.FACTOR and o [N] if x.OFFSET; all 0 where `seen` [N] is false.
+
+    EXACT: where numbers are rounded to x.DOT, x.PARTS more parts follow that make up for it.
 
     Scales of tokens are read where `inside` is true, and those of unseen tokens dropped: `seen` starts and ends anywhere, and under
     such a mask 16-bit numbers would be copied one by one, which cannot be asynchronous.
@@ -137,7 +147,7 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: Stored):
     factor = 1.0
     offset = 0.0
     if x.SPREAD == "group" or x.SPREAD == "channel":
-        parts, factor = _dequantized(codes, place, row, seen, head, N, x)
+        parts, factor = _dequantized(codes, place, row, seen, head, N, x, EXACT)
     else:
         parts = ()
         for j in tl.static_range(x.PARTS):

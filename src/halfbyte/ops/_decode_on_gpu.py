@@ -120,7 +120,7 @@ def problem_of(call: Call, deterministic_batch: bool) -> Problem:
         keys.format.name,
         values.format.name,
         0 if table is None else rows,
-        _aligned(q, keys.codes) and _aligned(q, values.codes),
+        _aligned(q, keys.codes) and _aligned(q, values.codes) and _dense_tail(keys.tail),
         options.window is not None,
         options.alibi_slopes is not None,
         options.softcap is not None,
@@ -139,6 +139,10 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
     pieces = (b * size | h * size) % 32 == 0 and t * size % 16 == 0
     near = q.shape[1] * q.stride(1) < 2**31  # where a head's queries lie is a product in 32 bits
     return d == 1 and pieces and codes.data_ptr() % 16 == 0 and q.stride(3) == 1 and near and codes.shape[0] > 0
+
+
+def _dense_tail(tail: torch.Tensor | None) -> bool:
+    return tail is None or (tail.is_contiguous() and tail.data_ptr() % 16 == 0)
 
 
 def _apart(plane: Plane) -> int:
@@ -160,9 +164,12 @@ def _scales_apart(plane: Plane) -> int:
     addresses = s.data_ptr() | (0 if o is None else o.data_ptr())
     if (groups > 1 and stride[3] != 1) or (o is not None and o.stride() != stride):
         return 0
-    if token == groups and (stride[0] | head) % 16 == 0 and addresses % 16 == 0:
+    even = (stride[0] | head) % 16 == 0 and addresses % 16 == 0
+    if token == groups and even:
         return 1
     tokens_first = plane.heads > 1 and head == groups and token == plane.heads * groups
+    if plane.format.token_block:  # copied 16 bytes at a time
+        return plane.heads if tokens_first and even else 0
     return plane.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
 
 
@@ -242,7 +249,7 @@ def _launch_blocks(c: Call, queries: int, level: str, compiled: bool) -> None:
             blocks = blocks.contiguous()
         n = len(query_start[b, those])
         lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (held, o.starts, o.ends))
-        keys, values = (p if table is not None else _of_sequences(p, here) for p in (c.keys, c.values))
+        keys, values = (_of_sequences(p, here, table is not None) for p in (c.keys, c.values))
         assert lengths is not None
         piece = replace(
             c,
@@ -269,8 +276,9 @@ def _run_again(c: Call, level: str, compiled: bool) -> tuple[torch.Tensor, torch
     return run(*given, level, False, compiled, request, blocks=True) if done is None else done
 
 
-def _of_sequences(plane: Plane, some: slice) -> Plane:
-    tensors = [t if t is None or t.ndim == 1 else t[some] for t in plane.tensors()]
+def _of_sequences(plane: Plane, some: slice, paged: bool) -> Plane:
+    """What a plane holds of some sequences. All of them share its pages, and their tables say which are whose."""
+    tensors = [t if t is None or t.ndim == 1 or (paged and t is not plane.tail) else t[some] for t in plane.tensors()]
     return Plane(plane.format, *cast(Any, tensors))
 
 

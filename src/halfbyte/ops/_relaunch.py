@@ -18,7 +18,7 @@ from halfbyte.settings import as_set
 
 #: Every tensor of a call, in the order in which the kernel takes them. So many come before what a launch makes itself.
 Tensors = tuple[torch.Tensor | None, ...]
-_BEFORE_RESULTS = 7
+_BEFORE_RESULTS = 8
 
 
 class Request(NamedTuple):
@@ -62,7 +62,7 @@ def tensors_of(
     o: AttentionOptions,
 ) -> Tensors:
     """The tensors of a call."""
-    planes = (keys.codes, keys.scales, keys.offsets, values.codes, values.scales, values.offsets)
+    planes = (keys.codes, keys.scales, keys.offsets, keys.tail, values.codes, values.scales, values.offsets)
     return (q, *planes, lengths, query_start, o.starts, o.ends, page_table, o.alibi_slopes, o.sinks)
 
 

@@ -29,7 +29,7 @@ _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "b
 def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side | str:
     """How the tuned kernel reads a plane of `fmt` with heads of `dim`; in words, why it cannot."""
     code = _CODES.get(fmt.code.name)
-    if code is None or fmt.token_block:
+    if code is None:
         return f"{fmt.name} is read by the portable kernel only"
     words = dim * fmt.code.bits // 16
     groups = dim // fmt.group_size(dim)
@@ -39,8 +39,11 @@ def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side |
         return f"{groups} groups in a head are not a power of two"
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
-    scale = {None: "none", "tensor": "tensor"}.get(fmt.granularity, "token")
-    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scales_apart if scale == "token" else 1)
+    scale = {None: "none", "tensor": "tensor", "channel": "channel"}.get(fmt.granularity, "token")
+    if scale == "channel" and scales_apart == 0:
+        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart"
+    scales_apart = scales_apart if scale in ("token", "channel") else 1
+    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scales_apart, fmt.token_block or 0)
 
 
 def programs(units: int, slots: int) -> int:
@@ -260,6 +263,7 @@ def shape_of(
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
         spec = Spec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False, heads=heads)
         most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        most = min(most, keys.block or most)  # a warp's tokens share their scales
         if tokens > 16 and (tokens > most or tokens * padded_rows // spec.across > (1024 if light else 512)):
             continue
         most_bytes, rings = (100 if per_sm == 2 else 160) << 10, [replace(spec, stages=stages) for stages in (2, 3, 4)]
@@ -295,7 +299,13 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.planes * side.padded for side in sides]
     suits = all(side.planes > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if not whole or not suits or spec.keys.groups > 1 or (spec.page and any(side.code == "nibbles" for side in sides)):
+    if (
+        not whole
+        or not suits
+        or spec.keys.groups > 1
+        or spec.keys.block
+        or (spec.page and any(side.code == "nibbles" for side in sides))
+    ):
         return None
     if spec.values.groups > 1:
         return None if spec.keys.code == "nibbles" else _alone(spec, 3, limit)

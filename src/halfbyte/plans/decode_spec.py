@@ -12,7 +12,7 @@ class Side:
     code    what a 16-bit word holds: "nibbles" (int4), "bytes" (int8), "e4m3", "fp16" or "bf16"
     words   16-bit words of a token; `padded`, the same rounded up to a power of two
     groups  scales of one token and head
-    scale   "none"; "tensor", one for everything; "token", read with every token
+    scale   "none"; "tensor", one for everything; "token", read with every token; "channel", one for each dim of a block of tokens
     offset  x = scale * code + offset
     apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
     scales_apart    the same of scales; where it is 0 they pass through registers and not by cp.async
@@ -26,6 +26,7 @@ class Side:
     offset: bool
     apart: int
     scales_apart: int
+    block: int = 0  # tokens of a block whose channels have scales; what is not a whole block lies in a tail, in 16 bits
 
     @property
     def planes(self) -> int:
@@ -72,16 +73,19 @@ class Side:
         """What is copied for each token: a scale for each group, or a word for two."""
         return max(1, self.groups // 2) if self.paired else self.groups
 
-    def token_bytes(self, heads: int) -> int:
-        """Shared memory of one token of so many neighbouring heads. A word of two heads' scales serves both."""
+    def tile_bytes(self, tokens: int, runs: int, heads: int) -> int:
+        """Shared memory of a tile of tokens, in so many runs, for neighbouring heads. A word of two heads' scales serves both."""
+        codes = 2 * self.padded * heads * tokens
+        if self.scale == "channel":
+            return codes + 2 * self.planes * self.padded * runs * (1 + self.offset)
         scales = (4 if self.paired else 2) * self.scale_columns
-        return 2 * self.padded * heads + scales * ((self.scale == "token") + self.offset)
+        return codes + scales * ((self.scale == "token") + self.offset) * tokens
 
     @property
     def pairs(self) -> bool:
         """Whether two neighbouring heads can be read as one: the heads of a token side by side, a scale of each in one word."""
         whole = self.apart > 1 and self.padded == self.words and self.groups == 1
-        return whole and (self.scale != "token" or self.paired)
+        return whole and self.scale != "channel" and (self.scale != "token" or self.paired)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Spec:
     @property
     def ring_bytes(self) -> int:
         """Shared memory of the ring of tiles."""
-        return self.stages * self.tile * (self.keys.token_bytes(self.heads) + self.values.token_bytes(self.heads))
+        return self.stages * sum(s.tile_bytes(self.tile, self.runs, self.heads) for s in (self.keys, self.values))
 
     @property
     def shared_bytes(self) -> int:

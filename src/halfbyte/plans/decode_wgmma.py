@@ -18,8 +18,8 @@ def wide_spec(
     if rows > MOST_ROWS:
         return f"{rows} query rows a KV head; tuned kernels take up to {MOST_ROWS}"
     dims = {side.planes * side.padded for side in (keys, values)}
-    if len(dims) > 1 or max(dims) > 128 or any(side.planes == 1 for side in (keys, values)):
-        what = "16-bit tokens, heads of more than 128, or values of another size than keys"
+    if len(dims) > 1 or max(dims) > 128 or keys.block or any(side.planes == 1 for side in (keys, values)):
+        what = "16-bit tokens, scales of channels, heads of more than 128, or values of another size than keys"
         return f"{rows} query rows a KV head are more than the tuned kernels hold in registers beside {what}"
     padded_rows, per_sm = (64, 2) if rows <= 64 else (128, 1)
     warps = padded_rows // 16

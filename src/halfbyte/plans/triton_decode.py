@@ -47,8 +47,14 @@ def triton_tiles(
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
-    wide = max(keys.code.bits, values.code.bits) >= 16 or keys.token_block is not None or dim > 128 or dim & (dim - 1) > 0
-    block_tokens, num_warps = 32 if wide or block_rows > 16 else 64, 4  # the most that registers hold
+    bits, channels, groups = (
+        max(keys.code.bits, values.code.bits),
+        keys.token_block is not None,
+        "group" in (keys.granularity, values.granularity),
+    )
+    wide = bits >= 16 or channels or (not groups and (dim > 128 or dim & (dim - 1) > 0))
+    block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
+    num_warps = 2 if channels and block_rows == 16 else 4  # as measured: else each warp makes all the numbers of a key
     tiles = -(-rows // block_rows)
     if chunk:
         chunk = -(-chunk // block_tokens) * block_tokens
