@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from emulation import EARLY, ORDERS, Refused, attend
-from gpu_cases import Call, Case, Variant, build, same_bits
+from gpu_cases import Call, Case, Variant, build, same_bits, simple, with_scale
+
+import halfbyte as hb
 
 PLAIN = frozenset[str]()
 CASES = {
@@ -68,6 +70,19 @@ def test_scores_of_any_sign(sm_scale: float, queries: int) -> None:
     call = build(Case(Variant("int8_tensor", "int4", group=8, queries=queries), 1, (200,)), "cpu")
     call.options["sm_scale"] = sm_scale
     assert not call.wrong(*_attend(call, ORDERS[0]))
+
+
+@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-14, 65504.0])
+def test_scales_of_channels_at_their_limits(keys: str, scale: float) -> None:
+    """And no keys at all: blocks of zeros, whose scales are as small."""
+    k, v = torch.randn(2, 1, 2, 70, 128, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(1, 16, 1, 128, generator=torch.Generator().manual_seed(2))
+    call = simple(k, v, (q / (scale * 127)).bfloat16(), keys, "int4")
+    call.cache = hb.KVCache.from_buffers(with_scale(call.cache.keys, scale), call.cache.values, call.cache.lengths)
+    assert not call.wrong(*_attend(call, ORDERS[0]))
+    zeros = simple(k * 0, v, q.bfloat16(), keys, "int4")
+    assert not zeros.wrong(*_attend(zeros, ORDERS[0]))
 
 
 def _attend(call: Call, order: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -372,6 +372,14 @@ def simple(
     return Call(q, hb.KVCache.from_buffers(stored(k, keys, held, tail), stored(v, values, held, tail), held), options)
 
 
+def with_scale(plane: Plane, scale: float) -> Plane:
+    """The same codes, all with one scale, which is what the offsets and the tail are of too."""
+    assert plane.scales is not None
+    offsets = None if plane.offsets is None else plane.offsets.sign() * min(scale, 6000) * 10
+    tail = None if plane.tail is None else plane.tail * min(scale, 6000)
+    return Plane(plane.format, plane.codes, torch.full_like(plane.scales, scale), offsets, tail)
+
+
 def wrong(
     out: torch.Tensor,
     lse: torch.Tensor,

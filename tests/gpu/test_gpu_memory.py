@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import Call, Case, Variant, build, junk, mapped, poisoned, simple, stored, token_axis
+from gpu_cases import Call, Case, Variant, build, junk, mapped, poisoned, simple, stored, token_axis, with_scale
 from gpu_place import PLACE
 
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.planes import Plane
 
 PAIRS = [
     *(("int8", "int4_g32"), ("int4", "int4"), ("int4_channel", "int8")),
@@ -210,14 +209,6 @@ def test_scales_at_their_limits(k_scale: float, v_scale: float, heads: int, impl
         except (Unsupported, InvalidArgument):
             continue
         assert not (why := call.wrong(*result)), f"{keys}, {values}: {why}"
-
-
-def with_scale(plane: Plane, scale: float) -> Plane:
-    """The same codes, all with one scale, which is what the offsets and the tail are of too."""
-    assert plane.scales is not None
-    offsets = None if plane.offsets is None else plane.offsets.sign() * min(scale, 6000) * 10
-    tail = None if plane.tail is None else plane.tail * min(scale, 6000)
-    return Plane(plane.format, plane.codes, torch.full_like(plane.scales, scale), offsets, tail)
 
 
 # ------------------------------------------------------------------------------------------------- nonsense in the data

@@ -72,6 +72,16 @@ def test_every_key_format(keys: str) -> None:
     case(keys=keys, values=values, dtype=dtype, lengths=[37, 0], queries=1 + turn // 2 % 2).check(tiles(1 + turn % 2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [name for name, fmt in KV_FORMATS.items() if fmt.is_quantized])
+def test_no_key_is_rounded(keys: str, dtype: torch.dtype) -> None:
+    """Large scores of a single row: whatever a 16-bit number of a key would be off by, these would."""
+    c = case(keys=keys, heads=(1, 1), lengths=[40], dim=192, batch=1, dtype=dtype, q_scale=8.0)
+    _, lse = c.run()
+    _, truth = c.attend(torch.float64)
+    torch.testing.assert_close(lse.double(), truth, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("values", VALUES)
 def test_every_value_format(values: str) -> None:
     case(keys="int8", values=values, lengths=[65, 64], dtype=DTYPES[len(values) % 2]).check(tiles(2))

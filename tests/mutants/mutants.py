@@ -586,6 +586,13 @@ MUTANTS = [
         relaunched("test_the_environment_makes_another_call"),
     ),
     Mutant(
+        "the tail of an earlier call",
+        RELAUNCH,
+        "keys.offsets, keys.tail, values.codes",
+        "keys.offsets, None, values.codes",
+        relaunched("test_a_tail_is_that_of_each_call"),
+    ),
+    Mutant(
         "formats of products by name",
         RELAUNCH_LINEAR,
         "*map(id, formats)",

@@ -116,8 +116,8 @@ def _largest(planes, S: gl.constexpr):
 
 @gluon.jit
 def _powers(top):
-    """Two powers of two, fp32: what brings `top` to [2^10, 2^11), 2^15 at most, and its inverse."""
-    exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 122), 246)
+    """Two powers of two, fp32: what brings `top` to [2^10, 2^11), at most 2^11, as 16 times that is an fp16 number; its inverse."""
+    exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 126), 246)
     up = ((264 - exponent) << 23).to(gl.float32, bitcast=True)  # 2^10 / 2^(exponent - 127)
     down = ((exponent - 10) << 23).to(gl.float32, bitcast=True)
     return up, down
