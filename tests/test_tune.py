@@ -109,7 +109,10 @@ TWO_HEADS = replace(
 )
 
 
-@pytest.mark.parametrize("problem", [ATTENTION, TWO_HEADS], ids=["one head", "two heads"])
+CHANNELS = replace(ATTENTION, keys="int4_channel")
+
+
+@pytest.mark.parametrize("problem", [ATTENTION, TWO_HEADS, CHANNELS], ids=["one head", "two heads", "channels"])
 def test_choices_of_attention_are_plans(problem: Problem) -> None:
     plan = attention(problem)
     choices = decode_choices(plan, 132, (9, 0))
@@ -153,6 +156,12 @@ def test_illegal_choices_are_refused(changed: dict[str, int]) -> None:
     plan = analytic("int4_sym_g128", (4096,), 4096, 1)
     choice = replace(linear_choice(plan), **changed)
     assert isinstance(with_linear_choice(plan, choice, [4096], 4096, 132, (9, 0)), str)
+
+
+def test_no_choice_mixes_scales_of_channels() -> None:
+    plan = attention(CHANNELS)
+    refused = with_decode_choice(plan, replace(decode_choice(plan), tokens=64, stages=2), 132, (9, 0))
+    assert refused == "64 tokens of a warp do not share scales of channels; 32 do"
 
 
 @pytest.mark.parametrize("changed", [{"tokens": 24}, {"tokens": 128}, {"stages": 9}, {"programs": 0}, {"programs": 529}])
@@ -665,11 +674,11 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
         "--attention",
         "8x64/8x128x4096",
     )
-    assert run(*command, "--formats", "int8,int8_channel+int8") == 0
+    assert run(*command, "--formats", "int8,int8+fp16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
     assert "300 rows; warp-group products take 17 to 256" in lines[1]
-    assert "read by the portable kernel only" in lines[5]
+    assert "bf16 queries over fp16 keys or values" in lines[5]
     assert lines[-1].startswith("6 problems, ")
 
 

@@ -85,6 +85,22 @@ def test_scales_of_channels_at_their_limits(keys: str, scale: float) -> None:
     assert not zeros.wrong(*_attend(zeros, ORDERS[0]))
 
 
+@pytest.mark.parametrize("hidden", [float("inf"), 1e30])
+def test_a_token_of_a_tail_is_in_no_other_score(hidden: float) -> None:
+    """Not of tokens behind it, where `starts` hides it, and not of those before, for a query that must not see it."""
+    k, v = torch.randn(2, 1, 2, 40, 128, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(1, 16, 2, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    call = simple(k, v, q, "int8_channel", "int4", starts=torch.tensor([36], dtype=torch.int32))
+    assert call.cache.keys.tail is not None
+    call.cache.keys.tail[:, :, 34 % 32] = hidden
+    assert not call.wrong(*_attend(call, ORDERS[0]))
+    plain, other = (simple(k, v, q, "int8_channel", "int4") for _ in range(2))
+    assert other.cache.keys.tail is not None
+    other.cache.keys.tail[:, :, 39 % 32] = hidden
+    first, second = _attend(plain, ORDERS[0]), _attend(other, ORDERS[0])
+    assert all(same_bits(a[:, :, 0], b[:, :, 0]) for a, b in zip(first, second, strict=True))
+
+
 def _attend(call: Call, order: object) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         return attend(call, order)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -240,10 +240,11 @@ def test_tokens_before_heads(keys: str, values: str, heads: int, page: int | Non
 
 
 @pytest.mark.skipif(PLACE.dry, reason="where lengths are on the host they are checked there")
+@pytest.mark.parametrize("keys", ["int8", "int4_channel"])
 @pytest.mark.parametrize("page", [None, 32, 64])
-def test_nonsense_in_lengths_and_tables_reads_nothing_it_should_not(page: int | None, impl: str) -> None:
+def test_nonsense_in_lengths_and_tables_reads_nothing_it_should_not(page: int | None, keys: str, impl: str) -> None:
     """No length or page number leaves the cache, and the sequences that make sense keep the promise."""
-    case = Case(Variant("int8", "int4_g32", page=page), 2, (300, 64, 200, 17))
+    case = Case(Variant(keys, "int4_g32", page=page), 2, (300, 64, 200, 17))
     for wild in (-1, -(2**31), 10**6, 2**31 - 1):
         call = build(case, PLACE.device)
         call.cache.lengths[1] = wild
@@ -258,6 +259,7 @@ def call_of(call: Call, rows: list[int]) -> Call:
     """Some sequences of a call."""
     lengths, table = call.cache.lengths[rows], call.cache.page_table
     planes = (p if table is not None else mapped(p, lambda t: t[rows]) for p in (call.cache.keys, call.cache.values))
+    planes = (p if p.tail is None else replace(p, tail=p.tail[rows]) for p in planes)
     return Call(call.q[rows], hb.KVCache.from_buffers(*planes, lengths, page_table=None if table is None else table[rows]), {})
 
 

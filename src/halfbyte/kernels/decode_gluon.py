@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.compat import barrier
 from halfbyte.kernels.gluon_attend import accumulate, adjust, empty_state, raw_scores
-from halfbyte.kernels.gluon_channels import whole_blocks, with_tail
+from halfbyte.kernels.gluon_channels import tail_scores, whole_blocks
 from halfbyte.kernels.gluon_operands import lengths_layout, mma_layout
 from halfbyte.kernels.gluon_output import gather, part_slot, parted, sum_warps, write_part, write_rows
 from halfbyte.kernels.gluon_tiles import (
@@ -161,11 +161,17 @@ def decode(
             slopes = gl.load(Slopes + head * group + head_of(w, r, C), mask=r < C.rows, other=0.0) * 1.4426950408889634
         t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
         row = w // C.heads * C.tokens + t
-        # Within [lo_all, hi_all) every query sees every key.
+        # Within [lo_all, hi_all) every query sees every key, and all of them are quantised.
         lo_all = lo
         if C.window:
             lo_all = gl.maximum(lo, first + (C.queries - window))
         hi_all = gl.minimum(coded, gl.minimum(limit, first + 1))
+
+        if KS.scale == "channel":
+            tail = gl.full([C.streams, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
+            if (hi > coded) & (t_begin * C.tile <= coded) & (coded < t_end * C.tile):
+                tail_at = KTail + ((b // repeats).to(gl.int64) * heads + head) * (KS.block * KS.words * KS.planes)
+                tail = tail_scores(tail_at, coded, lo, hi, q, factor, KS, C)
 
         state = empty_state(VS, C)
         slot = 0
@@ -180,10 +186,8 @@ def decode(
                 state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
             else:
                 s = raw_scores(k_rings, slot, head, q, sums, factor, KS, C)
-                if KS.scale == "channel":  # noqa: SIM102
-                    if tile * C.tile + C.tile > coded:
-                        tail = KTail + ((b // repeats).to(gl.int64) * heads + head) * (KS.block * KS.words * KS.planes)
-                        s = with_tail(s, tail, tile, coded, hi, q, factor, KS, C)
+                if KS.scale == "channel":
+                    s = gl.where(token >= coded, tail, s)
                 s = adjust(s, token, position, slopes, softcap, C)
                 there = (token >= lo) & (token < hi)
                 if C.queries == 1:

@@ -78,7 +78,7 @@ def _scale_strides(plane: Plane) -> tuple[int, int, int]:
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
-_CHANNELS = "up to 250 bytes, where queries take scales of channels: with 8 rows nothing is spilled in the loop over whole tiles"
+_CHANNELS = "up to 200 bytes, where more than 8 query rows take scales of channels; 8 bytes with 8 rows on sm_80"
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
 
 
@@ -106,6 +106,14 @@ def _configurations(call: Call) -> Iterator[Configuration]:
             rest = (spec, plan.programs, call.out, call.lse, part, count)
             full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
             target = 10 * capability[0]
-            why = _CHANNELS if spec.keys.block else _FULL if full else _SUMS if isinstance(spec, WideSpec) else ""
+            why = (
+                _CHANNELS
+                if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0))
+                else _FULL
+                if full
+                else _SUMS
+                if isinstance(spec, WideSpec)
+                else ""
+            )
             name = f"{call.name}-{capability[0]}x"
             yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

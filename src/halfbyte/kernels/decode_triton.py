@@ -364,7 +364,7 @@ def _configurations(call: Call) -> list[Configuration]:
     why = ""
     if "tokens-first" in call.name or call.name.endswith("many"):
         why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
-    if k.format.token_block:
+    if tiles.num_warps == 2:
         why = "up to 208 bytes: with scales of channels two warps, which spill, take two thirds of the time of four"
     if dim > 128:
         why = "8 bytes on sm_100: heads of 256 fill the registers, and smaller tiles are slower"

@@ -5,11 +5,12 @@ these tokens, and codes into the tensor cores as they are:
 
     q . k_t = sum_d (q_d f_d) n_td + sum_d q_d o_d
 
-q_d f_d is kept as a sum of two fp16 numbers, h = round(q_d f_d) and q_d f_d - h, a product for each: nothing of it is lost. That
-nothing overflows, and that h is no subnormal, is up to a power of two for each block. What is the same for all tokens (sums with
-offsets; -128 sum_d q_d f_d of bytes) is a product with 16 equal rows.
+q_d f_d is kept as a sum of two fp16 numbers, h = round(q_d f_d) and q_d f_d - h, a product for each: what is lost, where the second
+is subnormal, is far below what fp32 loses. A power of two for each block keeps h in range. What is the same for all tokens (sums
+with offsets; -128 sum_d q_d f_d of bytes) is a product with 16 equal rows.
 
-Tokens behind the last whole block lie in a tail, in 16 bits. Their scores take the place of those of whatever was read for them.
+Tokens behind the last whole block lie in a tail, in 16 bits. Their scores are computed before the loop over tiles, while the first
+one is on the way, and take the place of those of whatever is read for them there.
 """
 
 # ruff: noqa: RET505, RUF005
@@ -22,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from halfbyte.kernels.compat import copy_to_shared
-from halfbyte.kernels.gluon_operands import code_copy_layout, key_operands, mma_layout
+from halfbyte.kernels.gluon_operands import code_copy_layout, key_operands, mma_layout, planes_of, with_planes
 
 
 @gluon.jit
@@ -49,36 +50,14 @@ def copy_rows(ring, Base, tile, lo, hi, page, pages, s_page, S: gl.constexpr, C:
 
 
 @gluon.jit
-def _planes(x, S: gl.constexpr):
-    """The last axis of x, planes of a word, as tensors of their own."""
-    if S.planes == 2:
-        return gl.split(x)
-    else:
-        even, odd = gl.split(gl.reshape(x, x.shape[:-1] + [2, 2]))
-        n0, n2 = gl.split(even)
-        n1, n3 = gl.split(odd)
-        return (n0, n1, n2, n3)
-
-
-@gluon.jit
-def _with_planes(like, S: gl.constexpr):
-    """A tensor with an axis for planes behind those of `like`, in the layout that splits into layouts of `like`."""
-    like = gl.join(like, like)
-    if S.planes == 4:
-        like = gl.join(like, like)
-        like = gl.reshape(like, like.shape[:-2] + [4])
-    return like
-
-
-@gluon.jit
 def _row_of(ring, S: gl.constexpr, C: gl.constexpr):
     """A block's scales (or offsets) as operands of queries have them: [W, K] a plane."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
-    of_queries: gl.constexpr = _with_planes(gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
+    of_queries: gl.constexpr = with_planes(gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
     like = gl.full([C.streams, S.rows, S.planes], 0, gl.int32, gl.SliceLayout(2, of_queries))
     flat: gl.constexpr = gl.reshape(like, [C.streams, 1, S.rows * S.planes]).type.layout
     x = gl.reshape(ring.load(flat), [C.streams, S.rows, S.planes])
-    planes = _planes(gl.convert_layout(x, gl.SliceLayout(2, of_queries), assert_trivial=True), S)
+    planes = planes_of(gl.convert_layout(x, gl.SliceLayout(2, of_queries), assert_trivial=True), S)
     made = ()
     for j in gl.static_range(gl.constexpr(S.planes)):
         made = made + (gl.convert_layout(planes[j], gl.SliceLayout(2, lb), assert_trivial=True),)
@@ -183,29 +162,28 @@ def channel_scores(rings, slot, q, factor, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def with_tail(s, Tail, tile, coded, hi, q, factor, S: gl.constexpr, C: gl.constexpr):
-    """Scores s of a tile, those of tokens from `coded` on taken from a head's tail, [block, D] in 16 bits."""
+def tail_scores(Tail, coded, lo, hi, q, factor, S: gl.constexpr, C: gl.constexpr):
+    """q . k of tokens from `coded` on, of the tile that they lie in, [W, T, R]: from a head's tail, [block, D]; 0 for others."""
     mma: gl.constexpr = mma_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    L: gl.constexpr = _with_planes(gl.full([C.streams, C.tokens, S.rows], 0, gl.int32, la), S).type.layout
+    L: gl.constexpr = with_planes(gl.full([C.streams, C.tokens, S.rows], 0, gl.int32, la), S).type.layout
     w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
     t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
     i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
     j = gl.arange(0, S.planes, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    token = tile * C.tile + w * C.tokens + t
-    seen = (token >= coded) & (token < hi) & (i < S.words)
+    token = coded // C.tile * C.tile + w * C.tokens + t
+    seen = (token >= gl.maximum(lo, coded)) & (token < hi) & (i < S.words)
     x = gl.load(Tail + (token % S.block * (S.words * S.planes) + i * S.planes + j), mask=seen, other=0.0)
-    planes = _planes(x, S)
-    top = gl.abs(planes[0])
-    for k in gl.static_range(1, gl.constexpr(S.planes)):
-        top = gl.maximum(top, gl.abs(planes[k]))
-    up, down = _powers(gl.max(gl.max(top.to(gl.float32), axis=2), axis=1))
-    up = gl.convert_layout(up, gl.SliceLayout(1, gl.SliceLayout(2, la)))[:, None, None]
+    planes = planes_of(x, S)
     dot = gl.full([C.streams, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
     for k in gl.static_range(gl.constexpr(S.planes)):
-        narrow = (gl.convert_layout(planes[k], la, assert_trivial=True).to(gl.float32) * (up * _owed_to(S, k))).to(gl.float16)
-        dot = mma_v2(narrow, q[k], dot)
-    down = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    return gl.where(tile * C.tile + w * C.tokens + t >= coded, dot * (down * (factor * (1.0 / S.unit))), s)
+        a = gl.convert_layout(planes[k], la, assert_trivial=True)
+        whole = q[k] * _owed_to(S, k)
+        if Tail.dtype.element_ty == gl.float16:
+            dot = mma_v2(a, whole, dot)
+        else:  # 11 bits are two times 8
+            high = whole.to(gl.bfloat16)
+            low = (whole.to(gl.float32) - high.to(gl.float32)).to(gl.bfloat16)
+            dot = mma_v2(a, high, dot)
+            dot = mma_v2(a, low, dot)
+    return dot * (factor * (1.0 / S.unit))

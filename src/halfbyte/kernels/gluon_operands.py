@@ -156,6 +156,28 @@ def _unpack_values(x, S: gl.constexpr):
 
 
 @gluon.jit
+def planes_of(x, S: gl.constexpr):
+    """The last axis of x, planes of a word, as tensors of their own."""
+    if S.planes == 2:
+        return gl.split(x)
+    else:
+        even, odd = gl.split(gl.reshape(x, x.shape[:-1] + [2, 2]))
+        n0, n2 = gl.split(even)
+        n1, n3 = gl.split(odd)
+        return (n0, n1, n2, n3)
+
+
+@gluon.jit
+def with_planes(like, S: gl.constexpr):
+    """A tensor with an axis for planes behind those of `like`, in the layout that splits into layouts of `like`."""
+    like = gl.join(like, like)
+    if S.planes == 4:
+        like = gl.join(like, like)
+        like = gl.reshape(like, like.shape[:-2] + [4])
+    return like
+
+
+@gluon.jit
 def movmatrix(x):
     """Transposes 8 x 8 tiles of 16-bit numbers across the lanes: from accumulator layout to operand layout."""
     return gl.inline_asm_elementwise(

@@ -17,7 +17,9 @@ from halfbyte.kernels.gluon_operands import (
     code_ring_layout,
     first_dim,
     mma_layout,
+    planes_of,
     scale_copy_layout,
+    with_planes,
 )
 
 
@@ -173,11 +175,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
                 loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.planes), other=0.0),)
     else:
         # The planes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
-        like = gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb)
-        like = gl.join(like, like)
-        if S.planes == 4:
-            like = gl.reshape(gl.join(like, like), [C.streams, S.rows, C.padded_rows, 4])
-        la: gl.constexpr = like.type.layout
+        la: gl.constexpr = with_planes(gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
         j = gl.arange(0, S.planes, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
@@ -186,13 +184,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         for g in gl.static_range(gl.constexpr(S.groups)):
             d = (g * S.rows + i) * S.planes + j
             x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
-            if S.planes == 2:
-                planes = gl.split(x)
-            else:
-                even, odd = gl.split(gl.reshape(x, [C.streams, S.rows, C.padded_rows, 2, 2]))
-                n0, n2 = gl.split(even)
-                n1, n3 = gl.split(odd)
-                planes = (n0, n1, n2, n3)
+            planes = planes_of(x, S)
             for k in gl.static_range(gl.constexpr(S.planes)):
                 loaded = loaded + (gl.convert_layout(planes[k], lb, assert_trivial=True),)
     return loaded

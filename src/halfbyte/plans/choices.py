@@ -157,6 +157,8 @@ def with_decode_choice(plan: GluonPlan, c: DecodeChoice, processors: int, capabi
     """The plan with another choice; in words, why that cannot be."""
     if c.tokens not in _TOKENS or c.stages not in (*_STAGES, plan.spec.stages):
         return f"{c} is no shape of this kernel"
+    if plan.spec.keys.block and c.tokens > plan.spec.keys.block:
+        return f"{c.tokens} tokens of a warp do not share scales of channels; {plan.spec.keys.block} do"
     own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
     spare = plan.spec.spare if own else 0  # an empty slot suits one ring; another needs its room
     spec = summed_somewhere(replace(plan.spec, tokens=c.tokens, stages=c.stages, spare=spare))

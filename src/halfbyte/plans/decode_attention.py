@@ -41,7 +41,7 @@ def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side |
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
     scale = {None: "none", "tensor": "tensor", "channel": "channel"}.get(fmt.granularity, "token")
     if scale == "channel" and scales_apart == 0:
-        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart"
+        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
     scales_apart = scales_apart if scale in ("token", "channel") else 1
     return Side(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scales_apart, fmt.token_block or 0)
 
@@ -223,7 +223,8 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel shares the work of a whole batch"
     if not p.aligned:
-        return "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
+        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
+        return codes + (", or the tail of the keys is not dense" if format_of(p.keys).token_block else "")
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
@@ -252,7 +253,8 @@ def shape_of(
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
     Tiles are as large as a warp's registers allow, beside its queries and its output: found by compiling for every format and head
-    size. `lean`: scores need no more than a mask; `leanest`: one of the length alone, and addresses lie constants apart.
+    size (with scales of channels no more than share a block). `lean`: scores need no more than a mask; `leanest`: one of the length
+    alone, and addresses lie constants apart.
 
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
     no room for a program more: with more stages programs end further apart.
@@ -292,8 +294,8 @@ def _one_each(spec: Spec, lean: bool, units: int, sm_count: int, limit: int) -> 
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
     would move in beside it. With 8-bit keys and values in groups tiles stay. None where that was slower or hardly faster (other
-    groups, single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows, ALiBi, softcap,
-    several new tokens).
+    groups, scales of channels, single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows,
+    ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(units, sm_count) == units and spec.padded_rows == 8 and lean and not spec.window
@@ -317,13 +319,13 @@ def _many_parts(spec: Spec, units: int, capacity: int, sm_count: int, limit: int
     """The spec, for one program a multiprocessor, where many of them share a unit, so that adding up takes long.
 
     That leaves half as many parts, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a program. As
-    measured for heads of 128 and 8 rows: from 16 parts a unit on, with INT4 from 4; groups of keys gained nothing
-    (docs/decode_attention.md).
+    measured for heads of 128 and 8 rows: from 16 parts a unit on, with INT4 from 4; groups of keys gained nothing, and scales of
+    channels lost (docs/decode_attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.planes > 1 and side.planes * side.padded == 128 for side in sides)
     plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in sides)
-    if not suits or spec.keys.groups > 1 or units * (4 if plain_int4 else 16) > sm_count:
+    if not suits or spec.keys.groups > 1 or spec.keys.block or units * (4 if plain_int4 else 16) > sm_count:
         return None
     short = plain_int4 and units * capacity <= 1024 * programs(units, sm_count)
     return _alone(spec, 2 if short else 3, limit)

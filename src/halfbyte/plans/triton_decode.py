@@ -47,14 +47,11 @@ def triton_tiles(
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
-    bits, channels, groups = (
-        max(keys.code.bits, values.code.bits),
-        keys.token_block is not None,
-        "group" in (keys.granularity, values.granularity),
-    )
-    wide = bits >= 16 or channels or (not groups and (dim > 128 or dim & (dim - 1) > 0))
+    bits, channels = max(keys.code.bits, values.code.bits), keys.token_block is not None
+    grouped = "group" in (keys.granularity, values.granularity)
+    wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
-    num_warps = 2 if channels and block_rows == 16 else 4  # as measured: else each warp makes all the numbers of a key
+    num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured; both make all the numbers of a key
     tiles = -(-rows // block_rows)
     if chunk:
         chunk = -(-chunk // block_tokens) * block_tokens
