@@ -12,6 +12,7 @@ registers, two warps or more share their tokens and divide the rows; W counts th
 Codes enter the mma without conversion: a nibble or byte masked in place is a subnormal fp16 number (n * 2^-24), which tensor cores
 multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds `planes` codes (4, 2 or 1), and plane
 j of word w is dim planes * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
+Scales of channels go into the query (gluon_channels.py).
 
 Where memory has the order tokens, heads and a head's codes of a token are less than 128 bytes, a unit is two neighbouring heads:
 codes of both are copied as one row, a tile has half as many tokens, and stream w works on head w % 2 and run w // 2 of its tokens.

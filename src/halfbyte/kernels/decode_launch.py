@@ -105,15 +105,8 @@ def _configurations(call: Call) -> Iterator[Configuration]:
             part, count = empty(plan.floats, dtype=torch.float32), empty(plan.counters)
             rest = (spec, plan.programs, call.out, call.lse, part, count)
             full = capability != (9, 0) and (dim > 128 or group >= 16 or not lean)
-            target = 10 * capability[0]
-            why = (
-                _CHANNELS
-                if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0))
-                else _FULL
-                if full
-                else _SUMS
-                if isinstance(spec, WideSpec)
-                else ""
-            )
-            name = f"{call.name}-{capability[0]}x"
+            target, name = 10 * capability[0], f"{call.name}-{capability[0]}x"
+            why = _FULL if full else _SUMS if isinstance(spec, WideSpec) else ""
+            if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0)):
+                why = _CHANNELS
             yield from recorded(name, lambda rest=rest: launch(*call.inputs(None), *rest), targets=(target,), may_spill=why)

@@ -131,8 +131,10 @@ def channel_scores(rings, slot, q, factor, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [W, T, R]. `factor`: what codes are owed, their scales apart."""
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    gl.static_assert(S.block % C.tokens == 0, "a warp's tokens share their scales")
+    gl.static_assert(not (S.code == "bytes" and S.offset), "sums of both would count in different units")
     scales = _row_of(rings[1].index(slot), S, C)
-    top = _largest(scales, S) * 64.0
+    top = _largest(scales, S) * 64.0  # below 2^5 then, and below 2^14 times the query, whose largest number is below 2^9
     if S.offset:
         offsets = _row_of(rings[2].index(slot), S, C)
         top = gl.maximum(top, _largest(offsets, S))

@@ -142,6 +142,7 @@ def _aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
 
 
 def _dense_tail(tail: torch.Tensor | None) -> bool:
+    """Whether the tail of keys, if there is one, is [B, H, block, D] without gaps: a head's part is found by that."""
     return tail is None or (tail.is_contiguous() and tail.data_ptr() % 16 == 0)
 
 
