@@ -338,11 +338,19 @@ def _fuse(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undo `fuse_qkv` and `fuse_gate_up`; returns how many were taken apart."""
+    """Undo `fuse_qkv` and `fuse_gate_up`, in adapters (LoRA of PEFT), too; returns how many were taken apart."""
     count = 0
     for module, names in itertools.product(list(model.modules()), (_QKV, _GATE_UP)):
-        if isinstance(fused := getattr(module, names[0], None), FusedProjections):
-            for name, made in zip(names, fused.unfuse(), strict=True):
-                setattr(module, name, made)
+        holders = [_holder(module, name) for name in names]
+        if isinstance(fused := getattr(*holders[0], None), FusedProjections):
+            for (holder, name), made in zip(holders, fused.unfuse(), strict=True):
+                setattr(holder, name, made)
             count += 1
     return count
+
+
+def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """What holds a layer of `module`, and under which name: `module` itself, or the adapter that was wrapped around the layer."""
+    adapter = getattr(module, name, None)
+    wrapped = isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module)
+    return (adapter, "base_layer") if wrapped else (module, name)  # type: ignore[return-value]

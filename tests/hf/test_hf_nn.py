@@ -90,6 +90,33 @@ def test_fused_model_is_the_same_model(build, prompt, family):
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("wrapped", [("q_proj",), ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")])
+def test_adapters_are_unfused_inside(wrapped):
+    """As PEFT wraps layers: those of a fused launch, all or some."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, x):
+            return self.base_layer(x) * 2
+
+    torch.manual_seed(0)
+    model, x = nn.Module(), torch.randn(2, 64)
+    for name, n in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8)):
+        setattr(model, name, QuantLinear.from_linear(nn.Linear(64, n), "int4_g32"))
+    assert fuse_qkv(model) == 1
+    for name in wrapped:
+        setattr(model, name, Adapter(getattr(model, name)))
+    expected = [getattr(model, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
+    assert unfuse(model) == 1
+    assert not any(isinstance(module, FusedProjections | Tap) for module in model.modules())
+    for name, before in zip(("v_proj", "k_proj", "q_proj"), expected[::-1], strict=True):  # in any order, by now
+        assert torch.equal(getattr(model, name)(x), before)
+        assert isinstance(getattr(model, name), Adapter) == (name in wrapped)
+
+
 def test_shards_of_different_formats():
     torch.manual_seed(0)
     layers = [QuantLinear.from_linear(nn.Linear(64, n, bias=n > 8), f) for n, f in ((16, "nvfp4"), (8, "nf4"), (24, "int8_col"))]
