@@ -28,6 +28,7 @@ from halfbyte.plans.decode_attention import (
 from halfbyte.plans.decode_spec import Side, WideSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import GluonLinear, gluon_linear
+from halfbyte.plans.triton_decode import triton_tiles
 from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
 
 H200 = (132, (9, 0))
@@ -347,8 +348,24 @@ def test_a_warp_s_tokens_share_their_scales_of_channels() -> None:
         assert one.tile_bytes(128, 4, 1) == 128 * one.words * 2 + 4 * 256 * (1 + one.offset)
         for group, queries in product((1, 4, 8, 16, 32), (1, 4)):
             found = gluon_plan(replace(LAYER, keys=keys, group=group, queries=queries), 132, (9, 0), True)
+            assert isinstance(found, GluonPlan) == (group * queries <= 32), found
             if isinstance(found, GluonPlan):
                 assert found.spec.tokens <= 32
+                assert found.spec.keys == one
+
+
+def test_portable_tiles() -> None:
+    """Small ones where larger would not fit registers, or the shared memory that a block has on sm_86: for wide heads."""
+
+    def tiles(keys: str, dim: int, rows: int = 8) -> tuple[int, int]:
+        found = triton_tiles(
+            format_of(keys), format_of("int4_g32"), batch=8, heads=8, rows=rows, capacity=8192, dim=dim, processors=132
+        )
+        return found.block_tokens, found.num_warps
+
+    assert [tiles("int4_g32", dim) for dim in (64, 96, 128, 192, 256)] == [(64, 4), (64, 4), (64, 4), (32, 4), (32, 4)]
+    assert [tiles("int4_channel", dim) for dim in (64, 128, 192)] == [(32, 2), (32, 2), (32, 4)]
+    assert tiles("int4_channel", 128, rows=17) == tiles("int4_g32", 128, rows=17) == (32, 4)
 
 
 @pytest.mark.parametrize(

@@ -352,5 +352,6 @@ def unfuse(model: nn.Module) -> int:
 def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """What holds a layer of `module`, and under which name: `module` itself, or the adapter that was wrapped around the layer."""
     adapter = getattr(module, name, None)
-    wrapped = isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module)
-    return (adapter, "base_layer") if wrapped else (module, name)  # type: ignore[return-value]
+    if isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module):
+        return adapter, "base_layer"
+    return module, name

@@ -78,7 +78,7 @@ def _scale_strides(plane: Plane) -> tuple[int, int, int]:
 
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
-_CHANNELS = "up to 200 bytes, where more than 8 query rows take scales of channels; 8 bytes with 8 rows on sm_80"
+_CHANNELS = "up to 152 bytes, where more than 8 query rows take scales of channels; 8 bytes with 8 rows on sm_80"
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
 
 

@@ -51,7 +51,7 @@ def triton_tiles(
     grouped = "group" in (keys.granularity, values.granularity)
     wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
-    num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured; both make all the numbers of a key
+    num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
     tiles = -(-rows // block_rows)
     if chunk:
         chunk = -(-chunk // block_tokens) * block_tokens
