@@ -1,9 +1,10 @@
 """`make compile-check`: compile every kernel variant that is shipped, for every architecture, on a machine without a GPU.
 
 Fails when a variant does not compile, spills registers without a written reason, adds floating-point numbers atomically (results
-would differ from run to run), or needs more shared memory than a block has. Everything is compiled with the Triton that is
-installed; then a sample with the others that are supported, each in a folder of its own under build/. There registers are allotted
-a little differently, and what spills is shown but fails nothing.
+would differ from run to run), needs more shared memory than a block has, or compiles to other PTX than the manifest says
+(manifest.py). Everything is compiled with the Triton that is installed; with the one that was measured (3.6.0) all of sm_90; else a
+sample with each version that is supported, in a folder of its own under build/. There registers are allotted a little differently,
+and what spills is shown but fails nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import manifest
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -32,6 +34,8 @@ from halfbyte.kernels.compiling import TARGETS, Binary, Configuration, Target, b
 
 #: The versions of Triton that are supported, beside the installed one. The newest here is the newest with which all below passes.
 VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
+#: The version and the architecture that the kernels were measured with: there everything is compiled, and held to the manifest.
+MEASURED = ("3.6.0", 90)
 #: Variants of each kernel, spread over all of them, that are compiled with each of these.
 SAMPLE = 6
 BUILD = Path(__file__).parents[1] / "build"
@@ -47,6 +51,7 @@ class Result:
     seconds: float
     binary: Binary | None
     problems: tuple[str, ...]
+    entry: manifest.Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -92,14 +97,23 @@ def problems(binary: Binary, configuration: Configuration, target: Target, tuned
 def check(job: Job) -> Result:
     """Compile one variant in a worker; a failure to compile is a result too."""
     began = time.perf_counter()
-    binary, found = None, tuple[str, ...]()
+    binary, entry, found = None, None, tuple[str, ...]()
     try:
         configuration = configurations(job.module)[job.configuration]
         binary = build(configuration, job.target)
+        entry = entry_of(job, binary)
         found = tuple(problems(binary, configuration, job.target, job.tuned))
     except Exception as error:
         found = (explained(error),)
-    return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, found)
+    return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, found, entry)
+
+
+def entry_of(job: Job, binary: Binary) -> manifest.Entry:
+    """What the manifest says of a variant."""
+    import triton
+
+    taken = (manifest.instructions(binary.cubin), binary.registers, binary.shared_bytes, binary.spill_bytes)
+    return manifest.Entry(triton.__version__, job.target.name, job.configuration, manifest.digest(binary.ptx), *taken)
 
 
 def explained(error: BaseException) -> str:
@@ -120,12 +134,52 @@ def spread(items: list[str], count: int) -> list[str]:
 
 def jobs_of(targets: list[Target], sample: int, only: str) -> list[Job]:
     """Everything to compile."""
+    import triton
+
     jobs = []
     for module in kernel_modules():
         found = configurations(module)
-        for name in spread([name for name in found if only in f"{module} {name}"], sample):
-            jobs += [Job(module, name, target, not sample) for target in targets if target.capability in found[name].targets]
+        names = [name for name in found if only in f"{module} {name}"]
+        sampled = set(spread(names, sample))
+        for name, target in ((name, target) for name in names for target in targets):
+            wanted = name in sampled or (triton.__version__, target.capability) == MEASURED
+            if wanted and target.capability in found[name].targets:
+                jobs.append(Job(module, name, target, not sample))
     return jobs
+
+
+def compare(results: list[Result], everything: bool, console: Console) -> bool:
+    """Whether all that compiled is what the manifest says, for the versions of Triton it has. `everything`: nothing is left out."""
+    recorded = manifest.read()
+    entries = [result.entry for result in results if result.entry is not None]
+    versions = {entry.triton for entry in entries} & {version for version, _, _ in recorded}
+    wrong = {}
+    for entry in (entry for entry in entries if entry.triton in versions):
+        old = recorded.get(entry.key)
+        wrong[entry.key] = manifest.difference(old, entry) if old else "not in the manifest"
+    if everything:
+        gone = {key for key in recorded if key[0] in versions} - wrong.keys()
+        wrong |= dict.fromkeys(gone, "in the manifest, but no kernel has it")
+    wrong = {key: why for key, why in wrong.items() if why}
+    for key, why in sorted(wrong.items()):
+        console.print(*key, why, style="red", markup=False)
+    if wrong:
+        console.print("a kernel that was changed on purpose: scripts/compile_check.py --update, in the commit of the change")
+    return not wrong
+
+
+def update(results: list[Result], everything: bool, console: Console) -> None:
+    """Write the manifest again, and report what changed and by how much machine code did."""
+    recorded = manifest.read()
+    entries = [result.entry for result in results if result.entry is not None]
+    changed = [(recorded[e.key], e) for e in entries if e.key in recorded and manifest.difference(recorded[e.key], e)]
+    large = [(old, new) for old, new in changed if not manifest.within(old, new)]
+    for old, new in large:
+        console.print(*new.key, manifest.difference(old, new), markup=False)
+    console.print(f"{len(changed)} of {len(entries)} differ from the manifest, {len(large)} by more than 1 % of their machine code")
+    seen = {entry.triton for entry in entries}
+    kept = {key: entry for key, entry in recorded.items() if not (everything and key[0] in seen)}
+    manifest.write(entries, kept)
 
 
 def run(jobs: list[Job], processes: int, console: Console) -> list[Result]:
@@ -195,10 +249,11 @@ def installed(version: str) -> Path:
     return folder
 
 
-def check_with(version: str, processes: int, only: str) -> bool:
+def check_with(version: str, processes: int, only: str, record: bool) -> bool:
     """Whether a sample compiles with another version of Triton, in a process that sees that one first."""
     path = os.pathsep.join(filter(None, [str(installed(version)), os.environ.get("PYTHONPATH")]))
     arguments = ["--sample", str(SAMPLE), "--processes", str(processes), "--only", only, "--here-only"]
+    arguments += ["--update"] if record and version == MEASURED[0] else []
     done = subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False)
     return done.returncode == 0
 
@@ -209,6 +264,7 @@ def main(
     only: Annotated[str, typer.Option(help="Variants whose module or name contains this.")] = "",
     target: Annotated[list[int] | None, typer.Option(help="Architectures, such as 90; none: all.")] = None,
     here_only: Annotated[bool, typer.Option("--here-only", help="With the installed Triton and no other.")] = False,
+    record: Annotated[bool, typer.Option("--update", help="Record in the manifest what kernels compile to.")] = False,
 ) -> None:
     """Compile all kernels for all architectures and check what comes out."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton-cache"))
@@ -220,9 +276,16 @@ def main(
     targets = [t for t in TARGETS if not target or t.capability in target]
     jobs = jobs_of(targets, sample, only)
     console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
-    failed = [] if report(run(jobs, processes, console), targets, console) else [triton.__version__]
+    results = run(jobs, processes, console)
+    good = report(results, targets, console)
+    everything = not (sample or only or target)
+    if record:
+        update(results, everything, console)
+    else:
+        good &= compare(results, everything, console)
+    failed = [] if good else [triton.__version__]
     others = [] if here_only else [v for v in VERSIONS if v != triton.__version__]
-    failed += [version for version in others if not check_with(version, processes, only)]
+    failed += [version for version in others if not check_with(version, processes, only, record)]
     if failed and not here_only:
         console.print(f"Problems with Triton {', '.join(failed)}: see above", style="red")
     if failed:
