@@ -7,18 +7,18 @@ import torch
 
 import halfbyte
 from halfbyte.formats import key_format
-from halfbyte.planes import Plane
+from halfbyte.kv_buffer import KVBuffer
 
 torch.manual_seed(0)
 batch, heads, dim, page, pages = 2, 4, 64, 16, 12
 int8 = key_format("int8")
 
 
-def pool() -> Plane:
+def pool() -> KVBuffer:
     """Tokens before heads, as engines often have it; halfbyte takes [pages, heads, page, ...], so the view is transposed."""
     codes = torch.zeros(pages, page, heads, dim, dtype=torch.int8)
     scales = torch.zeros(pages, page, heads, dtype=torch.float16)
-    return Plane(int8, codes.transpose(1, 2), scales.transpose(1, 2))
+    return KVBuffer(int8, codes.transpose(1, 2), scales.transpose(1, 2))
 
 
 lengths = torch.zeros(batch, dtype=torch.int32)

@@ -30,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import halfbyte.kernels
-from halfbyte.kernels.compiling import TARGETS, Binary, Configuration, Target, build
+from halfbyte.kernels.aot.compiling import TARGETS, Binary, Configuration, Target, build
 
 #: The versions of Triton that are supported, beside the installed one. The newest here is the newest with which all below passes.
 VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
@@ -66,7 +66,7 @@ class Job:
 
 def kernel_modules() -> list[str]:
     """The modules that ship kernels. One that has a `launch` and no `configurations` would never be checked: an error."""
-    names = [f"halfbyte.kernels.{found.name}" for found in pkgutil.iter_modules(halfbyte.kernels.__path__)]
+    names = [found.name for found in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels.")]
     modules = {name: importlib.import_module(name) for name in names}
     if forgotten := [name for name, m in modules.items() if hasattr(m, "launch") and not hasattr(m, "configurations")]:
         raise SystemExit(f"{', '.join(forgotten)}: no configurations(); see halfbyte.kernels.compiling.Configuration")

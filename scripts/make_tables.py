@@ -21,7 +21,7 @@ from halfbyte.bench.page import by_machine
 from halfbyte.bench.records import Record
 from halfbyte.bench.studies import QUESTIONS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.hf.families import REFUSED, TESTED
+from halfbyte.hf.model_support import REFUSED, TESTED
 
 ROOT = Path(__file__).parent.parent
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfbyte import KV_FORMATS
-from halfbyte.planes import Plane, new_plane
+from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
 
 
 class Watched(torch.Tensor):
@@ -44,9 +44,9 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
 ENVIRONMENT = [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")]
 
 
-def pages(fmt: str) -> Plane:
+def pages(fmt: str) -> KVBuffer:
     """A small plane of pages."""
-    return new_plane(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
+    return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
 
 
 @dataclass

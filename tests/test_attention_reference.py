@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
+from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import QUERY_BLOCK, decode_attention
 from halfbyte.ops.merge_states import merge_states
 from halfbyte.ops.prefill_attention import prefill_attention
 from halfbyte.paging import PagedKVCache
-from halfbyte.planes import AttentionOptions
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size, rotate
 from halfbyte.reference.rope import apply_rope, rope_tables

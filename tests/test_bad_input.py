@@ -26,8 +26,8 @@ from halfbyte import (
     qkv_projection,
     quantize,
 )
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.linear import projections
-from halfbyte.planes import Plane
 
 META = torch.device("meta")
 FP8 = torch.float8_e4m3fn
@@ -455,7 +455,7 @@ def test_offset_views_of_an_engine_are_read_at_any_byte() -> None:
         for plane in (source.keys, source.values):
             codes = torch.empty(plane.codes.numel() + shift, dtype=torch.int8)[shift:].view_as(plane.codes)
             codes.copy_(plane.codes)
-            planes.append(Plane(plane.format, codes, plane.scales))
+            planes.append(KVBuffer(plane.format, codes, plane.scales))
         moved = KVCache.from_buffers(*planes, source.lengths)
         q = r(2, 4, 1, 64)
         for impl in ("cpu", "reference"):

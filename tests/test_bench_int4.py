@@ -22,9 +22,9 @@ from halfbyte.cache import KVCache
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS
-from halfbyte.plans.decode_attention import GluonPlan, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.decode_attention import Problem as Call
-from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
+from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.settings import pair_launches
 
 BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
@@ -42,16 +42,16 @@ def quick(device: Device = FAKE, **options: Any) -> Session:
     return Session(Options(quick=True, **options), device)
 
 
-def tuned(batch: int, formats: str = "int4") -> GluonPlan:
+def tuned(batch: int, formats: str = "int4") -> DecodePlan:
     call = Call("bf16", batch, 1, 8, 1, 128, 128, 8192, formats, formats, 0, True, *[False] * 4)
     plan = gluon_plan(call, 132, (9, 0), True)
-    assert isinstance(plan, GluonPlan)
+    assert isinstance(plan, DecodePlan)
     return plan
 
 
 def portable(batch: int) -> TritonTiles:
     fmt = KV_FORMATS["int4"]
-    return triton_tiles(fmt, fmt, batch=batch, heads=1, rows=8, capacity=8192, dim=128, processors=132, capability=(9, 0))
+    return triton_tiles(fmt, fmt, batch=batch, heads=1, rows=8, capacity=8192, dim=128, num_sms=132, capability=(9, 0))
 
 
 def rec(op: str, case: str, batch: int, formats: str, by: str, us: float | None, **sizes: int) -> Record:
@@ -155,8 +155,8 @@ def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
 def test_gqa_sweeps_the_splits_that_need_no_other_kernel() -> None:
     whole = int4_gqa.swept(splits.unpaired(tuned(32)), int4_gqa.SPLITS, 8192)
     assert list(whole) == [1, 2, 4, 8, 16, 32]  # a tile has 256 tokens
-    assert [plan.programs for plan in whole.values() if isinstance(plan, GluonPlan)] == [32 * count for count in whole]
-    assert {plan.spec for plan in whole.values() if isinstance(plan, GluonPlan)} == {splits.unpaired(tuned(32)).spec}  # type: ignore[union-attr]
+    assert [plan.programs for plan in whole.values() if isinstance(plan, DecodePlan)] == [32 * count for count in whole]
+    assert {plan.spec for plan in whole.values() if isinstance(plan, DecodePlan)} == {splits.unpaired(tuned(32)).spec}  # type: ignore[union-attr]
     assert list(int4_gqa.swept(portable(32), int4_gqa.SPLITS, 8192)) == list(int4_gqa.SPLITS)
     assert list(int4_gqa.swept(portable(32), int4_gqa.SPLITS, 256)) == [1, 2, 4]
 
@@ -230,7 +230,7 @@ def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None
     rungs = [rung.plan for rung in int4_ladder.climb(plan, tiles, tiles=True).values()]
     assert rungs[:2] == [dataclasses.replace(tiles, num_stages=1, pdl=False), dataclasses.replace(tiles, pdl=False)]
     assert rungs[-1] == plan
-    climbed = [r for r in rungs if isinstance(r, GluonPlan)]
+    climbed = [r for r in rungs if isinstance(r, DecodePlan)]
     assert len(climbed) == 8
     for before, after in itertools.pairwise(climbed):
         apart = {f.name for f in dataclasses.fields(plan.spec) if getattr(before.spec, f.name) != getattr(after.spec, f.name)}
@@ -257,7 +257,7 @@ def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
     assert [splits.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
     assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 128}, {}]
     alone = splits.unpaired(plan)
-    assert isinstance(alone, GluonPlan)
+    assert isinstance(alone, DecodePlan)
     assert "launches overlap" not in int4_ladder.climb(alone, tiles, tiles=False)
 
 

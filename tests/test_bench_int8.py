@@ -18,10 +18,10 @@ from halfbyte.bench.studies import int8_splitk as splitk
 from halfbyte.bench.studies import study
 from halfbyte.bench.timing import Effort
 from halfbyte.device import Device
+from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.planes import AttentionOptions
-from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan
-from halfbyte.plans.triton_decode import TritonTiles
+from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
+from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference import attention
 
 BRIEF = Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0)
@@ -97,7 +97,7 @@ def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_splitk_counts_the_programs_that_have_work() -> None:
     p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
-    assert isinstance(plan, GluonPlan)
+    assert isinstance(plan, DecodePlan)
     found = splitk.cuts(plan, (1, 4, 16, 64), 1024)
     assert list(found) == [splitk.PLANNED, ", 1 split", ", 4 splits", ", 16 splits"]
     counted = [splitk.sizes(cut, splitk.ONE) for cut in found.values()]

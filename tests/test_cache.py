@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.paging import PagedKVCache
-from halfbyte.planes import Plane
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
@@ -524,7 +524,7 @@ def test_wrapped_memory_gives_the_same_bits(how: str, paged: bool, keys: str) ->
     native = make(paged, 2, 2, 64, 96, keys=keys, values="int4_g32", **options)
     native.append(*tokens(2, 2, 40, 64), torch.tensor([40, 0]))
     planes = [
-        Plane(p.format, *(rehoused(t, how) for t in (*p.tensors(), p.saturated)))  # type: ignore[arg-type]
+        KVBuffer(p.format, *(rehoused(t, how) for t in (*p.tensors(), p.saturated)))  # type: ignore[arg-type]
         for p in (native.keys, native.values)
     ]
     table = native.page_table
@@ -610,7 +610,7 @@ def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
     def wide(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.expand(3, *t.shape[1:]) if which == "codes" else t.repeat(3, *[1] * (t.ndim - 1))
 
-    planes = [Plane(p.format, *map(wide, p.tensors())) for p in (native.keys, native.values)]  # type: ignore[arg-type]
+    planes = [KVBuffer(p.format, *map(wide, p.tensors())) for p in (native.keys, native.values)]  # type: ignore[arg-type]
     lengths = native.lengths.repeat(3) if which == "codes" else native.lengths.expand(3)
     shared = KVCache.from_buffers(*planes, lengths)
     assert all(torch.equal(a[i], b[0]) for i in range(3) for a, b in zip(shared.dequantized(), native.dequantized(), strict=True))
@@ -632,13 +632,13 @@ def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
     k, v, n = cache.keys, cache.values, cache.lengths
     assert k.scales is not None
     bad = {
-        "keys.codes": (Plane(k.format, k.codes.to(torch.int8), k.scales, k.offsets, k.tail), v, n),
-        "keys.codes has": (Plane(k.format, k.codes[0], k.scales, k.offsets, k.tail), v, n),
-        "keys.scales": (Plane(k.format, k.codes, k.scales[:, :, :1], k.offsets, k.tail), v, n),
-        "keys.offsets": (Plane(k.format, k.codes, k.scales, None, k.tail), v, n),
-        "keys.tail": (Plane(k.format, k.codes, k.scales, k.offsets), v, n),
-        "values.tail": (k, Plane(v.format, v.codes, v.scales, v.offsets, k.tail), n),
-        "keys and values differ": (k, Plane(v.format, v.codes[:, :1], v.scales[:, :1], v.offsets[:, :1]), n),  # type: ignore[index]
+        "keys.codes": (KVBuffer(k.format, k.codes.to(torch.int8), k.scales, k.offsets, k.tail), v, n),
+        "keys.codes has": (KVBuffer(k.format, k.codes[0], k.scales, k.offsets, k.tail), v, n),
+        "keys.scales": (KVBuffer(k.format, k.codes, k.scales[:, :, :1], k.offsets, k.tail), v, n),
+        "keys.offsets": (KVBuffer(k.format, k.codes, k.scales, None, k.tail), v, n),
+        "keys.tail": (KVBuffer(k.format, k.codes, k.scales, k.offsets), v, n),
+        "values.tail": (k, KVBuffer(v.format, v.codes, v.scales, v.offsets, k.tail), n),
+        "keys and values differ": (k, KVBuffer(v.format, v.codes[:, :1], v.scales[:, :1], v.offsets[:, :1]), n),  # type: ignore[index]
         "lengths is": (k, v, n.long()),
         r"needs .* \[1, 2, 32, 64\]": (k, v, n[:1]),
         "for keys only": (k, k, n),

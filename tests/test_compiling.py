@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from halfbyte.kernels.compiling import (  # noqa: E402
+from halfbyte.kernels.aot.compiling import (  # noqa: E402
     TARGETS,
     Configuration,
     build,

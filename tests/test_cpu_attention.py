@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.formats import KV_FORMATS, key_format
-from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
@@ -28,8 +28,8 @@ class Case:
     """One call, and what built it."""
 
     q: torch.Tensor
-    keys: Plane
-    values: Plane
+    keys: KVBuffer
+    values: KVBuffer
     lengths: torch.Tensor
     query_start: torch.Tensor
     options: AttentionOptions
@@ -70,7 +70,7 @@ class Case:
         assert wrong <= 1e-5 + 2 * (base_lse.double() - truth_lse).masked_fill(empty, 0).abs().max().item()
 
 
-def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = True, strided: bool = False) -> Plane:
+def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = True, strided: bool = False) -> KVBuffer:
     """A plane of x [B, H, T, D]; everything that no token owns holds NaN, or any code. `strided`: as [B, T, H, D] inside."""
     fmt = key_format(name)
     stored = quantize(x, fmt)
@@ -98,7 +98,7 @@ def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = T
         codes, scales, offsets = (
             t if t is None or t.ndim < 3 else t.transpose(1, 2).contiguous().transpose(1, 2) for t in (codes, scales, offsets)
         )
-    return Plane(fmt, codes, scales, offsets, tail)
+    return KVBuffer(fmt, codes, scales, offsets, tail)
 
 
 def case(
@@ -137,7 +137,7 @@ def case(
     )
 
 
-def paged(plane: Plane, page: int, order: torch.Tensor) -> Plane:
+def paged(plane: KVBuffer, page: int, order: torch.Tensor) -> KVBuffer:
     """The same plane in pages: page `order[b, p]` holds tokens [p * page, (p + 1) * page) of sequence b."""
 
     def scatter(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -149,7 +149,7 @@ def paged(plane: Plane, page: int, order: torch.Tensor) -> Plane:
         pool[order.flatten().long()] = rows
         return pool
 
-    return Plane(plane.format, *(scatter(t) for t in (plane.codes, plane.scales, plane.offsets)), plane.tail)  # type: ignore[arg-type]
+    return KVBuffer(plane.format, *(scatter(t) for t in (plane.codes, plane.scales, plane.offsets)), plane.tail)  # type: ignore[arg-type]
 
 
 def shuffled(batch: int, pages: int) -> torch.Tensor:
@@ -252,7 +252,7 @@ def test_no_sequences_and_no_capacity() -> None:
     for name in ("keys", "values"):
         p = getattr(c, name)
         cut = (None if t is None else t[:, :, :0] for t in (p.codes, p.scales, p.offsets))
-        setattr(c, name, Plane(p.format, *cut))  # type: ignore[arg-type]
+        setattr(c, name, KVBuffer(p.format, *cut))  # type: ignore[arg-type]
     c.check()
 
 
@@ -289,7 +289,7 @@ def test_views_at_any_offset_and_stride(shift: int) -> None:
         view = wide[..., shift::2]
         return view.copy_(t)
 
-    moved_planes = (Plane(p.format, *(moved(t) for t in p.tensors())) for p in (c.keys, c.values))  # type: ignore[arg-type]
+    moved_planes = (KVBuffer(p.format, *(moved(t) for t in p.tensors())) for p in (c.keys, c.values))  # type: ignore[arg-type]
     other = Case(moved(c.q), *moved_planes, c.lengths, c.query_start, c.options)  # type: ignore[arg-type]
     for a, b in zip(other.run(), c.run(), strict=True):
         assert torch.equal(a, b)

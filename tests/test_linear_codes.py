@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels import linear_codes
-from halfbyte.plans.linear_stored import Stored, stored
+from halfbyte.kernels.linear import unpack
+from halfbyte.plans.weight_spec import Stored, stored
 from ptx import Block, on_block
 
 WORDS = 1 << 16
@@ -30,7 +30,7 @@ def codes(planes: int) -> torch.Tensor:
 
 
 def every_word(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    on_block(Block((WORDS // 2,), 0, np.empty(0, np.uint8)), (linear_codes,), monkeypatch)
+    on_block(Block((WORDS // 2,), 0, np.empty(0, np.uint8)), (unpack,), monkeypatch)
     return torch.arange(WORDS, dtype=torch.int32).to(torch.int16)
 
 
@@ -43,7 +43,7 @@ def test_codes_less_their_bias(bias: int | None, half: str, monkeypatch: pytest.
         weight = replace(weight, bias=bias)
     assert bias is not None or weight.bias == 8
     words = every_word(monkeypatch)
-    planes = linear_codes.exact_planes(words, weight, SimpleNamespace(half=half))
+    planes = unpack.exact_planes(words, weight, SimpleNamespace(half=half))
     assert torch.equal(torch.stack(planes).double(), (codes(4) - weight.bias) * weight.unit(half))
 
 
@@ -53,12 +53,12 @@ def test_codes_and_what_they_have_too_much(name: str, half: str, monkeypatch: py
     """The shift, which products of the sums of x take off, is the bias and what the masked bits are beside the code."""
     weight = of(name, half)
     words = every_word(monkeypatch)
-    planes = linear_codes.nibble_planes(words, SimpleNamespace(half=half))
+    planes = unpack.nibble_planes(words, SimpleNamespace(half=half))
     wanted = (codes(4) - weight.bias) * weight.unit(half) + weight.shift(half)
     assert torch.equal(torch.stack(planes).double(), wanted)
 
 
 def test_bytes_are_numbers_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     words = every_word(monkeypatch)
-    planes = linear_codes.byte_planes(words, SimpleNamespace(half="bf16"))
+    planes = unpack.byte_planes(words, SimpleNamespace(half="bf16"))
     assert torch.equal(torch.stack(planes).double(), codes(2).to(torch.int8).double())

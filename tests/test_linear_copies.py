@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels import linear_copies, linear_ring, linear_streams
-from halfbyte.kernels.gluon_operands import code_ring_layout
+from halfbyte.kernels.common.layouts import code_ring_layout
+from halfbyte.kernels.linear import async_copy, ring, sync
 from halfbyte.plans.linear import Spec, gluon_linear
 from ptx import MEMORY, Array, Block, on_block
 
@@ -26,7 +26,7 @@ WIDTHS |= {"int8_col": 2256, "int8_g128": 2304, "nf4": 2240, "mxfp4": 2176, "nvf
 def planned(name: str, rows: int, n: int) -> Spec:
     """For two weights of n / 2 rows."""
     weight = (WEIGHT_FORMATS[name], n // 2)
-    found = gluon_linear([weight, weight], rows=rows, width=WIDTHS[name], half="bf16", processors=132, capability=(9, 0), pair=True)
+    found = gluon_linear([weight, weight], rows=rows, width=WIDTHS[name], half="bf16", num_sms=132, capability=(9, 0), pair=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, Spec)
     return found.spec
@@ -119,7 +119,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     weight, features = spec.weights[0], (2 * spec.tile - 11, spec.tile)
     tensors = Tensors.of(spec, width, rows, features, gap)
     block = Block((spec.streams, spec.across, 32), spec.ring_bytes, tensors.memory)
-    on_block(block, (linear_copies, linear_ring, linear_streams), monkeypatch)
+    on_block(block, (async_copy, ring, sync), monkeypatch)
     addresses: list[tuple[torch.Tensor | None, ...]] = [
         tuple(tensors.address(f"{kind}{i}") for i in range(2)) for kind in ("codes", "scales", "zeros")
     ]
@@ -131,7 +131,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
         there = min(spec.tile, features[int(tile[0])] - tile[1])
         step = torch.tensor([[[steps - 2]]], dtype=torch.int32)
         tile_number = torch.full_like(step, number)
-        at = linear_copies.weight_at(tile_number, step, *addresses, nothing, nothing, addresses[0], features, width, weight, spec)
+        at = async_copy.weight_at(tile_number, step, *addresses, nothing, nothing, addresses[0], features, width, weight, spec)
         for i, wanted in enumerate((True, True, False)):
             slot, turn = (number + i) % spec.stages, number + i
             now = min(steps - 2 + i, steps - 1)
@@ -141,11 +141,11 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
             block.copied = 0
             step.fill_(now)
             if weight.groups:
-                at = linear_copies.fetch_scales(torch.full_like(step, turn), at, step, wanted, width, weight, spec)
+                at = async_copy.fetch_scales(torch.full_like(step, turn), at, step, wanted, width, weight, spec)
                 assert block.arrived == {spec.barriers_at + 8 * scale_slot: 32 * spec.warps}
                 assert block.copied == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
-            at = linear_copies.fetch_codes(slot, at, step, wanted, width, weight, spec)
-            linear_copies.fetch_x(slot, step, wanted, tensors.address("x"), rows, width, width + gap, spec)
+            at = async_copy.fetch_codes(slot, at, step, wanted, width, weight, spec)
+            async_copy.fetch_x(slot, step, wanted, tensors.address("x"), rows, width, width + gap, spec)
             wrong = np.flatnonzero(block.shared != shared)
             assert not wrong.size, f"bytes from {wrong[0]} on; x lies at {spec.x_at}, scales at {spec.scales_at}"
 
@@ -155,12 +155,12 @@ def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest
     """Where a tile begins, of a weight of 2^32 columns and rows: nothing is read."""
     spec, width, tile = planned(name, 1, 4096), 1 << 20, 1 << 20
     block = Block((spec.streams, spec.across, 32), 0, np.empty(0, np.uint8))
-    on_block(block, (linear_copies, linear_ring, linear_streams), monkeypatch)
+    on_block(block, (async_copy, ring, sync), monkeypatch)
     start, nothing = (torch.zeros(1, 1, 1, dtype=torch.int64),) * 2, (None, None)
     number = torch.tensor([[[tile]]], dtype=torch.int32)
     weight, many = spec.weights[0], (1 << 30, 1 << 30)
     zeros = start if weight.zero else nothing
-    at = linear_copies.weight_at(number, 0, start, start, zeros, nothing, nothing, start, many, width, weight, spec)
+    at = async_copy.weight_at(number, 0, start, start, zeros, nothing, nothing, start, many, width, weight, spec)
     row = tile * spec.tile
     groups = width // weight.group if weight.group else 0
     assert int(at[0].min()) == row * width // weight.planes * 2
@@ -175,5 +175,5 @@ def test_rings_lie_one_behind_the_other(name: str, rows: int, n: int) -> None:
     weight = spec.weights[0]
     assert 0 < spec.x_at < spec.scales_at <= spec.zeros_at <= spec.barriers_at <= spec.ring_bytes <= spec.shared_bytes
     assert not any(at % 128 for at in (spec.x_at, spec.scales_at, spec.zeros_at, spec.barriers_at, spec.ring_bytes))
-    if not spec.sums_apart:
+    if not spec.separate_reduce_smem:
         assert 4 * spec.streams * spec.part_floats <= weight.slot_bytes(spec)

@@ -1,6 +1,6 @@
 """How streams of warps wait for each other's copies of scales, without a GPU: every order in which they can run is tried.
 
-The model is the loop of kernels/linear_gluon.py. Where a step's scales lie and which barrier is waited for, with which parity,
+The model is the loop of kernels/linear/mma.py. Where a step's scales lie and which barrier is waited for, with which parity,
 say the kernel's own functions. That who arrives at a barrier is as many as it counts is seen by running them (ptx.py).
 """
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels import linear_streams
+from halfbyte.kernels.linear import sync
 from halfbyte.plans.linear import Spec, _scale_slots, gluon_linear
 from ptx import Block, on_block
 
@@ -54,12 +54,12 @@ def rules_of(spec: Spec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
         waited.append((int(slot), int(parity), at - spec.barriers_at))
 
     plain: dict[str, Callable[..., Any]] = {
-        name: getattr(linear_streams, name).fn for name in ("after", "slot_of", "_parity_of", "await_scales", "await_free")
+        name: getattr(sync, name).fn for name in ("after", "slot_of", "_parity_of", "await_scales", "await_free")
     }
     for name, function in plain.items():
-        monkeypatch.setattr(linear_streams, name, function)
-    monkeypatch.setattr(linear_streams, "_await", wait)
-    monkeypatch.setattr(linear_streams, "gl", SimpleNamespace(where=torch.where, int32=torch.int32))
+        monkeypatch.setattr(sync, name, function)
+    monkeypatch.setattr(sync, "_await", wait)
+    monkeypatch.setattr(sync, "gl", SimpleNamespace(where=torch.where, int32=torch.int32))
     steps = 2 * spec.scale_slots + spec.stages + 1
     turn, slots = torch.tensor(0, dtype=torch.int32), []
     for _ in range(steps + spec.stages):
@@ -70,7 +70,7 @@ def rules_of(spec: Spec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
     assert all(at == 0 for _, _, at in waited[::2])
     assert all(at == 8 * spec.scale_slots for _, _, at in waited[1::2])
     pairs = [(slot, parity) for slot, parity, _ in waited]
-    return Rules(spec.stages, steps, tile, slots, pairs[::2], pairs[1::2] if spec.told_free else None)
+    return Rules(spec.stages, steps, tile, slots, pairs[::2], pairs[1::2] if spec.has_empty_barrier else None)
 
 
 def _ended(arrived: int, parity: int) -> bool:
@@ -152,7 +152,7 @@ KEPT = [
 def kept(stages: int, slots: int, rows: int = 1) -> Spec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear([(weight, 8192)], rows=rows, width=8192, half="bf16", processors=132, capability=(9, 0), pair=True)
+    found = gluon_linear([(weight, 8192)], rows=rows, width=8192, half="bf16", num_sms=132, capability=(9, 0), pair=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, Spec)
     return replace(found.spec, stages=stages, scale_slots=slots)
@@ -174,7 +174,7 @@ def test_plans_keep_scales_of_so_many_steps(stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_slots_that_nobody_calls_free_have_to_be_twice_the_stages(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kept(stages, slots).told_free for slots in (2 * stages - 1, 2 * stages)] == [True, False]
+    assert [kept(stages, slots).has_empty_barrier for slots in (2 * stages - 1, 2 * stages)] == [True, False]
     with pytest.raises(Broken, match="still read"):
         explored(replace(rules_of(kept(stages, 2 * stages - 1), monkeypatch, NEVER), free=None))
 
@@ -209,11 +209,11 @@ def test_the_model_finds_what_is_wrong(broken: str, what: str, monkeypatch: pyte
 
 
 def threads_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Block:
-    layout = linear_streams.thread_layout(spec)
+    layout = sync.thread_layout(spec)
     assert [layout.size_per_thread, layout.threads_per_warp] == [[1, 1, 1], [1, 1, 32]]
     assert [layout.warps_per_cta, layout.order] == [[spec.streams, spec.across, 1], [2, 1, 0]]
     block = Block((spec.streams, spec.across, 32), spec.ring_bytes, np.empty(0, np.uint8))
-    on_block(block, (linear_streams,), monkeypatch)
+    on_block(block, (sync,), monkeypatch)
     return block
 
 
@@ -223,13 +223,13 @@ def test_barriers_count_who_arrives(stages: int, slots: int, rows: int, monkeypa
     """All threads at those of a filled slot, one of each stream at those of a free one."""
     spec = kept(stages, slots, rows)
     block = threads_of(spec, monkeypatch)
-    linear_streams.make_barriers(spec)
-    assert sorted(block.barriers) == [spec.barriers_at + 8 * i for i in range(slots * (1 + spec.told_free))]
+    sync.make_barriers(spec)
+    assert sorted(block.barriers) == [spec.barriers_at + 8 * i for i in range(slots * (1 + spec.has_empty_barrier))]
     turn = torch.tensor(0, dtype=torch.int32)
     for _ in range(slots):
-        linear_streams.filled(linear_streams.slot_of(turn, spec), spec)
-        linear_streams.meet(turn, stages - 2, spec)
-        turn = linear_streams.after(turn, spec)
+        sync.filled(sync.slot_of(turn, spec), spec)
+        sync.meet(turn, stages - 2, spec)
+        turn = sync.after(turn, spec)
     assert block.arrived == block.barriers
 
 
@@ -238,7 +238,7 @@ def test_a_stream_meets_behind_its_copies_and_apart_from_others(rows: int, monke
     """Each warp alone, or each stream at a barrier of its own, none of which is the block's: 0."""
     spec = kept(2, 3, rows)
     block = threads_of(spec, monkeypatch)
-    linear_streams.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
+    sync.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
     (first, (groups,)), (how, operands), (last, _) = block.events
     assert [first, last] == ["cp.async.wait_group", "mbarrier.arrive.shared.b64"]
     assert (groups == 1).all()

@@ -15,7 +15,7 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
 from halfbyte.plans.decode_attention import (
-    GluonPlan,
+    DecodePlan,
     Problem,
     format_of,
     gluon_plan,
@@ -25,11 +25,11 @@ from halfbyte.plans.decode_attention import (
     side,
     summed_somewhere,
 )
-from halfbyte.plans.decode_spec import Side, WideSpec, padded
+from halfbyte.plans.decode_portable import triton_tiles
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
-from halfbyte.plans.linear import GluonLinear, gluon_linear
-from halfbyte.plans.triton_decode import triton_tiles
-from halfbyte.plans.triton_linear import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
+from halfbyte.plans.linear import LinearPlan, gluon_linear
+from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
 
 H200 = (132, (9, 0))
 LAYER = Problem(
@@ -38,9 +38,9 @@ LAYER = Problem(
 )
 
 
-def tuned(p: Problem, sm_count: int = 132, capability: tuple[int, int] = (9, 0)) -> GluonPlan:
+def tuned(p: Problem, sm_count: int = 132, capability: tuple[int, int] = (9, 0)) -> DecodePlan:
     found = gluon_plan(p, sm_count, capability, True)
-    assert isinstance(found, GluonPlan), found
+    assert isinstance(found, DecodePlan), found
     return found
 
 
@@ -60,7 +60,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
                 LAYER, keys=name, values=name, dim=dim, value_dim=dim, group=group, dtype="fp16" if name == "fp16" else "bf16"
             )
             found = gluon_plan(p, 132, capability, True)
-            if isinstance(found, GluonPlan):
+            if isinstance(found, DecodePlan):
                 assert found.spec.shared_bytes <= limit
                 assert found.spec.pair == (capability >= (9, 0))
                 assert found.spec.padded_rows >= max(8, group)
@@ -100,7 +100,7 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         if isinstance(found, str):  # what the kernel for few rows cannot read either
             assert found == why_not(replace(p, group=1, queries=1)), found
         elif padded(group * queries) * dim > 4096:
-            assert isinstance(found.spec, WideSpec), found.why
+            assert isinstance(found.spec, DecodeWgmmaSpec), found.why
             assert found.spec.padded_rows == rows
             per_sm = 2 if rows == 64 else 1
             assert per_sm * (found.spec.shared_bytes + 1024) <= 227 << 10
@@ -309,25 +309,25 @@ def test_no_more_programs_fit_than_are_meant_to(fmt: str, dim: int) -> None:
     plan = tuned(replace(LAYER, keys=fmt, values=fmt, dim=dim, value_dim=dim, batch=64))
     assert (227 << 10) // (plan.spec.shared_bytes + 1024) <= 2
     if (fmt, dim) == ("int4", 64):
-        assert (plan.spec.stages, plan.spec.spare) == (3, 1)
-        assert (227 << 10) // (replace(plan.spec, spare=0).shared_bytes + 1024) == 3
+        assert (plan.spec.stages, plan.spec.pad_slots) == (3, 1)
+        assert (227 << 10) // (replace(plan.spec, pad_slots=0).shared_bytes + 1024) == 3
 
 
 def test_a_side_says_how_its_words_are_read() -> None:
     int4 = side(format_of("int4_g32"), 128)
-    assert isinstance(int4, Side)
+    assert isinstance(int4, KVSpec)
     assert (int4.words, int4.planes, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
     odd = side(format_of("int8"), 80, 1, 0)
-    assert isinstance(odd, Side)
+    assert isinstance(odd, KVSpec)
     assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
-    assert side(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scales_apart=1)
+    assert side(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scale_stride=1)
 
 
 def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
     near, apart, far = (side(format_of("int4_g32"), 128, 8, n) for n in (1, 8, 0))
-    assert isinstance(near, Side)
-    assert isinstance(apart, Side)
-    assert isinstance(far, Side)
+    assert isinstance(near, KVSpec)
+    assert isinstance(apart, KVSpec)
+    assert isinstance(far, KVSpec)
     assert [(s.staged, s.paired, s.scale_columns) for s in (near, apart, far)] == [
         (False, False, 4),
         (False, True, 2),
@@ -335,7 +335,7 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
     ]
     assert near.tile_bytes(64, 4, 1) == apart.tile_bytes(64, 4, 1) == far.tile_bytes(64, 4, 1)
     one = side(format_of("int4"), 128, 8, 8)
-    assert isinstance(one, Side)
+    assert isinstance(one, KVSpec)
     assert one.scale_columns == 1
     assert [one.tile_bytes(64, 4, heads) for heads in (1, 2)] == [64 * (64 + 8), 64 * (128 + 8)]  # the neighbour's come along
 
@@ -343,13 +343,13 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
 def test_a_warp_s_tokens_share_their_scales_of_channels() -> None:
     for keys in ("int8_channel", "int4_channel"):
         one = side(format_of(keys), 128)
-        assert isinstance(one, Side)
+        assert isinstance(one, KVSpec)
         assert (one.scale, one.groups, one.block) == ("channel", 1, 32)
         assert one.tile_bytes(128, 4, 1) == 128 * one.words * 2 + 4 * 256 * (1 + one.offset)
         for group, queries in product((1, 4, 8, 16, 32), (1, 4)):
             found = gluon_plan(replace(LAYER, keys=keys, group=group, queries=queries), 132, (9, 0), True)
-            assert isinstance(found, GluonPlan) == (group * queries <= 32), found
-            if isinstance(found, GluonPlan):
+            assert isinstance(found, DecodePlan) == (group * queries <= 32), found
+            if isinstance(found, DecodePlan):
                 assert found.spec.tokens <= 32
                 assert found.spec.keys == one
 
@@ -359,7 +359,7 @@ def test_portable_tiles() -> None:
 
     def tiles(keys: str, dim: int, rows: int = 8) -> tuple[int, int]:
         found = triton_tiles(
-            format_of(keys), format_of("int4_g32"), batch=8, heads=8, rows=rows, capacity=8192, dim=dim, processors=132
+            format_of(keys), format_of("int4_g32"), batch=8, heads=8, rows=rows, capacity=8192, dim=dim, num_sms=132
         )
         return found.block_tokens, found.num_warps
 
@@ -411,16 +411,16 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     assert "data-parallel" in facts["cut"]
     assert "13.17 MB" in facts["bytes"]  # 6144 * 4096 / 2 of codes, 3 bytes for each 128
     plan = gluon_linear(
-        [(WEIGHT_FORMATS["int4_g128"], 6144)], rows=1, width=4096, half="bf16", processors=132, capability=(9, 0), pair=True
+        [(WEIGHT_FORMATS["int4_g128"], 6144)], rows=1, width=4096, half="bf16", num_sms=132, capability=(9, 0), pair=True
     )
-    assert isinstance(plan, GluonLinear)
+    assert isinstance(plan, LinearPlan)
     assert facts["programs"].startswith(f"{plan.programs}, ")
     assert f"{plan.spec.shared_bytes / 1024:.0f} KB" in facts["ring"]
 
     facts = explained((4096, 1024, 1024), 64, "int4_g64", "nf4", "nvfp4")
     assert facts["kernel"].startswith("triton")
     assert "several formats" in facts["not gluon"]
-    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], rows=64, width=4096, processors=132)
+    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], rows=64, width=4096, num_sms=132)
     assert facts["programs"] == f"{96 * tiles.splits} for 96 tiles"
     assert "nvfp4 [1024, 4096]" in facts["work"]
 
@@ -461,9 +461,9 @@ def test_an_explanation_of_no_product_is_refused(
 
 
 def portable(
-    name: str = "int4_g128", n: int = 4096, rows: int = 1, width: int = 4096, processors: int = 132, **more: Any
+    name: str = "int4_g128", n: int = 4096, rows: int = 1, width: int = 4096, num_sms: int = 132, **more: Any
 ) -> LinearTiles:
-    return linear_tiles([(WEIGHT_FORMATS[name], n)], rows=rows, width=width, processors=processors, **more)
+    return linear_tiles([(WEIGHT_FORMATS[name], n)], rows=rows, width=width, num_sms=num_sms, **more)
 
 
 @given(
@@ -475,10 +475,10 @@ def portable(
     st.booleans(),
 )
 def test_the_splits_of_a_product_cover_its_columns(
-    weights: list[tuple[Format, int]], rows: int, width: int, processors: int, capability: tuple[int, int], invariant: bool
+    weights: list[tuple[Format, int]], rows: int, width: int, num_sms: int, capability: tuple[int, int], invariant: bool
 ) -> None:
     """All of them, none twice, and no split without any; exact sums never mix groups that have scales of their own."""
-    t = linear_tiles(weights, rows=rows, width=width, processors=processors, capability=capability, row_invariant=invariant)
+    t = linear_tiles(weights, rows=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=invariant)
     steps = -(-width // t.block_k)
     assert (t.splits - 1) * t.share < steps <= t.splits * t.share
     assert t.splits <= 32
@@ -491,7 +491,7 @@ def test_the_splits_of_a_product_cover_its_columns(
 
 def test_row_invariant_tiles_do_not_look_at_rows_or_the_device() -> None:
     found = {
-        portable(rows=rows, processors=p, capability=(c, 0), row_invariant=True)
+        portable(rows=rows, num_sms=p, capability=(c, 0), row_invariant=True)
         for rows in (1, 63, 64, 65, 5000)
         for p in (8, 132)
         for c in (8, 9)

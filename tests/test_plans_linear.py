@@ -11,25 +11,25 @@ from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
 from halfbyte.plans import toolchain
-from halfbyte.plans.levels import level_of
-from halfbyte.plans.linear import GluonLinear, Spec, gluon_linear, shares
-from halfbyte.plans.linear_stored import TABLE_BYTES
-from halfbyte.plans.linear_wgmma import WgmmaSpec, tuned_linear
+from halfbyte.plans.codebooks import level_of
+from halfbyte.plans.linear import LinearPlan, Spec, gluon_linear, shares
+from halfbyte.plans.linear_wgmma import LinearWgmmaSpec, tuned_linear
+from halfbyte.plans.weight_spec import TABLE_BYTES
 
-H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}
+H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "pair": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
 EVERYTHING = {(8, 0): 164 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
 DRIVER = 1024
 
 
-def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, half: str = "bf16", **device: Any) -> GluonLinear | str:
+def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, half: str = "bf16", **device: Any) -> LinearPlan | str:
     features = n if isinstance(n, tuple) else (n,)
     return gluon_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
 
 
-def tuned(*args: Any, **more: Any) -> GluonLinear:
+def tuned(*args: Any, **more: Any) -> LinearPlan:
     found = planned(*args, **more)
-    assert isinstance(found, GluonLinear), found
+    assert isinstance(found, LinearPlan), found
     return found
 
 
@@ -104,7 +104,7 @@ def test_every_step_is_computed_once(tiles: int, steps: int, programs: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "abreast", "halved", "columns"),
+    ("name", "rows", "groups_per_mma", "halved", "columns"),
     [
         ("mxfp4", 1, 8, False, 1),
         ("mxfp4", 3, 2, False, 4),
@@ -118,11 +118,11 @@ def test_every_step_is_computed_once(tiles: int, steps: int, programs: int) -> N
         ("int4_sym_col", 1, 1, False, 8),
     ],
 )
-def test_few_rows_leave_columns_for_more_groups(name: str, rows: int, abreast: int, halved: bool, columns: int) -> None:
+def test_few_rows_leave_columns_for_more_groups(name: str, rows: int, groups_per_mma: int, halved: bool, columns: int) -> None:
     spec = tuned(name, 4096, 4096, rows).spec
     assert isinstance(spec, Spec)
     weight = spec.weights[0]
-    assert (weight.abreast(spec), weight.halved(spec), spec.sums) == (abreast, halved, columns)
+    assert (weight.groups_per_mma(spec), weight.halved(spec), spec.sums) == (groups_per_mma, halved, columns)
     assert weight.operands_scaled(spec) == (name == "nvfp4" and rows > 4)
 
 
@@ -158,9 +158,9 @@ def test_a_triton_that_sees_equal_parts_only_has_no_rings_for_few_rows(monkeypat
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
     assert planned("nf4", 64, 4096) == toolchain.EQUAL_PARTS
     weights = [(WEIGHT_FORMATS["nf4"], 4096)]
-    assert isinstance(tuned_linear(weights, rows=32, width=4096, half="bf16", **H200), GluonLinear)  # another kernel
+    assert isinstance(tuned_linear(weights, rows=32, width=4096, half="bf16", **H200), LinearPlan)  # another kernel
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
-    assert isinstance(planned("nf4", 64, 4096), GluonLinear)
+    assert isinstance(planned("nf4", 64, 4096), LinearPlan)
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
@@ -211,7 +211,7 @@ def test_the_bits_of_e2m1_are_the_number(half: str, dtype: torch.dtype, shift: i
 # ----------------------------------------------------------------------------------------------------- warp-group products
 
 
-def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, half: str = "bf16", **device: Any) -> GluonLinear | str:
+def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, half: str = "bf16", **device: Any) -> LinearPlan | str:
     features = n if isinstance(n, tuple) else (n,)
     return tuned_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
 
@@ -227,7 +227,7 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, half: str) -> N
         if isinstance(found, str):
             pytest.fail(found)
         spec = found.spec
-        assert isinstance(spec, WgmmaSpec)
+        assert isinstance(spec, LinearWgmmaSpec)
         assert found.blocks == 1
         assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
         assert spec.rows == (32 if rows <= 32 else 64)
@@ -237,8 +237,8 @@ def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, half: str) -> N
 def test_rows_choose_the_kernel() -> None:
     kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 256, 257)}
     assert isinstance(kernels[16], Spec)
-    assert isinstance(kernels[17], WgmmaSpec)
-    assert isinstance(kernels[256], WgmmaSpec)
+    assert isinstance(kernels[17], LinearWgmmaSpec)
+    assert isinstance(kernels[256], LinearWgmmaSpec)
     assert kernels[257] is None
 
 
@@ -256,8 +256,8 @@ def test_rows_choose_the_kernel() -> None:
 )
 def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, programs: int) -> None:
     found = on_hopper(name, n, k, rows)
-    assert isinstance(found, GluonLinear)
-    assert isinstance(found.spec, WgmmaSpec)
+    assert isinstance(found, LinearPlan)
+    assert isinstance(found.spec, LinearWgmmaSpec)
     assert found.programs == programs
 
 

@@ -10,8 +10,8 @@ import torch
 
 from halfbyte.cache import KVCache
 from halfbyte.formats import plain_format
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.ops import _fused
-from halfbyte.planes import AttentionOptions, Plane
 from halfbyte.reference import attention as reference
 
 prefill = importlib.import_module("halfbyte.ops.prefill_attention")
@@ -20,7 +20,7 @@ prefill = importlib.import_module("halfbyte.ops.prefill_attention")
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk over itself, as specified."""
     lengths = torch.full((q.shape[0],), q.shape[2], dtype=torch.int32)
-    planes = (Plane(plain_format(x.dtype), x) for x in (k, v))
+    planes = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
     return reference.decode_attention(q, *planes, lengths, None, torch.zeros_like(lengths), o)
 
 
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return again(q, cache, *args[:-1], "reference")
 
     monkeypatch.setattr(prefill, "level_of", lambda impl, q: impl)
-    monkeypatch.setattr(prefill, "past_dispatcher", lambda *given: True)
+    monkeypatch.setattr(prefill, "can_bypass_dispatcher", lambda *given: True)
     monkeypatch.setattr(prefill, "attend_again", by_kernels)
     monkeypatch.setattr(prefill, "merged", told("merged", merge))
     monkeypatch.setattr(_fused, "causal", told("fused", lambda *a: None if a[3].softcap else causal(*a)))

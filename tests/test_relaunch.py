@@ -21,10 +21,10 @@ from triton.runtime.jit import JITFunction
 
 from halfbyte import KV_FORMATS, KVCache, decode_attention, prefill_attention
 from halfbyte.errors import InvalidArgument
-from halfbyte.kernels.compat import launcher
+from halfbyte.kernels.common.compat import launcher
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.ops import _facts, _relaunch, _workspace
 from halfbyte.ops import decode_attention as public
-from halfbyte.planes import AttentionOptions, Plane
 from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
 
 Change = Callable[["Asked"], "Asked"]
@@ -35,8 +35,8 @@ class Asked:
     """Everything that a request is made of."""
 
     q: torch.Tensor
-    keys: Plane
-    values: Plane
+    keys: KVBuffer
+    values: KVBuffer
     lengths: torch.Tensor
     query_start: torch.Tensor | None
     page_table: torch.Tensor | None

@@ -17,9 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from halfbyte import KV_FORMATS, KVCache, PagedKVCache
 from halfbyte.errors import CapacityError, InvalidArgument
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops import _relaunch_append
 from halfbyte.ops import append as public
-from halfbyte.planes import Plane
 from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
 
 Change = Callable[["Asked"], "Asked"]
@@ -32,8 +32,8 @@ class Asked:
 
     k: torch.Tensor
     v: torch.Tensor
-    keys: Plane
-    values: Plane
+    keys: KVBuffer
+    values: KVBuffer
     lengths: torch.Tensor
     counts: torch.Tensor | None
     page_table: torch.Tensor | None

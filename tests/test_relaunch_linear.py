@@ -154,7 +154,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
         facts: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
         make = gluon_linear if rows <= 16 else wgmma_linear
-        return make(weights, **facts, processors=132, capability=(9, 0))
+        return make(weights, **facts, num_sms=132, capability=(9, 0))
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(_relaunch_linear, "_known", {})

@@ -24,23 +24,11 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.paths import own_plans, shipped_plans
-from halfbyte.plans.choices import (
-    MOST_CHOICES,
-    Choice,
-    DecodeChoice,
-    LinearChoice,
-    decode_choice,
-    decode_choices,
-    linear_choice,
-    linear_choices,
-    with_decode_choice,
-    with_linear_choice,
-)
-from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
 from halfbyte.plans.explain import explanation, linear_explanation
-from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, shared_memory, shares
+from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, shared_memory, shares
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuned import (
+from halfbyte.plans.tuning_cache import (
     DamagedPlans,
     Entry,
     LinearProblem,
@@ -53,22 +41,34 @@ from halfbyte.plans.tuned import (
     table_of,
     write,
 )
+from halfbyte.plans.tuning_space import (
+    MOST_CHOICES,
+    Choice,
+    DecodeChoice,
+    LinearChoice,
+    decode_choice,
+    decode_choices,
+    linear_choice,
+    linear_choices,
+    with_decode_choice,
+    with_linear_choice,
+)
 from halfbyte.settings import stored_plans
 
-H200: dict[str, Any] = {"processors": 132, "capability": (9, 0), "pair": True}
+H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "pair": True}
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 ATTENTION = dense_problem("bf16", 8, 8, 8, 1, 128, 4096, "int8", "int4")
 
 
-def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> GluonLinear:
+def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearPlan:
     found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], rows=rows, width=width, half="bf16", **H200)
-    assert isinstance(found, GluonLinear), found
+    assert isinstance(found, LinearPlan), found
     return found
 
 
-def attention(p: Problem = ATTENTION) -> GluonPlan:
+def attention(p: Problem = ATTENTION) -> DecodePlan:
     found = gluon_plan(p, 132, (9, 0), True)
-    assert isinstance(found, GluonPlan), found
+    assert isinstance(found, DecodePlan), found
     return found
 
 
@@ -85,7 +85,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
     assert len(choices) == len(set(choices)) <= MOST_CHOICES
     for choice in choices:
         made = with_linear_choice(plan, choice, features, width, 132, (9, 0))
-        assert isinstance(made, GluonLinear), made
+        assert isinstance(made, LinearPlan), made
         assert linear_choice(made) == choice
         assert made.blocks * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
         assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.rows)
@@ -120,7 +120,7 @@ def test_choices_of_attention_are_plans(problem: Problem) -> None:
     assert 4 < len(choices) <= MOST_CHOICES
     for choice in choices:
         made = with_decode_choice(plan, choice, 132, (9, 0))
-        assert isinstance(made, GluonPlan), made
+        assert isinstance(made, DecodePlan), made
         assert decode_choice(made) == choice
         assert made.spec.shared_bytes <= 227 << 10
     assert replace(with_decode_choice(plan, choices[0], 132, (9, 0)), why=plan.why) == plan  # type: ignore[type-var]
@@ -129,9 +129,9 @@ def test_choices_of_attention_are_plans(problem: Problem) -> None:
 def test_another_ring_has_no_empty_slot_of_the_plan_s() -> None:
     """With it, two programs that a choice counts on would not fit beside each other."""
     plan = attention(dense_problem("bf16", 1, 8, 8, 1, 64, 8192, "int8", "int8"))
-    assert plan.spec.spare == 1
+    assert plan.spec.pad_slots == 1
     made = with_decode_choice(plan, replace(decode_choice(plan), stages=3), 132, (9, 0))
-    assert isinstance(made, GluonPlan), made
+    assert isinstance(made, DecodePlan), made
     assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
 
 
@@ -172,9 +172,9 @@ def test_illegal_choices_of_attention_are_refused(changed: dict[str, int]) -> No
 
 def test_another_number_of_programs_has_neighbourhoods_of_its_own() -> None:
     plan = gluon_plan(dense_problem("bf16", 1, 1, 8, 1, 128, 2**20, "int4", "int4"), 132, (9, 0), True)
-    assert isinstance(plan, GluonPlan)
+    assert isinstance(plan, DecodePlan)
     fewer = with_decode_choice(plan, replace(decode_choice(plan), programs=128), 132, (9, 0))
-    assert isinstance(fewer, GluonPlan)
+    assert isinstance(fewer, DecodePlan)
     assert (plan.spec.gather, fewer.spec.gather) == (16, 8)
 
 
@@ -184,7 +184,7 @@ def test_warp_groups_have_choices_of_their_own() -> None:
     for changed in ({"tile": 64}, {"blocks": 2}, {"chunk": 128}, {"stages": 2}):
         assert isinstance(with_linear_choice(plan, replace(wide, **changed), [8192], 8192, 132, (9, 0)), str)
     narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), [8192], 8192, 132, (9, 0))
-    assert isinstance(narrow, GluonLinear)
+    assert isinstance(narrow, LinearPlan)
     assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.shared) == (256, 4, 32, 64)
 
 
@@ -199,7 +199,7 @@ def table(problem: LinearProblem | Problem, choice: Choice | None) -> Table:
     return Table("NVIDIA H200", 132, {key_of(problem): entry(choice, file="plans.json")})
 
 
-def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[GluonLinear | str, str]:
+def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[LinearPlan | str, str]:
     return linear_plan([(INT4, n) for n in weights], rows=rows, width=4096, half=half, **H200, table=known)
 
 
@@ -208,7 +208,7 @@ def test_a_table_decides() -> None:
     choice = next(c for c in linear_choices(plan, [4096], 4096, 132, (9, 0)) if c.tile != plan.spec.tile)
     known = table(LinearProblem.of([(INT4, 4096)], 4, 4096, "bf16"), choice)
     made, source = asked(4, known)
-    assert isinstance(made, GluonLinear)
+    assert isinstance(made, LinearPlan)
     assert linear_choice(made) == choice != linear_choice(plan)
     assert source == "tuned for NVIDIA H200 (plans.json, 2026-11-22): 4.00 us where the analytic plan took 5.00"
     assert asked(3, known)[0] == made  # 3 and 4 rows are one variant of the kernel
@@ -238,7 +238,7 @@ def test_a_table_decides_attention() -> None:
     plan = attention()
     choice = decode_choices(plan, 132, (9, 0))[-1]
     made, source = decode_plan(ATTENTION, 132, (9, 0), True, table(ATTENTION, choice))
-    assert isinstance(made, GluonPlan)
+    assert isinstance(made, DecodePlan)
     assert decode_choice(made) == choice != decode_choice(plan)
     assert "tuned for" in source
     # Every field counts, and what the tuned kernel refuses it still refuses: deterministic_batch is never tuned.
@@ -259,7 +259,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "first", "shift", "apart", "scales_apart"),
+    ("name", "heads", "first", "shift", "apart", "scale_stride"),
     [
         ("int4", 8, False, 0, 1, 1),
         ("int4", 8, True, 0, 8, 8),
@@ -274,7 +274,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     ],
 )
 def test_a_problem_knows_the_order_of_tokens_and_heads(
-    name: str, heads: int, first: bool, shift: int, apart: int, scales_apart: int
+    name: str, heads: int, first: bool, shift: int, apart: int, scale_stride: int
 ) -> None:
     def laid_out(t: torch.Tensor | None, shift: int) -> torch.Tensor | None:
         """The same shape, tokens before heads if they are `first`, `shift` elements into its memory."""
@@ -293,8 +293,8 @@ def test_a_problem_knows_the_order_of_tokens_and_heads(
     there = halfbyte.KVCache.from_buffers(planes[0], planes[1], cache.lengths)
     found = _decode_on_gpu.problem_of(splits.call_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there), False)
     assert (found.k_apart, found.v_apart) == (apart, apart)
-    assert (found.k_scales_apart, found.v_scales_apart) == (scales_apart, scales_apart)
-    assert isinstance(gluon_plan(found, 132, (9, 0), True), GluonPlan)
+    assert (found.k_scales_apart, found.v_scales_apart) == (scale_stride, scale_stride)
+    assert isinstance(gluon_plan(found, 132, (9, 0), True), DecodePlan)
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
@@ -319,7 +319,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = tmp_path / "new folder" / "plans.json"
     write(file, Table("NVIDIA H200", 132, entries, {"torch": "2.11"}))
     found = read(file)
-    assert (found.gpu, found.processors, found.made_with) == ("NVIDIA H200", 132, {"torch": "2.11"})
+    assert (found.gpu, found.num_sms, found.made_with) == ("NVIDIA H200", 132, {"torch": "2.11"})
     assert found.entries == {key: replace(one, file=str(file)) for key, one in entries.items()}
     assert [path.name for path in file.parent.iterdir()] == ["plans.json"]  # nothing half-written is left
     assert sum('"problem"' in line for line in file.read_text().splitlines()) == 2  # one entry a line
@@ -335,7 +335,7 @@ def test_where_plans_are_looked_for(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert table_of(gpu, 7) == Table(gpu, 7, note=f"nothing is stored for {gpu}")
     _table_of.cache_clear()
     shipped = home / "shipped.json"
-    monkeypatch.setattr("halfbyte.plans.tuned.shipped_plans", lambda _: shipped)
+    monkeypatch.setattr("halfbyte.plans.tuning_cache.shipped_plans", lambda _: shipped)
     write(shipped, Table(gpu, 7, {key_of(PROBLEM): entry(CHOICE), key_of(ATTENTION): entry(None)}))
     write(own, Table(gpu, 7, {key_of(PROBLEM): entry(None)}))
     found = table_of(gpu, 7)
@@ -395,14 +395,14 @@ def test_shipped_tables_are_legal() -> None:
     for file in files:
         found = read(file)
         assert shipped_plans(found.gpu) == file
-        gpu = {"processors": found.processors, "capability": (9, 0), "pair": True}
+        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "pair": True}
         for key, one in found.entries.items():
             fields = json.loads(key)
             if fields.pop("op") == "linear":
                 weights = [(WEIGHT_FORMATS[name], n) for name, n in fields.pop("weights")]
                 source = linear_plan(weights, **fields, **gpu, table=found)[1]
             else:
-                source = decode_plan(Problem(**fields), found.processors, (9, 0), True, found)[1]
+                source = decode_plan(Problem(**fields), found.num_sms, (9, 0), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
 
 
@@ -437,7 +437,7 @@ class FakeSampler:
     def __init__(self, work: Work) -> None:
         self.fns: Sequence[Any] = work.fns
         plan = self.fns[0].args[-1]
-        self.seconds = 4e-6 if (linear_choice if isinstance(plan, GluonLinear) else decode_choice)(plan) in self.FAST else 5e-6
+        self.seconds = 4e-6 if (linear_choice if isinstance(plan, LinearPlan) else decode_choice)(plan) in self.FAST else 5e-6
 
     def sample(self) -> float:
         return self.seconds
@@ -455,7 +455,7 @@ def session(home: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     return Session(Options(quick=True, threads=1), device)
 
 
-def products(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:
+def products(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
     return [halfbyte.linear(x, weight) for weight in weights]
 
 
@@ -489,7 +489,7 @@ def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatc
     choices = list(job.plans(session.device, True)[0].plans)
     seen: list[Choice] = []
 
-    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:
+    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
         choice = linear_choice(plan)
         seen.append(choice)
         (y,) = products(x, weights, plan)
@@ -544,7 +544,7 @@ def test_attention_is_tuned(session: Session, home: Path, monkeypatch: pytest.Mo
     (planned,) = job.plans(session.device, True)
     fast = list(planned.plans)[2]
 
-    def run(q: torch.Tensor, cache: halfbyte.KVCache, plan: GluonPlan) -> torch.Tensor:
+    def run(q: torch.Tensor, cache: halfbyte.KVCache, plan: DecodePlan) -> torch.Tensor:
         out = halfbyte.decode_attention(q, cache)
         assert isinstance(out, torch.Tensor)
         return out
@@ -574,7 +574,7 @@ def test_only_what_is_faster_beyond_the_noise_wins(times: tuple[float, float, fl
 def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [tune.LinearTuning((n,), 256, "mxfp4", (1,), store) for store in [store_at(home / "found.json")] for n in (64, 32)]
 
-    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:
+    def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
         if weights[0].shape[0] == 32:
             raise KeyboardInterrupt
         return products(x, weights, plan)

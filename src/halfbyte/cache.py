@@ -1,6 +1,6 @@
 """KVCache: the keys and values of one layer, quantised as they arrive. The only stateful object of the library.
 
-Memory is laid out [B, H, T, ...] (see `halfbyte.planes.Plane`) and allocated once. `halfbyte.paging` has the paged sibling.
+Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and allocated once. `halfbyte.paging` has the paged sibling.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
+from halfbyte.kv_buffer import KVBuffer, Rope, new_kv_buffer, outside_inference_mode
 from halfbyte.ops._buffers import check_buffers, expanded
 from halfbyte.ops._relaunch_append import Request
 from halfbyte.ops._relaunch_append import request as append_request
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
-from halfbyte.planes import Plane, Rope, lasting, new_plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import fixed_scale
@@ -103,9 +103,9 @@ class KVCache:
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
-        with lasting():
-            self.keys = new_plane(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
-            self.values = new_plane(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+        with outside_inference_mode():
+            self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
+            self.values = new_kv_buffer(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = _given_scales(self.keys, self.values)
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
@@ -116,14 +116,14 @@ class KVCache:
     @classmethod
     def from_buffers(
         cls,
-        keys: Plane,
-        values: Plane,
+        keys: KVBuffer,
+        values: KVBuffer,
         lengths: torch.Tensor,
         *,
         page_table: torch.Tensor | None = None,
         rotate_keys: bool = False,
     ) -> KVCache:
-        """Wrap memory that an engine owns, without copying: see `Plane` for shapes. Strides are taken as they are.
+        """Wrap memory that an engine owns, without copying: see `KVBuffer` for shapes. Strides are taken as they are.
 
         lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. What has a stride of 0 can be read only. Page and
         length management stay the engine's: on a GPU, `append` counts tokens on the host from its first call on and does not see
@@ -271,11 +271,11 @@ class KVCache:
         self._check_writable()
         self.lengths.zero_()
         self._at_most, self._written = (None, None) if self._capturing() else (0, _writes(self.lengths))
-        for plane, given in zip((self.keys, self.values), self._given, strict=True):
-            if plane.scales is not None and given is not None:
-                plane.scales.copy_(given)
-            if plane.saturated is not None:
-                plane.saturated.zero_()
+        for buffer, given in zip((self.keys, self.values), self._given, strict=True):
+            if buffer.scales is not None and given is not None:
+                buffer.scales.copy_(given)
+            if buffer.saturated is not None:
+                buffer.saturated.zero_()
 
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
@@ -316,8 +316,8 @@ class KVCache:
         index = self._index(index)
         self._check_owned("select")
         made = copy.copy(self)
-        with lasting():
-            made.keys, made.values = (_map(plane, lambda t: t[index]) for plane in (self.keys, self.values))
+        with outside_inference_mode():
+            made.keys, made.values = (_map(buffer, lambda t: t[index]) for buffer in (self.keys, self.values))
             made.lengths, made._expanded = self.lengths[index], ""
         return made
 
@@ -331,7 +331,7 @@ class KVCache:
         from halfbyte.reference.attention import read
         from halfbyte.reference.hadamard import rotate
 
-        k, v = (read(plane, self.lengths, self.page_table) for plane in (self.keys, self.values))
+        k, v = (read(buffer, self.lengths, self.page_table) for buffer in (self.keys, self.values))
         return (rotate(k) if self.rotate_keys else k).float(), v.float()
 
     # --------------------------------------------------------------------------------------------------------- details
@@ -358,7 +358,7 @@ class KVCache:
 
     def _per_sequence(self) -> list[torch.Tensor]:
         """Every tensor whose first axis is the batch."""
-        parts = [t for plane in (self.keys, self.values) for t in plane.tensors() if t is not None and t.ndim > 1]
+        parts = [t for buffer in (self.keys, self.values) for t in buffer.tensors() if t is not None and t.ndim > 1]
         return [*parts, self.lengths]
 
 
@@ -368,8 +368,8 @@ def _writes(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     return (lengths, lengths._version) if counted else None
 
 
-def _given_scales(*planes: Plane) -> list[torch.Tensor | None]:
-    """The scale that each per-tensor plane begins with, to go back to at a reset: 0 where it is yet to be measured."""
+def _given_scales(*planes: KVBuffer) -> list[torch.Tensor | None]:
+    """The scale that each per-tensor buffer begins with, to go back to at a reset: 0 where it is yet to be measured."""
     return [p.scales.clone() if p.scales is not None and p.format.granularity == "tensor" else None for p in planes]
 
 
@@ -387,10 +387,10 @@ def check_sizes(**sizes: int) -> None:
         integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
 
 
-def _map(plane: Plane, pick: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
-    """A plane with `pick` applied to each tensor that has a batch axis; per-tensor scales and counters are copied."""
+def _map(buffer: KVBuffer, pick: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
+    """A buffer with `pick` applied to each tensor that has a batch axis; per-tensor scales and counters are copied."""
 
     def each(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else pick(t) if t.ndim > 1 else t.clone()
 
-    return Plane(plane.format, pick(plane.codes), *(each(t) for t in (*plane.tensors()[1:], plane.saturated)))
+    return KVBuffer(buffer.format, pick(buffer.codes), *(each(t) for t in (*buffer.tensors()[1:], buffer.saturated)))

@@ -135,7 +135,7 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
 def load_config(model: str) -> Any:
     """The transformers configuration of a folder or Hub id."""
     try:
-        from halfbyte.hf.families import read_config
+        from halfbyte.hf.model_support import read_config
     except ImportError as error:
         raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
     try:
@@ -168,7 +168,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
-    from halfbyte.hf.families import check_family, text_config
+    from halfbyte.hf.model_support import check_family, text_config
 
     check_family(config)
     text = text_config(config)

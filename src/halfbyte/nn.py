@@ -202,7 +202,7 @@ class _Ready:
         """A copy waits for nothing."""
 
 
-class Tap(QuantLinear):
+class FusedSlot(QuantLinear):
     """Stands at a projection that another one computes with its own (k and v with q, up with gate).
 
     Holds the parameters, and hands out what `FusedProjections` computed from the same input.
@@ -260,7 +260,7 @@ class FusedProjections(QuantLinear):
         nn.Module.__init__(self)
         _adopt(self, first)
         # A tuple: they are submodules of the model, not of this.
-        self.taps = tuple(_become(Tap, shard) for shard in others)
+        self.taps = tuple(_become(FusedSlot, shard) for shard in others)
         for tap in self.taps:
             tap._waiting, tap._ready = {}, _Ready()
         # For compiled code. Through the taps it would compare each thing there with the same in the model, at every call.

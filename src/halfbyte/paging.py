@@ -16,7 +16,7 @@ from halfbyte.arguments import integer
 from halfbyte.cache import KEYS, CacheOptions, KVCache, New, check_sizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.planes import lasting
+from halfbyte.kv_buffer import outside_inference_mode
 
 
 class PagedKVCache(KVCache):
@@ -49,7 +49,7 @@ class PagedKVCache(KVCache):
         pages = batch * per_sequence if pages is None else pages
         integer("pages", pages, 0, 2**31 - 1, "an integer of at least 0")
         self._allocate(batch, (pages, kv_heads, page_size), head_dim, options)
-        with lasting():
+        with outside_inference_mode():
             self._table = torch.full(
                 (batch, per_sequence), -1, dtype=torch.int32, device="cpu"
             )  # the page table as the host writes it
@@ -157,8 +157,8 @@ class PagedKVCache(KVCache):
         return page
 
     def _copy_page(self, source: int, target: int) -> None:
-        for plane in (self.keys, self.values):
-            for t in plane.tensors()[:3]:
+        for buffer in (self.keys, self.values):
+            for t in buffer.tensors()[:3]:
                 if t is not None and t.ndim > 1:
                     t[target] = t[source]
 

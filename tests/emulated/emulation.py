@@ -12,10 +12,10 @@ from gpu_cases import Call, poisoned
 from machine.block import Order
 from machine.launch import emulated
 
+from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
-from halfbyte.planes import AttentionOptions
-from halfbyte.plans.decode_attention import GluonPlan, Problem, gluon_plan, queries_of_a_block
-from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan, queries_of_a_block
+from halfbyte.plans.linear import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
 
@@ -40,11 +40,11 @@ def machine(order: Order, backwards: bool = False, change: Callable[[str], str] 
         EARLY.update(early)
 
 
-def attend(call: Call, order: Order, processors: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(call: Call, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call by the tuned kernel of a Hopper GPU with so many multiprocessors."""
 
-    def plan(problem: Problem, *_: Any) -> GluonPlan:
-        found = gluon_plan(problem, processors, (9, 0), True)
+    def plan(problem: Problem, *_: Any) -> DecodePlan:
+        found = gluon_plan(problem, num_sms, (9, 0), True)
         if isinstance(found, str):
             raise Refused(found)
         return found
@@ -67,14 +67,14 @@ def multiply(
     weights: Sequence[QuantTensor],
     biases: Sequence[torch.Tensor | None],
     order: Order,
-    processors: int = 3,
+    num_sms: int = 3,
     backwards: bool = False,
     change: Callable[[str], str] = str,
 ) -> list[torch.Tensor]:
     """x times each weight in one launch of a tuned kernel."""
 
-    def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> GluonLinear:
-        found = tuned_linear(facts, rows=rows, width=width, half=half, processors=processors, capability=(9, 0), pair=True)
+    def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> LinearPlan:
+        found = tuned_linear(facts, rows=rows, width=width, half=half, num_sms=num_sms, capability=(9, 0), pair=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

@@ -15,7 +15,7 @@ from halfbyte.bench.checks import linear_accuracy
 
 @dataclass(frozen=True)
 class Product:
-    """x [rows, width] times weights of these features. processors: few, so that programs share tiles; or more than tiles."""
+    """x [rows, width] times weights of these features. num_sms: few, so that programs share tiles; or more than tiles."""
 
     weight: str
     rows: int
@@ -23,25 +23,25 @@ class Product:
     width: int
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
-    processors: int = 3
+    num_sms: int = 3
 
 
 CASES = (
     Product("int4_g128", 1, (96,), 2560),
     Product("int4_sym_g128", 16, (200,), 1280, bias=True),
     Product("int4_g32", 2, (64, 32, 32), 1152, torch.float16),
-    Product("int4_g64", 4, (40,), 2304, processors=1),
+    Product("int4_g64", 4, (40,), 2304, num_sms=1),
     Product("int4_sym_col", 5, (64,), 1568),
     Product("int8_g128", 8, (33,), 768),
     Product("int8_col", 3, (64,), 1040, torch.float16, bias=True),
-    Product("nf4", 1, (70,), 1088, processors=8),
+    Product("nf4", 1, (70,), 1088, num_sms=8),
     Product("fp4_bnb", 9, (64,), 832, torch.float16),
-    Product("mxfp4", 2, (64,), 2176, processors=8),
+    Product("mxfp4", 2, (64,), 2176, num_sms=8),
     Product("nvfp4", 16, (72, 8, 8), 1088),
     Product("nvfp4", 1, (64,), 2112, torch.float16),
     Product("int4_g128", 24, (128,), 1024),  # warp groups from here on
     Product("int4_sym_g32", 33, (200,), 1152, bias=True),
-    Product("nf4", 17, (128,), 1088, processors=8),
+    Product("nf4", 17, (128,), 1088, num_sms=8),
     Product("mxfp4", 64, (130,), 640, torch.float16),
     Product("nvfp4", 40, (128, 64, 64), 576),
     Product("int8_g128", 32, (128,), 1024),
@@ -54,7 +54,7 @@ def test_products_keep_their_promise(case: Product) -> None:
     x = torch.randn(case.rows, case.width, generator=rng).to(case.dtype)
     weights = [hb.quantize(torch.randn(n, case.width, generator=rng) * 0.1, case.weight) for n in case.features]
     biases = [torch.randn(n, generator=rng) if case.bias else None for n in case.features]
-    outs = multiply(x, weights, biases, ORDERS[0], case.processors)
+    outs = multiply(x, weights, biases, ORDERS[0], case.num_sms)
     stored = {t.untyped_storage().data_ptr() for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None}
     assert stored >= EARLY, "the kernel before may still write x"
     assert EARLY, "weights need not wait for the kernel before"
@@ -63,4 +63,4 @@ def test_products_keep_their_promise(case: Product) -> None:
         truth = x.double() @ full.mT + (0 if bias is None else bias.double())
         base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
         linear_accuracy(out, base, truth).require(str(case))
-    assert all(map(same_bits, outs, multiply(x, weights, biases, ORDERS[1], case.processors, backwards=True)))
+    assert all(map(same_bits, outs, multiply(x, weights, biases, ORDERS[1], case.num_sms, backwards=True)))

@@ -18,7 +18,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.formats import Format, key_format
-from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 
@@ -208,22 +208,22 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype) -> Plane:
+def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype) -> KVBuffer:
     """x [B, H, T, D] as a plane, junk wherever no token of `lengths` is; `dtype` is that of a tail."""
     fmt = key_format(name)
     made = hb.quantize(x, fmt)
     token = torch.arange(x.shape[2], device=x.device)
     beyond = token >= lengths.view(-1, 1)  # [B, T]
     if (block := fmt.token_block) is None:
-        return _with_junk(Plane(fmt, made.codes, made.scales, made.offsets), beyond)
+        return _with_junk(KVBuffer(fmt, made.codes, made.scales, made.offsets), beyond)
     flushed = (lengths // block * block).view(-1, 1, 1, 1)
     rows = (flushed + torch.arange(block, device=x.device).view(1, 1, -1, 1)).long()
     tail = x.to(dtype).gather(2, rows.clamp_max(x.shape[2] - 1).expand(-1, x.shape[1], -1, x.shape[3]))
     tail = tail.masked_fill(rows >= lengths.view(-1, 1, 1, 1), torch.nan)
-    return _with_junk(Plane(fmt, made.codes, made.scales, made.offsets, tail), token >= flushed.view(-1, 1))
+    return _with_junk(KVBuffer(fmt, made.codes, made.scales, made.offsets, tail), token >= flushed.view(-1, 1))
 
 
-def _with_junk(plane: Plane, beyond: torch.Tensor) -> Plane:
+def _with_junk(plane: KVBuffer, beyond: torch.Tensor) -> KVBuffer:
     """`plane` with junk in the tokens where `beyond` [B, T]. What belongs to several tokens follows the first of them."""
 
     def spoil(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -236,13 +236,13 @@ def _with_junk(plane: Plane, beyond: torch.Tensor) -> Plane:
 
     codes, scales, offsets = (spoil(t) for t in plane.tensors()[:3])
     assert codes is not None
-    return Plane(plane.format, codes, scales, offsets, plane.tail)
+    return KVBuffer(plane.format, codes, scales, offsets, plane.tail)
 
 
-def mapped(plane: Plane, change: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
+def mapped(plane: KVBuffer, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
     """`plane` with `change` applied to codes, scales and offsets that have a token axis."""
     parts = [t if t is None or t.ndim == 1 else change(t) for t in plane.tensors()[:3]]
-    return Plane(plane.format, *parts, plane.tail)  # type: ignore[arg-type]
+    return KVBuffer(plane.format, *parts, plane.tail)  # type: ignore[arg-type]
 
 
 def token_axis(t: torch.Tensor) -> int:
@@ -250,8 +250,8 @@ def token_axis(t: torch.Tensor) -> int:
     return 1 if t.ndim == 2 else 2
 
 
-def paged(keys: Plane, values: Plane, lengths: torch.Tensor, page: int, seed: int) -> tuple[Plane, Plane, torch.Tensor]:
-    """Both planes in pages of a pool, in no order, with some to spare; and the table, which holds nonsense where no token is."""
+def paged(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page: int, seed: int) -> tuple[KVBuffer, KVBuffer, torch.Tensor]:
+    """Both buffers in pages of a pool, in no order, with some left over; and the table, which holds nonsense where no token is."""
     batch, count = lengths.shape[0], keys.codes.shape[2] // page
     pool = batch * count + 3
     order = torch.tensor(random.Random(seed).sample(range(pool), batch * count), dtype=torch.int32, device=lengths.device)
@@ -372,12 +372,12 @@ def simple(
     return Call(q, hb.KVCache.from_buffers(stored(k, keys, held, tail), stored(v, values, held, tail), held), options)
 
 
-def with_scale(plane: Plane, scale: float) -> Plane:
+def with_scale(plane: KVBuffer, scale: float) -> KVBuffer:
     """The same codes, all with one scale, which is what the offsets and the tail are of too."""
     assert plane.scales is not None
     offsets = None if plane.offsets is None else plane.offsets.sign() * min(scale, 6000) * 10
     tail = None if plane.tail is None else plane.tail * min(scale, 6000)
-    return Plane(plane.format, plane.codes, torch.full_like(plane.scales, scale), offsets, tail)
+    return KVBuffer(plane.format, plane.codes, torch.full_like(plane.scales, scale), offsets, tail)
 
 
 def wrong(

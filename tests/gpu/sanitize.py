@@ -16,7 +16,7 @@ from gpu_place import PLACE
 import halfbyte as hb
 from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.planes import Plane
+from halfbyte.kv_buffer import KVBuffer
 
 ALL = frozenset({"alibi", "window", "softcap", "sinks", "starts"})
 MARKED = [
@@ -65,7 +65,7 @@ def moved(t: torch.Tensor | None, device: str) -> torch.Tensor | None:
 
 def on_device(call: Call, device: str) -> Call:
     """The same call elsewhere."""
-    planes = (Plane(p.format, *(moved(t, device) for t in p.tensors())) for p in (call.cache.keys, call.cache.values))  # type: ignore[arg-type]
+    planes = (KVBuffer(p.format, *(moved(t, device) for t in p.tensors())) for p in (call.cache.keys, call.cache.values))  # type: ignore[arg-type]
     cache = call.cache
     table = moved(cache.page_table, device)
     there = hb.KVCache.from_buffers(*planes, cache.lengths.to(device), page_table=table, rotate_keys=cache.rotate_keys)

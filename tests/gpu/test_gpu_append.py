@@ -13,8 +13,8 @@ from test_gpu_relaunch import watch
 
 import halfbyte as hb
 from halfbyte.bench.cupti import names_of
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops import _relaunch_append
-from halfbyte.planes import Plane
 from halfbyte.reference.rope import apply_rope
 
 pytestmark = pytest.mark.compile_first
@@ -85,7 +85,7 @@ def test_memory_with_tokens_before_heads(keys: str, values: str) -> None:
 
     def make(device: str) -> hb.KVCache:
         cache = hb.KVCache(3, 2, 64, 256, keys=keys, values=values, device=device)
-        planes = (Plane(p.format, *map(turned, p.tensors()[:3]), p.tail, p.saturated) for p in (cache.keys, cache.values))  # type: ignore[arg-type]
+        planes = (KVBuffer(p.format, *map(turned, p.tensors()[:3]), p.tail, p.saturated) for p in (cache.keys, cache.values))  # type: ignore[arg-type]
         return hb.KVCache.from_buffers(*planes, cache.lengths)
 
     append_everywhere(torch.bfloat16, 64, make)

@@ -18,8 +18,8 @@ from halfbyte.bench.checks import linear_accuracy
 from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
-from halfbyte.plans.linear import GluonLinear, gluon_linear
-from halfbyte.plans.linear_wgmma import WgmmaSpec
+from halfbyte.plans.linear import LinearPlan, gluon_linear
+from halfbyte.plans.linear_wgmma import LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
@@ -177,11 +177,11 @@ def test_some_programs_go_round_the_rings_of_few_rows() -> None:
     """Twice round the slots of scales, with streams that say what they have read and with slots enough to know it."""
     told = set()
     for case in MARKED:
-        half, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"processors": 132, "capability": (9, 0), "pair": True}
+        half, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "pair": True}
         weights = [(hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True)]
         plan = gluon_linear(weights, rows=case.rows, width=case.width, half=half, **gpu)
-        if isinstance(plan, GluonLinear) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
-            told.add(plan.spec.told_free)
+        if isinstance(plan, LinearPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
+            told.add(plan.spec.has_empty_barrier)
     assert told == {True, False}
 
 
@@ -366,8 +366,8 @@ def test_a_bias_that_wants_a_gradient_is_refused(impl: str) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
 def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> None:
     """And one that clears counters where tiles are shared, not where each program has a tile for itself; and one that orders x."""
-    processors = 4 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
-    n, level = int(tiles * processors) * 64, "cpu" if PLACE.dry else "gluon"
+    num_sms = 4 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
+    n, level = int(tiles * num_sms) * 64, "cpu" if PLACE.dry else "gluon"
     weight, x = hb.quantize(normal(n, PLACE.size(4096, 256)), "int4_sym_g128"), normal(rows, PLACE.size(4096, 256)).bfloat16()
     parts = list(weight.parts().values())
 
@@ -377,9 +377,9 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
     assert same_bits(product(), hb.linear(x, weight, impl=level))
     if not PLACE.dry:
         plan = _tuned_plan(x, [weight], level, False)
-        assert isinstance(plan, GluonLinear)
+        assert isinstance(plan, LinearPlan)
         names_of(product)  # the profiler may miss what comes while it starts
         names = names_of(product)
         assert sum("linear" in name for name in names) == 1
-        others = bool(plan.shared) + isinstance(plan.spec, WgmmaSpec)
+        others = bool(plan.shared) + isinstance(plan.spec, LinearWgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)

@@ -16,7 +16,7 @@ import halfbyte as hb
 from halfbyte.bench.splits import call_of
 from halfbyte.ops import _workspace
 from halfbyte.ops._decode_on_gpu import plan_of
-from halfbyte.plans.decode_attention import GluonPlan
+from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_spec import Spec
 
 pytestmark = pytest.mark.compile_first
@@ -68,10 +68,10 @@ def _unit(variant: Variant) -> int:
     return 2 if variant in VARIANTS[4:6] else 1
 
 
-def _check_unit(call: Call, heads: int) -> GluonPlan:
+def _check_unit(call: Call, heads: int) -> DecodePlan:
     """The plan of a call, whose units have so many KV heads."""
     plan = plan_of(call_of(call.q, call.cache), "auto", False, True)
-    assert isinstance(plan, GluonPlan)
+    assert isinstance(plan, DecodePlan)
     assert plan.spec.heads == heads, plan.why
     return plan
 
@@ -122,8 +122,8 @@ ALONE = [
 @pytest.mark.parametrize("variant", ALONE, ids=name_of)
 def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ...]) -> None:
     """One program with each unit where all are as long; shares that begin and end inside of units where they are not."""
-    processors = 8 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
-    sequences, heads = processors // 4, 2 if variant in ALONE[5:] else 1
+    num_sms = 8 if PLACE.dry else torch.cuda.get_device_properties(0).multi_processor_count
+    sequences, heads = num_sms // 4, 2 if variant in ALONE[5:] else 1
     call = build(Case(variant, 4 * heads, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
     if not PLACE.dry:
         plan = _check_unit(call, heads)

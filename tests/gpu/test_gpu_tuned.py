@@ -14,10 +14,10 @@ from halfbyte.bench.caches import Promise, held_by
 from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
-from halfbyte.plans.choices import decode_choices, linear_choices, with_decode_choice, with_linear_choice
-from halfbyte.plans.decode_attention import GluonPlan, gluon_plan
-from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.plans.linear import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.tuning_space import decode_choices, linear_choices, with_decode_choice, with_linear_choice
 
 
 @needs_gpu
@@ -34,17 +34,17 @@ from halfbyte.plans.linear_wgmma import tuned_linear
 )
 def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
     gpu = describe("cuda")
-    processors, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
+    num_sms, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
     rng = torch.Generator(PLACE.device).manual_seed(rows)
     x = torch.randn(rows, width, generator=rng, device=PLACE.device).bfloat16()
     weights = [hb.quantize(torch.randn(n, width, generator=rng, device=PLACE.device) * 0.1, name) for n in features]
-    given = {"rows": rows, "width": width, "half": "bf16", "processors": processors, "capability": capability, "pair": True}
+    given = {"rows": rows, "width": width, "half": "bf16", "num_sms": num_sms, "capability": capability, "pair": True}
     first = tuned_linear([(w.format, w.shape[0]) for w in weights], **given)  # type: ignore[arg-type]
     if isinstance(first, str):
         pytest.skip(first)
-    for choice in linear_choices(first, features, width, processors, capability):
-        plan = with_linear_choice(first, choice, features, width, processors, capability)
-        assert isinstance(plan, GluonLinear), plan
+    for choice in linear_choices(first, features, width, num_sms, capability):
+        plan = with_linear_choice(first, choice, features, width, num_sms, capability)
+        assert isinstance(plan, LinearPlan), plan
         with poisoned():
             once = _linear_on_gpu.run_plan(x, weights, plan)
         for out, weight in zip(once, weights, strict=True):
@@ -62,7 +62,7 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
 )
 def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: tuple[int, ...], heads: int) -> None:
     gpu = describe("cuda")
-    processors, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
+    num_sms, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
     rng = torch.Generator(PLACE.device).manual_seed(heads)
     batch, longest = len(lengths), max(lengths)
     cache = hb.KVCache(batch, heads, 128, longest, keys=formats[0], values=formats[1], device=PLACE.device)
@@ -70,12 +70,12 @@ def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: t
     cache.append(k, v)
     cache.lengths.copy_(torch.tensor(lengths))
     q = 4 * torch.randn(batch, 4 * heads, 1, 128, generator=rng, device=PLACE.device).bfloat16()
-    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), processors, capability, True)
-    assert isinstance(first, GluonPlan), first
+    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), num_sms, capability, True)
+    assert isinstance(first, DecodePlan), first
     promise = Promise(q, held_by(cache))
-    for choice in decode_choices(first, processors, capability):
-        plan = with_decode_choice(first, choice, processors, capability)
-        assert isinstance(plan, GluonPlan), plan
+    for choice in decode_choices(first, num_sms, capability):
+        plan = with_decode_choice(first, choice, num_sms, capability)
+        assert isinstance(plan, DecodePlan), plan
         with poisoned():
             once = attend(q, cache, plan)
         promise.judge([once]).require(str(choice))

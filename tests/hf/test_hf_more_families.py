@@ -9,7 +9,7 @@ from tiny_models import VOCAB
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import halfbyte.hf as hf
-from halfbyte.hf.families import EXECUTED
+from halfbyte.hf.model_support import EXECUTED
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 COMMON |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.3}

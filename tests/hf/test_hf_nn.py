@@ -15,7 +15,7 @@ import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.nn import FusedProjections, QuantLinear, Tap, fuse_gate_up, fuse_qkv, unfuse
+from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear, fuse_gate_up, fuse_qkv, unfuse
 
 
 @pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
@@ -79,7 +79,7 @@ def test_fused_model_is_the_same_model(build, prompt, family):
         assert isinstance(model.model.layers[0].self_attn.q_proj, FusedProjections)
         pairs = fuse_gate_up(model)
         assert pairs == (0 if family == "gpt_oss" else model.config.num_hidden_layers)  # which keeps experts in 3-D parameters
-        assert not pairs or isinstance(model.model.layers[0].mlp.up_proj, Tap)
+        assert not pairs or isinstance(model.model.layers[0].mlp.up_proj, FusedSlot)
         assert sorted(model.state_dict()) == sorted(names)
         assert not any(module.training for module in model.modules())
         assert torch.equal(model(ids).logits, expected)
@@ -111,7 +111,7 @@ def test_adapters_are_unfused_inside(wrapped):
         setattr(model, name, Adapter(getattr(model, name)))
     expected = [getattr(model, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
     assert unfuse(model) == 1
-    assert not any(isinstance(module, FusedProjections | Tap) for module in model.modules())
+    assert not any(isinstance(module, FusedProjections | FusedSlot) for module in model.modules())
     for name, before in zip(("v_proj", "k_proj", "q_proj"), expected[::-1], strict=True):  # in any order, by now
         assert torch.equal(getattr(model, name)(x), before)
         assert isinstance(getattr(model, name), Adapter) == (name in wrapped)
@@ -127,7 +127,7 @@ def test_shards_of_different_formats():
         assert torch.equal(out, layer(x))
     with pytest.raises(HalfbyteError, match="before the one that computes it"):
         fused.taps[0](x)
-    assert isinstance(fused.taps[0], Tap)
+    assert isinstance(fused.taps[0], FusedSlot)
     for layer in layers:  # each with an act-order of its own
         layer.register_parameter("weight_perm", nn.Parameter(torch.randperm(64).int(), requires_grad=False))
     apart, fused = [layer(x) for layer in layers], FusedProjections(*layers)

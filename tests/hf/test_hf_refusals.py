@@ -10,7 +10,7 @@ from tiny_models import LLAMA, SIZES
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.attention import Handle, mask
-from halfbyte.hf.families import REFUSED, TESTED
+from halfbyte.hf.model_support import REFUSED, TESTED
 from halfbyte.nn import QuantLinear
 
 

@@ -16,8 +16,8 @@ from halfbyte.bench.studies import int8_splitk
 from halfbyte.bench.timing import Effort
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.plans.decode_attention import GluonPlan
-from halfbyte.plans.triton_decode import TritonTiles
+from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_portable import TritonTiles
 
 
 def case(context: int, lengths: tuple[int, ...] = ()) -> tuple[torch.Tensor, halfbyte.KVCache]:
@@ -51,10 +51,10 @@ def test_the_portable_kernel_in_so_many_splits(count: int, kernels: int) -> None
 def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
     q, cache = case(1024)
     plan = splits.planned(q, cache, "gluon")
-    assert isinstance(plan, GluonPlan)
+    assert isinstance(plan, DecodePlan)
     for count in (1, 2, 8, 16):
         cut = splits.split(plan, count, 1024)
-        assert isinstance(cut, GluonPlan)
+        assert isinstance(cut, DecodePlan)
         assert (cut.programs, splits.splits_of(cut), splits.launches(cut)) == (4 * count, count, 1)
         assert count * cut.spec.tile <= 1024
         assert cut.floats == 2 * cut.programs * cut.spec.part_floats

@@ -12,9 +12,9 @@ from triton.runtime.interpreter import GridExecutor
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.append import append_
 from halfbyte.ops.linear import qkv_projection
-from halfbyte.planes import Plane
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
@@ -47,7 +47,7 @@ def make(how: str, heads: int, dim: int, **options: Any) -> KVCache:
     planes = []
     for p in (made.keys, made.values):
         tail = None if p.tail is None else in_memory(p.tail[:3], how)
-        planes.append(Plane(p.format, *(in_memory(t, how) for t in p.tensors()[:3]), tail, p.saturated))  # type: ignore[arg-type]
+        planes.append(KVBuffer(p.format, *(in_memory(t, how) for t in p.tensors()[:3]), tail, p.saturated))  # type: ignore[arg-type]
     table = torch.tensor([[4, 0, 8], [2, 6, 1], [7, 3, 5]], dtype=torch.int32) if how == "paged" else None
     rotated = bool(options.get("rotate_keys"))
     return KVCache.from_buffers(*planes, torch.zeros(3, dtype=torch.int32), page_table=table, rotate_keys=rotated)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import test_cpu_attention as corpus
 from halfbyte.formats import KV_FORMATS, key_format, plain_format
-from halfbyte.kernels.decode_triton import launch, workspace_floats
-from halfbyte.planes import Plane
-from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
+from halfbyte.kernels.decode.portable import launch, workspace_floats
+from halfbyte.kv_buffer import KVBuffer
+from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.reference import attention as reference
 
 #: numpy warns of what a GPU computes silently, and as meant: log2 of 0, NaN that was put there.
@@ -94,7 +94,7 @@ def test_new_keys_and_values_as_they_are(plain: str) -> None:
     for dtype in DTYPES:
         c = case(keys="fp16", values="fp16", lengths=[20], queries=20, dtype=dtype)
         for name in ("keys", "values"):
-            setattr(c, name, Plane(fmt, getattr(c, name).codes.to(fmt.code.dtype)))
+            setattr(c, name, KVBuffer(fmt, getattr(c, name).codes.to(fmt.code.dtype)))
         c.check()
 
 
@@ -190,7 +190,7 @@ def test_chunks_give_the_same_bits_in_every_batch(keys: str) -> None:
     c.check(chosen)
     for b in range(3):
         one = slice(b, b + 1)
-        planes = (Plane(p.format, *(None if t is None else t[one] for t in p.tensors())) for p in (c.keys, c.values))
+        planes = (KVBuffer(p.format, *(None if t is None else t[one] for t in p.tensors())) for p in (c.keys, c.values))
         alone = Case(c.q[one], *planes, c.lengths[one], c.query_start[one], c.options)
         assert same(alone.run(chosen), tuple(t[one] for t in together))
     # A cache that could hold more has more splits, which see nothing.
@@ -212,7 +212,7 @@ def test_pages_give_the_same_bits(keys: str, values: str, page: int) -> None:
             n: t if t is None or t.ndim == 1 else t.narrow(1 if t.ndim == 2 else 2, 0, rows[n])
             for n, t in (("codes", p.codes), ("scales", p.scales), ("offsets", p.offsets))
         }
-        setattr(c, name, Plane(p.format, **cut, tail=p.tail))
+        setattr(c, name, KVBuffer(p.format, **cut, tail=p.tail))
     order = corpus.shuffled(2, capacity // page)
     pages = Case(**{**vars(c), "keys": corpus.paged(c.keys, page, order), "values": corpus.paged(c.values, page, order)})
     beyond = torch.arange(capacity // page) >= (c.lengths.view(-1, 1) + page - 1) // page
@@ -234,7 +234,7 @@ def test_lengths_beyond_the_capacity_read_nothing_beyond_it() -> None:
     c = case(keys="int8", values="int4", lengths=[64, 64])
     for name in ("keys", "values"):  # what lies behind them in memory is NaN
         p = getattr(c, name)
-        setattr(c, name, Plane(p.format, *(None if t is None else t[:, :, :64] for t in p.tensors())))
+        setattr(c, name, KVBuffer(p.format, *(None if t is None else t[:, :, :64] for t in p.tensors())))
     expected = c.run(tiles(2))
     c.lengths, c.query_start = c.lengths + 10**9, c.query_start + 10**9
     assert same(c.run(tiles(2)), expected)
@@ -264,7 +264,7 @@ def test_views_at_any_offset_and_stride(shift: int, step: int) -> None:
         view = wide[..., shift::step]
         return view.copy_(t)
 
-    planes = (Plane(p.format, *(moved(t) for t in p.tensors())) for p in (c.keys, c.values))  # type: ignore[arg-type]
+    planes = (KVBuffer(p.format, *(moved(t) for t in p.tensors())) for p in (c.keys, c.values))  # type: ignore[arg-type]
     Case(moved(c.q), *planes, c.lengths, c.query_start, c.options).check(tiles(2))  # type: ignore[arg-type]
 
 
@@ -424,7 +424,7 @@ def test_tiles(keys: str, values: str, batch: int, heads: int, rows: int, capaci
         rows=rows,
         capacity=capacity,
         dim=dim,
-        processors=132,
+        num_sms=132,
         chunk=chunk,
     )
     assert chosen.block_tokens % (key_format(keys).token_block or 16) == 0

@@ -15,9 +15,9 @@ import halfbyte as hb
 from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.linear_triton import launch, tile_count, workspace_floats
-from halfbyte.kernels.linear_weight import look_up_ptx
-from halfbyte.plans.triton_linear import LinearTiles, linear_tiles
+from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
+from halfbyte.kernels.linear.portable_weight import look_up_ptx
+from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
 from halfbyte.reference.quantize import dynamic_map, quantize
 from halfbyte.tensors import QuantTensor
 
@@ -103,7 +103,7 @@ def test_the_plan_keeps_the_promise(name: str) -> None:
     group = WEIGHT_FORMATS[name].group_size(128)
     for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
         w = weight(name, n, width)
-        chosen = linear_tiles([(w.format, n)], rows=rows, width=width, processors=4, capability=(9, 0))
+        chosen = linear_tiles([(w.format, n)], rows=rows, width=width, num_sms=4, capability=(9, 0))
         Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
 
 

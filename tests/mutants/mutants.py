@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
 
 
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
-COPIES, STREAMS, CODES = "kernels/linear_copies.py", "kernels/linear_streams.py", "kernels/linear_codes.py"
+COPIES, STREAMS, CODES = "kernels/linear/async_copy.py", "kernels/linear/sync.py", "kernels/linear/unpack.py"
 OPS, RELAUNCH, FACTS = "ops/decode_attention.py", "ops/_relaunch.py", "ops/_facts.py"
 RELAUNCH_LINEAR, PREFILL = "ops/_relaunch_linear.py", "ops/prefill_attention.py"
 
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "the tail is not read",
         ATTENTION,
-        "if plane.tail is not None:",
+        "if buffer.tail is not None:",
         "if False:",
         caches("test_the_tail_is_the_input_in_sixteen_bits"),
     ),
@@ -294,8 +294,8 @@ MUTANTS = [
     Mutant(
         "keys written before values are checked",
         APPEND,
-        "        writes += prepare(plane, x, fresh, lengths, page_table, name)\n",
-        "        for write in prepare(plane, x, fresh, lengths, page_table, name):\n            write()\n",
+        "        writes += prepare(buffer, x, fresh, lengths, page_table, name)\n",
+        "        for write in prepare(buffer, x, fresh, lengths, page_table, name):\n            write()\n",
         caches("test_nan_and_infinity_change_nothing"),
     ),
     Mutant(
@@ -308,14 +308,14 @@ MUTANTS = [
     Mutant(
         "the scale of a tensor follows the data",
         APPEND,
-        "torch.where(plane.scales == 0, measured * (x.abs().amax() > 0), plane.scales)",
+        "torch.where(buffer.scales == 0, measured * (x.abs().amax() > 0), buffer.scales)",
         "measured",
         caches("test_the_per_tensor_scale_is_measured_once"),
     ),
     Mutant(
         "blocks quantised from unrounded keys",
         APPEND,
-        "    x = x.to(plane.tail.dtype)\n",
+        "    x = x.to(buffer.tail.dtype)\n",
         "    x = x.float()\n",
         caches("test_any_cut_stores_the_same_bits"),
     ),
@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant(
         "a fake of the wrong shape",
         OPS,
-        "device=k_codes.device)\n    return q.new_empty(*q.shape[:3], value_plane.dim)",
+        "device=k_codes.device)\n    return q.new_empty(*q.shape[:3], value_buffer.dim)",
         "device=k_codes.device)\n    return q.new_empty(*q.shape[:3], v_codes.shape[-1])",
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),

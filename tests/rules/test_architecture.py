@@ -28,7 +28,7 @@ LAYERS = (
     {"kernels", "cpu"},
     {"plans", "settings", "device"},
     {"reference"},
-    {"planes", "tensors"},
+    {"kv_buffer", "tensors"},
     {"packing"},
     {"formats"},
     {"arguments"},

@@ -17,7 +17,7 @@ from halfbyte.bench.bars import PAGE, Problem
 from halfbyte.bench.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
 from halfbyte.bench.decode import parse_formats
 from halfbyte.cache import KVCache
-from halfbyte.planes import Plane, new_plane
+from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
 from halfbyte.reference.attention import read
 
 #: Elements appended in one piece while a cache is filled; bounds the memory that quantising takes.
@@ -84,7 +84,7 @@ def empty(problem: Problem, formats: str, device: torch.device) -> KVCache:
         rows = (pages, shape.kv_heads, PAGE)
     k_format, v_format = parse_formats(formats)
     tail = (shape.batch, shape.kv_heads, k_format.token_block or 1, shape.dim)
-    planes = [new_plane(f, (*rows, shape.dim), tail, torch.bfloat16, device) for f in (k_format, v_format)]
+    planes = [new_kv_buffer(f, (*rows, shape.dim), tail, torch.bfloat16, device) for f in (k_format, v_format)]
     if problem.layout == "tokens first":
         planes = [_each(plane, _tokens_first) for plane in planes]
     lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
@@ -100,7 +100,7 @@ def sequences(cache: KVCache, start: int, stop: int) -> KVCache:
     return KVCache.from_buffers(keys, values, cache.lengths[start:stop])
 
 
-def _each(plane: Plane, change: Callable[[torch.Tensor], torch.Tensor]) -> Plane:
+def _each(plane: KVBuffer, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
     """A plane with `change` applied to every tensor that has sequences; what is per tensor is shared."""
 
     def changed(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -115,13 +115,13 @@ def _tokens_first(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 2 else t
 
 
-def clone(plane: Plane) -> Plane:
+def clone(plane: KVBuffer) -> KVBuffer:
     """A copy with the same strides."""
     parts: dict[str, Any] = {name: t.clone() for name, t in parts_of(plane).items()}
     return replace(plane, **parts)
 
 
-def parts_of(plane: Plane) -> dict[str, torch.Tensor]:
+def parts_of(plane: KVBuffer) -> dict[str, torch.Tensor]:
     """The tensors of a plane by name."""
     return {name: t for name, t in vars(plane).items() if isinstance(t, torch.Tensor)}
 

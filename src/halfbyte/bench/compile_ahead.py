@@ -1,7 +1,7 @@
 """Kernels of plans compiled by many processes before they are timed: one after the other they would take minutes.
 
 Nothing is launched and no GPU is asked for: a launch on tensors without memory says what would be compiled
-(`kernels/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+(`kernels/aot/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from halfbyte.plans.choices import Plan
-from halfbyte.plans.decode_attention import GluonPlan, Problem, format_of
-from halfbyte.plans.linear import GluonLinear, Spec
-from halfbyte.plans.tuned import LinearProblem
+from halfbyte.plans.decode_attention import DecodePlan, Problem, format_of
+from halfbyte.plans.linear import LinearPlan, Spec
+from halfbyte.plans.tuning_cache import LinearProblem
+from halfbyte.plans.tuning_space import Plan
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.compiling import Configuration
+    from halfbyte.kernels.aot.compiling import Configuration
 
 Pair = tuple[LinearProblem | Problem, Plan]
 
@@ -69,7 +69,7 @@ def _variant(problem: LinearProblem | Problem, plan: Plan) -> tuple[object, ...]
 
 def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> None:
     """Compile one plan's kernels, in this process."""
-    from halfbyte.kernels.compiling import TARGETS, Target, build
+    from halfbyte.kernels.aot.compiling import TARGETS, Target, build
 
     number = 10 * capability[0] + capability[1]
     target = next((t for t in TARGETS if t.capability == number), Target(number, 0))
@@ -79,32 +79,34 @@ def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple
 
 def configurations(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
     """What a launch by this plan would compile."""
-    if isinstance(problem, LinearProblem) and isinstance(plan, GluonLinear):
+    if isinstance(problem, LinearProblem) and isinstance(plan, LinearPlan):
         yield from _products(problem, plan, capability)
-    elif isinstance(problem, Problem) and isinstance(plan, GluonPlan):
+    elif isinstance(problem, Problem) and isinstance(plan, DecodePlan):
         yield from _attention(problem, plan)
 
 
-def _products(problem: LinearProblem, plan: GluonLinear, capability: tuple[int, int]) -> Iterator[Configuration]:
-    from halfbyte.kernels import linear_gluon, linear_wgmma
-    from halfbyte.kernels.linear_sample import sample_configurations
+def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    from halfbyte.kernels.aot.linear_sample import sample_configurations
+    from halfbyte.kernels.linear import mma, wgmma
 
-    launch = linear_gluon.launch if isinstance(plan.spec, Spec) else linear_wgmma.launch
+    launch = mma.launch if isinstance(plan.spec, Spec) else wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
     options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
     given = (name, problem.rows, features, problem.width, options)
     yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
 
 
-def _attention(p: Problem, plan: GluonPlan) -> Iterator[Configuration]:
+def _attention(p: Problem, plan: DecodePlan) -> Iterator[Configuration]:
     import torch
 
-    from halfbyte.kernels.compiling import empty, plane, recorded
-    from halfbyte.kernels.decode_launch import launch
-    from halfbyte.planes import AttentionOptions
+    from halfbyte.kernels.aot.compiling import empty, kv_buffer, recorded
+    from halfbyte.kernels.decode.launch import launch
+    from halfbyte.kv_buffer import AttentionOptions
 
     dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
-    keys, values = (plane(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values))
+    keys, values = (
+        kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
+    )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
     lse, part = empty(*q.shape[:3], dtype=torch.float32), empty(plan.floats, dtype=torch.float32)
     inputs = (q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))

@@ -110,7 +110,7 @@ class Halfbyte:
         """The plan of this product with another number of programs."""
         if device.kind != "cuda":
             raise Unsupported("the tuned kernel runs on an NVIDIA GPU")
-        from halfbyte.kernels.linear_gluon import launch
+        from halfbyte.kernels.linear.mma import launch
 
         n, k = stored[0].shape
         plan = gluon_linear(
@@ -118,7 +118,7 @@ class Halfbyte:
             rows=x.shape[0],
             width=k,
             half="bf16",
-            processors=device.sm_count or 1,
+            num_sms=device.sm_count or 1,
             capability=device.capability or (0, 0),
             pair=pair_launches(),
         )

@@ -16,7 +16,7 @@ from halfbyte.bench.run_bars import blank, free, refused_record, with_timing
 from halfbyte.bench.session import Session
 from halfbyte.bench.timing import NOT_CAPTURED, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
 from halfbyte.cache import KVCache
-from halfbyte.planes import Plane
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.reference import append as reference
 
 
@@ -89,14 +89,14 @@ class AppendJob:
         )
 
 
-def _appended(cache: KVCache, token: tuple[torch.Tensor, torch.Tensor]) -> tuple[Plane, Plane]:
+def _appended(cache: KVCache, token: tuple[torch.Tensor, torch.Tensor]) -> tuple[KVBuffer, KVBuffer]:
     """What the planes of a full cache hold after its newest token was appended as the specification says."""
     keys, values = clone(cache.keys), clone(cache.values)
     reference.append_(*token, None, keys, values, cache.lengths - 1, cache.page_table, False)
     return keys, values
 
 
-def _alike(caches: Sequence[KVCache], expected: tuple[Plane, Plane]) -> Accuracy:
+def _alike(caches: Sequence[KVCache], expected: tuple[KVBuffer, KVBuffer]) -> Accuracy:
     """How many caches are not bit for bit what is expected."""
 
     def same(cache: KVCache) -> bool:

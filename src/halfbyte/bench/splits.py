@@ -13,13 +13,13 @@ import torch
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, check
+from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.planes import AttentionOptions
-from halfbyte.plans.decode_attention import GluonPlan
-from halfbyte.plans.triton_decode import TritonTiles
+from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.settings import interpreted, pair_launches
 
-Plan = GluonPlan | TritonTiles
+Plan = DecodePlan | TritonTiles
 
 #: Where the shares of so many programs begin is computed in 32 bits (`gluon_tiles.share`).
 MOST_PROGRAMS = 2**15

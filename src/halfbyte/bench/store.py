@@ -10,7 +10,7 @@ from pathlib import Path
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument
 from halfbyte.plans.decode_attention import Problem
-from halfbyte.plans.tuned import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
+from halfbyte.plans.tuning_cache import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
 
 
 class Store:
@@ -41,7 +41,7 @@ class Store:
             return {}
         try:
             table = read(self.file)
-            check_gpu(table, self.table.gpu, self.table.processors, str(self.file))
+            check_gpu(table, self.table.gpu, self.table.num_sms, str(self.file))
         except DamagedPlans as error:
             if not self._anew:
                 raise InvalidArgument(f"output={str(self.file)!r} is kept as it is: {error}; name another file") from error

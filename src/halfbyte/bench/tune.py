@@ -33,11 +33,11 @@ from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._workspace import prepare
-from halfbyte.plans.choices import Choice, Plan, decode_choices, linear_choices, with_decode_choice, with_linear_choice
-from halfbyte.plans.decode_attention import GluonPlan, Problem, dense_problem, gluon_plan
-from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
+from halfbyte.plans.linear import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuned import Entry, LinearProblem
+from halfbyte.plans.tuning_cache import Entry, LinearProblem
+from halfbyte.plans.tuning_space import Choice, Plan, decode_choices, linear_choices, with_decode_choice, with_linear_choice
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
@@ -92,16 +92,16 @@ class LinearTuning:
         return [self._planned(device, rows, quick) for rows in self.rows]
 
     def _planned(self, device: Device, rows: int, quick: bool) -> Planned:
-        processors, capability = facts_of(device)
+        num_sms, capability = facts_of(device)
         weights = [(weight_format(self.formats), n) for n in self.features]
-        gpu: dict[str, Any] = {"processors": processors, "capability": capability, "pair": True}
+        gpu: dict[str, Any] = {"num_sms": num_sms, "capability": capability, "pair": True}
         first = tuned_linear(weights, rows=rows, width=self.width, half="bf16", **gpu)
         name = f"{','.join(map(str, self.features))} x {self.width}, {rows} row{'s' * (rows > 1)}"
         problem = LinearProblem.of(weights, rows, self.width, "bf16")
         if isinstance(first, str):
             return Planned(name, problem, {}, first)
-        choices = linear_choices(first, self.features, self.width, processors, capability)
-        made = {c: with_linear_choice(first, c, self.features, self.width, processors, capability) for c in choices}
+        choices = linear_choices(first, self.features, self.width, num_sms, capability)
+        made = {c: with_linear_choice(first, c, self.features, self.width, num_sms, capability) for c in choices}
         return Planned(name, problem, _kept(made, quick))
 
     def measure(self, session: Session) -> Iterator[Record]:
@@ -132,7 +132,7 @@ class LinearTuning:
 
 
 def _products(x: torch.Tensor, rotation: Sequence[Sequence[halfbyte.QuantTensor]], plan: Plan) -> list[Callable[[], Results]]:
-    return [partial(_linear_on_gpu.run_plan, x, weights, cast(GluonLinear, plan)) for weights in rotation]
+    return [partial(_linear_on_gpu.run_plan, x, weights, cast(LinearPlan, plan)) for weights in rotation]
 
 
 def _judge_products(judges: Sequence[Callable[[torch.Tensor], Accuracy]], results: Sequence[Results]) -> Accuracy:
@@ -168,11 +168,11 @@ class AttentionTuning:
 
     def plans(self, device: Device, quick: bool) -> list[Planned]:
         """One problem."""
-        processors, capability = facts_of(device)
-        first = gluon_plan(self.problem, processors, capability, True)
+        num_sms, capability = facts_of(device)
+        first = gluon_plan(self.problem, num_sms, capability, True)
         if isinstance(first, str):
             return [Planned(str(self.shape), self.problem, {}, first)]
-        made = {c: with_decode_choice(first, c, processors, capability) for c in decode_choices(first, processors, capability)}
+        made = {c: with_decode_choice(first, c, num_sms, capability) for c in decode_choices(first, num_sms, capability)}
         return [Planned(str(self.shape), self.problem, _kept(made, quick))]
 
     def measure(self, session: Session) -> Iterator[Record]:
@@ -196,10 +196,10 @@ class AttentionTuning:
 
 
 def _attentions(q: torch.Tensor, rotation: Rotation, plan: Plan) -> list[Callable[[], Results]]:
-    return [partial(_attend, q, cache, cast(GluonPlan, plan)) for cache in rotation.caches]
+    return [partial(_attend, q, cache, cast(DecodePlan, plan)) for cache in rotation.caches]
 
 
-def _attend(q: torch.Tensor, cache: halfbyte.KVCache, plan: GluonPlan) -> Results:
+def _attend(q: torch.Tensor, cache: halfbyte.KVCache, plan: DecodePlan) -> Results:
     return [splits.attend(q, cache, plan)]
 
 

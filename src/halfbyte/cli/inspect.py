@@ -121,15 +121,15 @@ def explain(
 ) -> None:
     """How decode attention or a linear layer would run on a GPU: the kernel, its tiles, how the work is split, and why."""
     from halfbyte.plans.explain import explanation, linear_explanation
-    from halfbyte.plans.tuned import NO_TABLE, table_of
+    from halfbyte.plans.tuning_cache import NO_TABLE, table_of
 
     major, minor = _one_pair(capability, ".", "capability", "9.0") if capability else (0, 0)
     check(not capability or (8 <= major < 100 and 0 <= minor < 10), f"capability={capability!r}; the kernels run from 8.0 on")
     for option, value in (("sms", sms), ("page", page)):
         check(value < 2**31, f"{option}={value}; it must be below 2^31")
-    name, processors, capable = this_gpu()
-    table = NO_TABLE if sms or capability else table_of(name, processors)
-    gpu: dict[str, Any] = {"sm_count": sms or processors, "capability": (major, minor) if capability else capable, "table": table}
+    name, num_sms, capable = this_gpu()
+    table = NO_TABLE if sms or capability else table_of(name, num_sms)
+    gpu: dict[str, Any] = {"sm_count": sms or num_sms, "capability": (major, minor) if capability else capable, "table": table}
     _check_belongs(context, bool(linear))
     if linear:
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)

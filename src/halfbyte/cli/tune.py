@@ -67,7 +67,7 @@ def tune(
     from halfbyte.bench.store import Store
     from halfbyte.bench.tune import SCREEN
     from halfbyte.paths import own_plans
-    from halfbyte.plans.tuned import Table
+    from halfbyte.plans.tuning_cache import Table
 
     if not linear and not attention and not _given(context, "formats"):
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
@@ -147,8 +147,8 @@ def _list(jobs: Sequence[Tuning], quick: bool) -> None:
     from halfbyte.cli.inspect import this_gpu
     from halfbyte.device import Device, gpu_count
 
-    name, processors, capability = this_gpu()
-    gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, processors)
+    name, num_sms, capability = this_gpu()
+    gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, num_sms)
     planned: list[tuple[str, Planned]] = [(job.formats, one) for job in jobs for one in job.plans(gpu, quick)]
     for formats, one in planned:
         print(f"{one.name}, {formats}: {one.refused or f'{len(one.plans)} choices'}")

@@ -2,7 +2,7 @@
 
 The cache is walked in blocks of n tokens with an online softmax: per query row a running maximum (`peak`), the sum of
 exp(s - peak) (`total`) and the values weighted by it (`out`); a block that raises the maximum by r scales both by exp(-r). Only
-one block is ever decoded, into one buffer that stays in cache between being written and being multiplied.
+one block is ever decoded, into a scratch buffer that stays in cache between being written and being multiplied.
 
 A scale of whole tokens stays outside the products: it multiplies the score, or the weight, of its token. All other scales,
 and the offsets, are applied to the decoded block. The G query heads of a KV head and the L queries share its block as
@@ -18,7 +18,7 @@ import torch
 
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.formats import Format
-from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference.attention import oldest_visible, stored_tokens, visible
 from halfbyte.reference.hadamard import rotate
 
@@ -28,8 +28,8 @@ BLOCK = 1 << 21
 
 def decode_attention(
     q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     page_table: torch.Tensor | None,
     query_start: torch.Tensor,
@@ -42,7 +42,7 @@ def decode_attention(
     oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
     span = _span(keys, page_table, lengths, query_start, queries, options)
     step = _step(span, rows, keys, values)
-    buffer = rows.new_empty(rows.shape[0] * rows.shape[1] * step * max(keys.dim, values.dim))
+    scratch = rows.new_empty(rows.shape[0] * rows.shape[1] * step * max(keys.dim, values.dim))
 
     peak = rows.new_full((*rows.shape[:3], 1), -torch.inf)  # [B, H, R, 1]
     total = torch.zeros_like(peak)
@@ -52,7 +52,7 @@ def decode_attention(
         tokens = torch.arange(lo, hi, device=q.device).view(1, 1, 1, -1)
         masked = not span.all_visible(lo, hi)
 
-        block, scale = _load(keys, page_table, lo, hi, buffer)
+        block, scale = _load(keys, page_table, lo, hi, scratch)
         if keys.tail is not None and hi > span.shortest:
             block = _with_tail(block, keys.tail, lengths, lo)
         scores = rows @ block.mT  # [B, H, R, n]
@@ -70,7 +70,7 @@ def decode_attention(
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
         stored = stored_tokens(tokens.mT, limit, oldest) if masked else None
-        block, scale = _load(values, page_table, lo, hi, buffer, stored)
+        block, scale = _load(values, page_table, lo, hi, scratch, stored)
         if scale is not None:
             p.mul_(scale.mT)
         out = out.mul_(keep).add_(p @ block)
@@ -132,7 +132,7 @@ class _Span:
 
 
 def _span(
-    keys: Plane,
+    keys: KVBuffer,
     page_table: torch.Tensor | None,
     lengths: torch.Tensor,
     query_start: torch.Tensor,
@@ -163,50 +163,50 @@ def _span(
     )
 
 
-def _step(span: _Span, rows: torch.Tensor, keys: Plane, values: Plane) -> int:
+def _step(span: _Span, rows: torch.Tensor, keys: KVBuffer, values: KVBuffer) -> int:
     """Tokens of a block: a multiple of the unit, at least one."""
     per_token = rows.shape[0] * rows.shape[1] * max(keys.dim, values.dim, rows.shape[2])
     wanted = min(BLOCK // max(per_token, 1), span.last - span.first)
     return max(1, -(-wanted // span.unit)) * span.unit
 
 
-# --------------------------------------------------------------------------------------------------- blocks of a plane
+# -------------------------------------------------------------------------------------------------- blocks of a buffer
 
 
 def _load(
-    plane: Plane,
+    buffer: KVBuffer,
     page_table: torch.Tensor | None,
     lo: int,
     hi: int,
-    buffer: torch.Tensor,
+    scratch: torch.Tensor,
     stored: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens [lo, hi) of a plane: numbers [B, H, n, D] in `buffer`, and the scale of whole tokens [B|1, H|1, n|1, 1].
+    """Tokens [lo, hi) of a buffer: numbers [B, H, n, D] in `scratch`, and the scale of whole tokens [B|1, H|1, n|1, 1].
 
     A scale that varies along a head is in the numbers already. `stored` [B, 1, n, 1] says which tokens can be seen. Given, all
     others read as 0, whatever is there: a weight of 0 would not hide a NaN.
     """
-    fmt = plane.format
-    codes = _rows(plane.codes, page_table, lo, hi)
-    shape = (*codes.shape[:3], plane.dim)
-    block = buffer[: math.prod(shape)].view(shape)
+    fmt = buffer.format
+    codes = _rows(buffer.codes, page_table, lo, hi)
+    shape = (*codes.shape[:3], buffer.dim)
+    block = scratch[: math.prod(shape)].view(shape)
     unpack_into(block, codes, fmt.code)
     if stored is not None and fmt.code.kind == "float":
         block.masked_fill_(~stored, 0)
-    if plane.scales is None:
+    if buffer.scales is None:
         return block, None
     every = fmt.token_block or 1
-    scale = _spread(_rows(plane.scales, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
-    if scale.shape[-1] == 1 and plane.offsets is None:
+    scale = _spread(_rows(buffer.scales, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
+    if scale.shape[-1] == 1 and buffer.offsets is None:
         return block, scale
     if fmt.token_block:
         parts, axis = torch.unflatten(block, 2, (-1, every)), 3  # [B, H, n / every, every, D]
     else:
         parts, axis = torch.unflatten(block, 3, (scale.shape[-1], -1)), 4  # [B, H, n, groups, D / groups]
     parts.mul_(scale.unsqueeze(axis))
-    if plane.offsets is not None:
+    if buffer.offsets is not None:
         # Added here and not once per head after the product: there s * code and m would cancel in long sums.
-        offset = _spread(_rows(plane.offsets, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
+        offset = _spread(_rows(buffer.offsets, page_table, lo // every, hi // every), fmt, stored).to(block.dtype)
         parts.add_(offset.unsqueeze(axis))
     return block, None
 

@@ -19,12 +19,12 @@ from halfbyte.cache import check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
 from halfbyte.hf import attention as _attention
-from halfbyte.hf.advice import KeyBiasWarning, check_key_bias, key_biases
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import PackedCache, half_type, head_dims, layer_formats
 from halfbyte.hf.checkpoint import load, mark_quantized, save
 from halfbyte.hf.default_cache import CacheSettings, make_default
-from halfbyte.hf.families import REFUSED, TESTED, check_family, text_config
+from halfbyte.hf.key_bias import KeyBiasWarning, check_key_bias, key_biases
+from halfbyte.hf.model_support import REFUSED, TESTED, check_family, text_config
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.hf.families import layer_window
+from halfbyte.hf.model_support import layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
 from halfbyte.ops.prefill_attention import prefill_attention

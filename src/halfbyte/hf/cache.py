@@ -12,7 +12,7 @@ from halfbyte.cache import KVCache, check_rotation
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
-from halfbyte.hf.families import check_family, text_config
+from halfbyte.hf.model_support import check_family, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl

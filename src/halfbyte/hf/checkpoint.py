@@ -33,8 +33,8 @@ from halfbyte.checkpoints.safetensors_files import (
 )
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.hf.families import read_config
-from halfbyte.hf.foreign import ForeignCheckpoint
+from halfbyte.hf.external import ForeignCheckpoint
+from halfbyte.hf.model_support import read_config
 from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, of_adapters, replace
 from halfbyte.nn import QuantLinear

@@ -10,8 +10,8 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.advice import blocks, encoder_blocks
 from halfbyte.hf.attention import announce
+from halfbyte.hf.key_bias import blocks, encoder_blocks
 from halfbyte.nn import QuantLinear
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
-from halfbyte.kernels.codes import e4m3_bits
-from halfbyte.kernels.compiling import Configuration, empty, recorded
-from halfbyte.kernels.encode import as_dtype
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.common.codes import e4m3_bits
+from halfbyte.kernels.common.encode import as_dtype
 from halfbyte.reference.quantize import dynamic_map
 from halfbyte.tensors import QuantTensor, expected_parts
 

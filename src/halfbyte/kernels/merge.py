@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.codes import rounded
-from halfbyte.kernels.compiling import Configuration, empty, recorded
-from halfbyte.kernels.stored import INTERPRETED
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.common.codes import rounded
+from halfbyte.kernels.decode.kv_args import INTERPRETED
 
 #: Numbers that a program holds of each part.
 _TILE = 2048

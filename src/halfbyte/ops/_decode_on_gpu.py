@@ -16,12 +16,12 @@ import torch
 
 from halfbyte.device import describe
 from halfbyte.errors import Unsupported
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.ops import _relaunch
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS, GluonPlan, Problem, format_of, queries_of_a_block
-from halfbyte.plans.triton_decode import TritonTiles, triton_tiles
-from halfbyte.plans.tuned import NO_TABLE, decode_plan, table_of
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS, DecodePlan, Problem, format_of, queries_of_a_block
+from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
+from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
 from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import pair_launches
 
@@ -40,8 +40,8 @@ class Call:
     """One call: its tensors as kernels read them (vectors dense, slopes and sinks in fp32)."""
 
     q: torch.Tensor
-    keys: Plane
-    values: Plane
+    keys: KVBuffer
+    values: KVBuffer
     lengths: torch.Tensor
     query_start: torch.Tensor | None
     page_table: torch.Tensor | None
@@ -52,8 +52,8 @@ class Call:
 
 def run(
     q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     query_start: torch.Tensor | None,
     page_table: torch.Tensor | None,
@@ -81,8 +81,8 @@ def run(
         plan = _plan(problem, level, device, pair_launches())
         plan = _for_many(plan) if blocks else plan
         kernel = launch(call, plan, compiled)
-    if request is not None and isinstance(plan, GluonPlan):
-        from halfbyte.kernels.decode_launch import sizes
+    if request is not None and isinstance(plan, DecodePlan):
+        from halfbyte.kernels.decode.launch import sizes
 
         used = _relaunch.tensors_of(q, keys, values, call.lengths, call.query_start, call.page_table, call.options)
         numbers, formats = sizes(q, keys, values, page_table), (keys.format, values.format)
@@ -146,17 +146,17 @@ def _dense_tail(tail: torch.Tensor | None) -> bool:
     return tail is None or (tail.is_contiguous() and tail.data_ptr() % 16 == 0)
 
 
-def _apart(plane: Plane) -> int:
+def _apart(buffer: KVBuffer) -> int:
     """How many rows apart codes of neighbouring tokens lie, if that is what a kernel is compiled for; else 0."""
-    row, (_, head, token, _) = plane.codes.shape[3], plane.codes.stride()
+    row, (_, head, token, _) = buffer.codes.shape[3], buffer.codes.stride()
     if token == row:
         return 1
-    return plane.heads if token == plane.heads * row and head == row else 0
+    return buffer.heads if token == buffer.heads * row and head == row else 0
 
 
-def _scales_apart(plane: Plane) -> int:
+def _scales_apart(buffer: KVBuffer) -> int:
     """The same of scales, where cp.async can copy them: those of several tokens at once, or two of one token in 4 bytes."""
-    s, o = plane.scales, plane.offsets
+    s, o = buffer.scales, buffer.offsets
     if s is None or s.ndim == 1:
         return 1
     stride, groups = s.stride(), s.shape[3] if s.ndim == 4 else 1
@@ -168,10 +168,10 @@ def _scales_apart(plane: Plane) -> int:
     even = (stride[0] | head) % 16 == 0 and addresses % 16 == 0
     if token == groups and even:
         return 1
-    tokens_first = plane.heads > 1 and head == groups and token == plane.heads * groups
-    if plane.format.token_block:  # copied 16 bytes at a time
-        return plane.heads if tokens_first and even else 0
-    return plane.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
+    tokens_first = buffer.heads > 1 and head == groups and token == buffer.heads * groups
+    if buffer.format.token_block:  # copied 16 bytes at a time
+        return buffer.heads if tokens_first and even else 0
+    return buffer.heads if tokens_first and (token | stride[0]) % 2 == 0 and addresses % 4 == 0 else 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -182,7 +182,7 @@ def _queries_of_a_block(problem: Problem, device: int) -> int:
     return queries_of_a_block(problem, describe(f"cuda:{device}").capability or (8, 0))
 
 
-def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> GluonPlan | TritonTiles:
+def plan_of(call: Call, level: str, deterministic_batch: bool, pair: bool) -> DecodePlan | TritonTiles:
     """What runs a call. Raises `Unsupported` when the level asked for cannot."""
     return _plan(problem_of(call, deterministic_batch), level, _number(call.q), pair)
 
@@ -193,7 +193,7 @@ def _number(q: torch.Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | TritonTiles:
+def _plan(problem: Problem, level: str, device: int, pair: bool) -> DecodePlan | TritonTiles:
     """What runs a problem on GPU number `device` (-1: the interpreter). Raises `Unsupported` when the level asked for cannot."""
     if problem.dtype not in _NAMES.values():
         raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
@@ -201,7 +201,7 @@ def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | 
     capability, sm_count = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
     table = table_of(facts.name, sm_count) if facts else NO_TABLE
     tuned = decode_plan(problem, sm_count, capability, pair, table)[0] if level != "triton" else "asked for"
-    if isinstance(tuned, GluonPlan):
+    if isinstance(tuned, DecodePlan):
         return tuned
     if level == "gluon":
         raise Unsupported(f"impl='gluon' cannot run this call: {tuned}; use impl='auto', which takes the portable kernel here")
@@ -213,15 +213,15 @@ def _plan(problem: Problem, level: str, device: int, pair: bool) -> GluonPlan | 
         rows=problem.rows,
         capacity=problem.capacity,
         dim=max(problem.dim, problem.value_dim),
-        processors=sm_count,
+        num_sms=sm_count,
         capability=capability if pair else (8, 0),
         chunk=_FIXED_CHUNK if problem.deterministic_batch else 0,
     )
 
 
-def launch(call: Call, plan: GluonPlan | TritonTiles, own: bool) -> Any:
+def launch(call: Call, plan: DecodePlan | TritonTiles, own: bool) -> Any:
     """Launch as planned on the current stream; the tuned kernel, compiled. `own`: see `_workspace.floats`."""
-    if isinstance(plan, GluonPlan):
+    if isinstance(plan, DecodePlan):
         return _launch_gluon(call, plan, own)
     _launch_triton(call, plan, own)
     return None
@@ -277,15 +277,15 @@ def _run_again(c: Call, level: str, compiled: bool) -> tuple[torch.Tensor, torch
     return run(*given, level, False, compiled, request, blocks=True) if done is None else done
 
 
-def _of_sequences(plane: Plane, some: slice, paged: bool) -> Plane:
-    """What a plane holds of some sequences. All of them share its pages, and their tables say which are whose."""
-    tensors = [t if t is None or t.ndim == 1 or (paged and t is not plane.tail) else t[some] for t in plane.tensors()]
-    return Plane(plane.format, *cast(Any, tensors))
+def _of_sequences(buffer: KVBuffer, some: slice, paged: bool) -> KVBuffer:
+    """What a buffer holds of some sequences. All of them share its pages, and their tables say which are whose."""
+    tensors = [t if t is None or t.ndim == 1 or (paged and t is not buffer.tail) else t[some] for t in buffer.tensors()]
+    return KVBuffer(buffer.format, *cast(Any, tensors))
 
 
-def _for_many(plan: GluonPlan | TritonTiles) -> GluonPlan | TritonTiles:
+def _for_many(plan: DecodePlan | TritonTiles) -> DecodePlan | TritonTiles:
     """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
-    if not isinstance(plan, GluonPlan):
+    if not isinstance(plan, DecodePlan):
         return plan
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
 
@@ -299,8 +299,8 @@ def _put(into: torch.Tensor, blocks: torch.Tensor) -> None:
         into[:, :, whole * size : length].copy_(blocks[:, whole, :, : length - whole * size])
 
 
-def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
-    from halfbyte.kernels import decode_launch
+def _launch_gluon(c: Call, plan: DecodePlan, own: bool) -> Any:
+    from halfbyte.kernels.decode import launch
 
     q = c.q
     if c.options.rotate_keys:
@@ -312,11 +312,11 @@ def _launch_gluon(c: Call, plan: GluonPlan, own: bool) -> Any:
     part = floats(q.device, plan.floats, own)
     count = counters(q.device, plan.counters, own)
     tensors = (q, c.keys, c.values, c.lengths, c.query_start, c.page_table, c.options)
-    return decode_launch.launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
+    return launch.launch(*tensors, plan.spec, plan.programs, c.out, c.lse, part, count)
 
 
 def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
-    from halfbyte.kernels import decode_triton
+    from halfbyte.kernels.decode import portable
 
     start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
     most = max(1, MOST_BLOCKS * tiles.block_rows // (c.q.shape[1] // c.keys.heads))
@@ -324,8 +324,8 @@ def _launch_triton(c: Call, tiles: TritonTiles, own: bool) -> None:
         for first in range(0, c.q.shape[2], most):
             _launch_piece(c, slice(first, first + most), start + first, tiles, own)
         return
-    part = floats(c.q.device, decode_triton.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
-    decode_triton.launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
+    part = floats(c.q.device, portable.workspace_floats(math.prod(c.q.shape[:3]), c.values.dim, tiles.splits), own)
+    portable.launch(c.q, c.keys, c.values, c.lengths, start, c.page_table, c.options, tiles, c.out, c.lse, part)
 
 
 def _launch_piece(c: Call, queries: slice, start: torch.Tensor, tiles: TritonTiles, own: bool) -> None:

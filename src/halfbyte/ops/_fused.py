@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend
 
-from halfbyte.planes import AttentionOptions
+from halfbyte.kv_buffer import AttentionOptions
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
 #: FlashAttention has sequences on an axis of its grid that takes no more.

@@ -54,11 +54,11 @@ def level(op: str, impl: str, device: torch.device) -> str:
         impl = preferred
     chosen = plan(op, impl, device.type, interpreted())
     if device.type != "cpu" and impl == "auto" and chosen.level not in GPU_LEVELS:
-        say_once(chosen.why)
+        warn_once(chosen.why)
     return chosen.level
 
 
-def past_dispatcher(*given: torch.Tensor | None) -> bool:
+def can_bypass_dispatcher(*given: torch.Tensor | None) -> bool:
     """Whether the first of these is on a GPU and nobody watches: neither a compiler nor autograd nor a subclass of Tensor."""
     x = given[0]
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cuda:
@@ -77,6 +77,6 @@ def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:
 
 
 @functools.cache
-def say_once(why: str) -> None:
+def warn_once(why: str) -> None:
     """Warn, the first time that this is said."""
     warnings.warn(f"halfbyte: {why}", stacklevel=4)

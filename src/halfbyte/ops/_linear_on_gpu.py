@@ -12,13 +12,13 @@ import torch
 from halfbyte.device import describe
 from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
-from halfbyte.ops._library import say_once
+from halfbyte.ops._library import warn_once
 from halfbyte.ops._relaunch_linear import Request, remember
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.plans.linear import GluonLinear, Spec
+from halfbyte.plans.linear import LinearPlan, Spec
+from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.plans.toolchain import EQUAL_PARTS
-from halfbyte.plans.triton_linear import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
-from halfbyte.plans.tuned import linear_plan, table_of
+from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -50,7 +50,7 @@ def run(
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
             plan = _tuned_plan(rows, weights, level, row_invariant)
-            if isinstance(plan, GluonLinear):
+            if isinstance(plan, LinearPlan):
                 _launch_gluon(rows, weights, biases, outs, plan, compiled, request)
             elif level == "auto" and not row_invariant and expands(rows.shape[0], weights):
                 _by_slabs(rows, weights, biases, outs)
@@ -93,7 +93,7 @@ def _by_slabs(
                 torch.addmm(bias[first : first + slab.shape[0]].to(x.dtype), x, slab.mT, out=here)
 
 
-def _tuned_plan(x: torch.Tensor, weights: Sequence[QuantTensor], level: str, row_invariant: bool) -> GluonLinear | str:
+def _tuned_plan(x: torch.Tensor, weights: Sequence[QuantTensor], level: str, row_invariant: bool) -> LinearPlan | str:
     """How the tuned kernel runs a call; in words, why it does not."""
     if level == "triton":
         return "asked for the portable kernel"
@@ -112,19 +112,19 @@ def _whole_pieces(t: torch.Tensor | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> GluonLinear | str:
+def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> LinearPlan | str:
     """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
     facts = describe(f"cuda:{device}")
-    processors, capability = facts.sm_count or 1, facts.capability or (0, 0)
-    table = table_of(facts.name, processors)
+    num_sms, capability = facts.sm_count or 1, facts.capability or (0, 0)
+    table = table_of(facts.name, num_sms)
     problem: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
-    plan = linear_plan(weights, **problem, processors=processors, capability=capability, table=table)[0]
+    plan = linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
     if plan == EQUAL_PARTS:
-        say_once(EQUAL_PARTS)
+        warn_once(EQUAL_PARTS)
     return plan
 
 
-def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: GluonLinear) -> list[torch.Tensor]:
+def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
     """x [M, K] times weights without act-order, by a plan that is given: what `halfbyte tune` times."""
     outs = [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
     with torch.cuda.device_of(x):
@@ -137,11 +137,11 @@ def _launch_gluon(
     weights: Sequence[QuantTensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
-    plan: GluonLinear,
+    plan: LinearPlan,
     own: bool,
     request: Request | None = None,
 ) -> None:
-    from halfbyte.kernels import linear_gluon, linear_wgmma
+    from halfbyte.kernels.linear import mma, wgmma
 
     perm = weights[0].perm
     if perm is not None:
@@ -154,7 +154,7 @@ def _launch_gluon(
     small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
     seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
     key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
-    kernel: Any = linear_gluon if isinstance(plan.spec, Spec) else linear_wgmma
+    kernel: Any = mma if isinstance(plan.spec, Spec) else wgmma
     known = None if own else _compiled.get(key)
     compiled = kernel.launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, known)
     if not own:
@@ -182,7 +182,7 @@ def _launch_triton(
     row_invariant: bool,
     own: bool,
 ) -> None:
-    from halfbyte.kernels.linear_triton import launch, tile_count, workspace_floats
+    from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
 
     features = [w.shape[0] for w in weights]
     facts = tuple((w.format, w.shape[0]) for w in weights)
@@ -211,8 +211,8 @@ def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, Qua
 def _tiles(weights: tuple[tuple[Format, int], ...], rows: int, width: int, device: int, row_invariant: bool) -> LinearTiles:
     """The plan on GPU number `device` (-1: the interpreter)."""
     facts = None if device < 0 else describe(f"cuda:{device}")
-    capability, processors = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
-    return linear_tiles(weights, rows=rows, width=width, processors=processors, capability=capability, row_invariant=row_invariant)
+    capability, num_sms = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
+    return linear_tiles(weights, rows=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
 
 
 def _dense_vectors(w: QuantTensor) -> QuantTensor:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import shared
-from halfbyte.planes import AttentionOptions, Plane
-from halfbyte.plans.decode_attention import WIDEST, GluonPlan
+from halfbyte.plans.decode_attention import WIDEST, DecodePlan
 from halfbyte.plans.decode_spec import Spec
 from halfbyte.settings import as_set
 
@@ -54,8 +54,8 @@ _known: dict[Key, _Entry] = {}
 
 def tensors_of(
     q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     query_start: torch.Tensor | None,
     page_table: torch.Tensor | None,
@@ -111,13 +111,13 @@ def remember(
     r: Request,
     used: Tensors,
     formats: tuple[Format, Format],
-    plan: GluonPlan,
+    plan: DecodePlan,
     compiled: Any,
     results: tuple[torch.Tensor, torch.Tensor],
     sizes: tuple[int, ...],
 ) -> None:
     """Keep what a launch of the tuned kernel found out, unless it `used` other tensors than were asked for, or of two devices."""
-    from halfbyte.kernels.compat import launcher
+    from halfbyte.kernels.common.compat import launcher
 
     as_asked = all(a is b for a, b in zip(r.tensors, used, strict=True))
     if not (as_asked and all(t is None or t.device == results[0].device for t in used)):

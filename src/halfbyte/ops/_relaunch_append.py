@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
+from halfbyte.kv_buffer import KVBuffer, Rope
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import stream_of
-from halfbyte.planes import Plane, Rope
 from halfbyte.settings import as_set
 
 #: Where in the order in which the kernel takes tensors the sequences' lengths and q are; behind q comes q rotated.
@@ -56,8 +56,8 @@ _known: dict[Key, _Entry] = {}
 def request(
     k: torch.Tensor,
     v: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     counts: torch.Tensor | None,
     page_table: torch.Tensor | None,
@@ -106,7 +106,7 @@ def _launch(e: _Entry, r: Request, lengths: torch.Tensor) -> tuple[torch.Tensor 
 
 def remember(r: Request, compiled: Any, programs: int, given: Sequence[Any], q_out: torch.Tensor | None) -> None:
     """Keep what a launch found out, unless it was given other tensors than were asked for."""
-    from halfbyte.kernels.compat import launcher
+    from halfbyte.kernels.common.compat import launcher
 
     # One by one: two may be the same tensor now, and not in the next append.
     tensors = (*r.tensors[: _Q + 1], q_out, *r.tensors[_Q + 1 :])

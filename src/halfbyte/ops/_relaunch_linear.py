@@ -11,7 +11,7 @@ import torch
 from halfbyte.formats import Format
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import shared
-from halfbyte.plans.linear import GluonLinear
+from halfbyte.plans.linear import LinearPlan
 from halfbyte.settings import as_set
 from halfbyte.tensors import QuantTensor
 
@@ -104,7 +104,7 @@ def remember(
     x: torch.Tensor,
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
-    plan: GluonLinear,
+    plan: LinearPlan,
     again: Callable[[], Callable[..., None]],
 ) -> None:
     """Keep what a launch found out, unless what it took as `x` or `biases` is not the memory that was asked for.

@@ -11,9 +11,9 @@ from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
+from halfbyte.kv_buffer import KVBuffer, Rope
 from halfbyte.ops import _relaunch_append as relaunch
 from halfbyte.ops._library import define, level, refuse_capture
-from halfbyte.planes import Plane, Rope
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
@@ -52,10 +52,10 @@ def _run(
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> None:
-    key_plane = Plane(key_format(keys), k_codes, k_scales, k_offsets, k_tail, k_saturated)
-    value_plane = Plane(value_format(values), v_codes, v_scales, v_offsets, None, v_saturated)
+    key_buffer = KVBuffer(key_format(keys), k_codes, k_scales, k_offsets, k_tail, k_saturated)
+    value_buffer = KVBuffer(value_format(values), v_codes, v_scales, v_offsets, None, v_saturated)
     if level == "triton":
-        _launch(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys, cos, sin, measure, False, q, q_out)
+        _launch(k, v, counts, key_buffer, value_buffer, lengths, page_table, rotate_keys, cos, sin, measure, False, q, q_out)
         return
     refuse_capture("append", k.device)
     if cos is not None and sin is not None:
@@ -63,12 +63,12 @@ def _run(
         k = apply_rope(k, cos, sin)
         if q is not None and q_out is not None:
             q_out.copy_(apply_rope(q, cos, sin))
-    reference.append_(k, v, counts, key_plane, value_plane, lengths, page_table, rotate_keys)
+    reference.append_(k, v, counts, key_buffer, value_buffer, lengths, page_table, rotate_keys)
 
 
 def _fake(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, k_codes: torch.Tensor, *rest: Any, **more: object) -> None:
     v_codes, lengths, (keys, values) = rest[4], rest[8], rest[10:12]
-    check_new(k, v, Plane(key_format(keys), k_codes), Plane(value_format(values), v_codes), lengths, counts)
+    check_new(k, v, KVBuffer(key_format(keys), k_codes), KVBuffer(value_format(values), v_codes), lengths, counts)
 
 
 _op = define(_SCHEMA, _run, _fake)
@@ -77,7 +77,7 @@ _op = define(_SCHEMA, _run, _fake)
 Stored = tuple[torch.Tensor | None, ...]
 
 
-def stored(keys: Plane, values: Plane, lengths: torch.Tensor) -> Stored:
+def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
     """What `append_parts` and `decode_parts` take of a contiguous cache."""
     return (*keys.tensors(), keys.saturated, *values.tensors()[:3], values.saturated, lengths)
 
@@ -99,8 +99,8 @@ def append_parts(
 def append_(
     k: torch.Tensor,
     v: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     *,
     counts: torch.Tensor | None = None,
@@ -125,8 +125,8 @@ def append_(
 def store(
     k: torch.Tensor,
     v: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     counts: torch.Tensor | None,
     page_table: torch.Tensor | None,
@@ -166,8 +166,8 @@ def _launch(
     k: torch.Tensor,
     v: torch.Tensor,
     counts: torch.Tensor | None,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     page_table: torch.Tensor | None,
     rotate_keys: bool,
@@ -180,7 +180,7 @@ def _launch(
     request: relaunch.Request | None = None,
 ) -> bool:
     """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
-    from halfbyte.kernels.append import launch, one_program
+    from halfbyte.kernels.append.tokens import launch, one_program
 
     if not k.numel() or not v.numel():
         return False
@@ -205,8 +205,8 @@ def _paired(device: torch.device) -> bool:
 def check_new(
     k: torch.Tensor,
     v: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     counts: torch.Tensor | None,
     rope: Rope | None = None,

@@ -10,11 +10,11 @@ import torch
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check
+from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops import _relaunch
-from halfbyte.ops._library import define, level, past_dispatcher, refuse_capture, say_once
+from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture, warn_once
 from halfbyte.ops.append import Stored
-from halfbyte.planes import AttentionOptions, Cache, Plane
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
@@ -55,22 +55,24 @@ def _run(
     level: str,
     deterministic_batch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key_plane = Plane(format_of(keys), k_codes, k_scales, k_offsets, k_tail)
-    value_plane = Plane(format_of(values), v_codes, v_scales, v_offsets)
-    _check_lengths(lengths, ends, key_plane, page_table)
+    key_buffer = KVBuffer(format_of(keys), k_codes, k_scales, k_offsets, k_tail)
+    value_buffer = KVBuffer(format_of(values), v_codes, v_scales, v_offsets)
+    _check_lengths(lengths, ends, key_buffer, page_table)
     options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, ends, sinks, rotate_keys)
     if q.numel() == 0:
-        return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return q.new_empty(*q.shape[:3], value_buffer.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
     if level in ("cpu", "reference"):
         query_start = lengths - q.shape[2] if query_start is None else query_start
-        return _in_torch(q, key_plane, value_plane, lengths, query_start, page_table, options, level)
-    return gpu.run(q, key_plane, value_plane, lengths, query_start, page_table, options, level, deterministic_batch, compiled=True)
+        return _in_torch(q, key_buffer, value_buffer, lengths, query_start, page_table, options, level)
+    return gpu.run(
+        q, key_buffer, value_buffer, lengths, query_start, page_table, options, level, deterministic_batch, compiled=True
+    )
 
 
 def _in_torch(
     q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     query_start: torch.Tensor,
     page_table: torch.Tensor | None,
@@ -90,12 +92,12 @@ def _in_torch(
 
 def _fake(q: torch.Tensor, k_codes: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     v_codes, (keys, values) = args[3], args[17:19]
-    key_plane, value_plane = Plane(format_of(keys), k_codes), Plane(format_of(values), v_codes)
-    check_tensor("q", q, ("B", "Hq", "L", key_plane.dim), device=k_codes.device)
-    return q.new_empty(*q.shape[:3], value_plane.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    key_buffer, value_buffer = KVBuffer(format_of(keys), k_codes), KVBuffer(format_of(values), v_codes)
+    check_tensor("q", q, ("B", "Hq", "L", key_buffer.dim), device=k_codes.device)
+    return q.new_empty(*q.shape[:3], value_buffer.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: Plane, page_table: torch.Tensor | None) -> None:
+def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: KVBuffer, page_table: torch.Tensor | None) -> None:
     """Lengths outside 0..capacity would read what is not there. Checked where looking at them costs nothing."""
     if lengths.device.type != "cpu" or not lengths.numel():
         return
@@ -178,7 +180,7 @@ def decode_parts(
 def level_of(impl: str, q: torch.Tensor) -> str:
     """The level that runs; on a GPU, torch code for queries of 32 and 64 bits, which have no kernel."""
     if q.device.type != "cpu" and impl == "auto" and q.element_size() > 2:
-        say_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
+        warn_once(f"decode_attention has kernels for float16 and bfloat16; blocked torch code runs for {q.dtype} queries")
         impl = "cpu"
     chosen = level("decode_attention", impl, q.device)
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
@@ -204,7 +206,7 @@ def _request(
 ) -> _relaunch.Request | None:
     """What to remember a call as; None where it is not to be remembered. Tensors may be unchecked."""
     keys, values = cache.keys, cache.values
-    if not past_dispatcher(q, keys.codes, values.codes) or not q.numel() or q.element_size() > 2:
+    if not can_bypass_dispatcher(q, keys.codes, values.codes) or not q.numel() or q.element_size() > 2:
         return None
     tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
     return _relaunch.request(tensors, (keys.format, values.format), options, impl, deterministic_batch)
@@ -222,7 +224,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
     o, keys, values = options, cache.keys, cache.values
-    if chosen not in ("cpu", "reference") and past_dispatcher(q, keys.codes, values.codes) and q.numel():
+    if chosen not in ("cpu", "reference") and can_bypass_dispatcher(q, keys.codes, values.codes) and q.numel():
         where = (lengths, query_start, cache.page_table)
         return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
     out: tuple[torch.Tensor, torch.Tensor] = _op(
@@ -243,7 +245,7 @@ def options_of(
     starts: torch.Tensor | None,
 ) -> AttentionOptions:
     """The options of a call. Their numbers have been looked at, their tensors not yet."""
-    if not isinstance(getattr(cache, "keys", None), Plane):
+    if not isinstance(getattr(cache, "keys", None), KVBuffer):
         raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache or PagedKVCache")
     if window is not None:
         window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")

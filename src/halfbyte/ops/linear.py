@@ -14,7 +14,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import weight_format
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops import _relaunch_linear as relaunch
-from halfbyte.ops._library import define, level, past_dispatcher, say_once
+from halfbyte.ops._library import can_bypass_dispatcher, define, level, warn_once
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor, weight_of
 
@@ -118,7 +118,7 @@ def linear(
         return done[0]
     _check(x, weight, bias, "weight", "bias")
     chosen = _level("linear", impl, x)
-    if chosen not in _LEVELS and past_dispatcher(x, bias):
+    if chosen not in _LEVELS and can_bypass_dispatcher(x, bias):
         return gpu.run(x, [weight], [bias], chosen, row_invariant, request=request)[0]
     y: torch.Tensor = _linear_op(x, _flat(weight), bias, weight.format.name, chosen, row_invariant)
     return y
@@ -164,7 +164,7 @@ def projections(
     for name, weight, bias in zip(names, weights, biases, strict=False):
         _check(x, weight, bias, f"the {name}weight", f"the {name}bias")
     chosen = _level("qkv_projection", impl, x)
-    if chosen not in _LEVELS and past_dispatcher(x, *biases):
+    if chosen not in _LEVELS and can_bypass_dispatcher(x, *biases):
         return gpu.run(x, weights, biases, chosen, row_invariant, request=request)
     parts, formats = [_flat(w) for w in weights], [w.format.name for w in weights]
     return _call_projections(x, parts, biases, formats, chosen, row_invariant)
@@ -202,7 +202,7 @@ def projections_of_parts(
 def _level(op: str, impl: str, x: torch.Tensor) -> str:
     """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
-        say_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
+        warn_once(f"{op} has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
         impl = "cpu"
     chosen = level(op, impl, x.device)
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
@@ -212,7 +212,7 @@ def _request(
     x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], row_invariant: bool, impl: str
 ) -> relaunch.Request | None:
     """What to remember a call as; None where it is not to be remembered. Nothing need have been checked."""
-    return relaunch.request(x, weights, biases, row_invariant, impl) if past_dispatcher(x, *biases) else None
+    return relaunch.request(x, weights, biases, row_invariant, impl) if can_bypass_dispatcher(x, *biases) else None
 
 
 def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weight_name: str, bias_name: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
-from halfbyte.ops._library import level, past_dispatcher
+from halfbyte.ops._library import can_bypass_dispatcher, level
 from halfbyte.reference import merge as reference
 
 #: What the kernel reads: it adds up in 32 bits.
@@ -41,7 +41,7 @@ def merged(
     """`merge_states` of checked arguments: by the kernel where it can, by torch code where somebody watches, or in 64 bits."""
     given = (*outs, *lses, *([] if sinks is None else [sinks]))
     known = all(t.dtype in _KNOWN for t in given) and len({out.dtype for out in outs}) == 1
-    plain = known and all(map(past_dispatcher, given)) and outs[0].numel() > 0
+    plain = known and all(map(can_bypass_dispatcher, given)) and outs[0].numel() > 0
     if not plain or level("merge_states", "auto", outs[0].device) != "triton":
         return reference.merge_states(outs, lses, sinks)
     from halfbyte.kernels.merge import launch

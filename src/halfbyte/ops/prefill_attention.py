@@ -8,11 +8,11 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.formats import plain_format
+from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
 from halfbyte.ops import _fused
-from halfbyte.ops._library import past_dispatcher
+from halfbyte.ops._library import can_bypass_dispatcher
 from halfbyte.ops.decode_attention import attend_again, checked, level_of, options_of
 from halfbyte.ops.merge_states import merged
-from halfbyte.planes import AttentionOptions, Cache, Plane
 from halfbyte.plans.decode_attention import MOST_NUMBERS
 from halfbyte.reference import merge as reference
 
@@ -28,12 +28,12 @@ class _Chunk:
     rotate_keys: bool = False
 
     @property
-    def keys(self) -> Plane:
-        return Plane(plain_format(self.k.dtype), self.k)
+    def keys(self) -> KVBuffer:
+        return KVBuffer(plain_format(self.k.dtype), self.k)
 
     @property
-    def values(self) -> Plane:
-        return Plane(plain_format(self.v.dtype), self.v)
+    def values(self) -> KVBuffer:
+        return KVBuffer(plain_format(self.v.dtype), self.v)
 
 
 def prefill_attention(
@@ -60,8 +60,8 @@ def prefill_attention(
     256, no softcap, no ALiBi).
     """
     options = checked(q, cache, options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts), None)
-    for name, x, plane in (("k", k, cache.keys), ("v", v, cache.values)):
-        check_tensor(name, x, (q.shape[0], plane.heads, q.shape[2], plane.dim), device=q.device)
+    for name, x, buffer in (("k", k, cache.keys), ("v", v, cache.values)):
+        check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
     own = replace(options, sinks=None, rotate_keys=False)
     chosen, parts = level_of(impl, q), []
     if not _fresh(cache, q.shape[2]):
@@ -84,7 +84,7 @@ def _fresh(cache: Cache, length: int) -> bool:
 
 def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str, chosen: str) -> _fused.Part:
     """The chunk over its own keys and values; by torch's kernels where the tuned one cannot hold all query rows at once."""
-    if chosen == "auto" and past_dispatcher(q, k, v) and q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > MOST_NUMBERS:
+    if chosen == "auto" and can_bypass_dispatcher(q, k, v) and q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > MOST_NUMBERS:
         found = _fused.causal(q, k, v, o)
         if found is not None:
             return found

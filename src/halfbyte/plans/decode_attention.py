@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from halfbyte.formats import KV_FORMATS, Format, plain_format
-from halfbyte.plans.decode_spec import Side, Spec, WideSpec, padded
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, Spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wide_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
 
@@ -26,7 +26,7 @@ MOST_NUMBERS = 4096
 _CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
 
 
-def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side | str:
+def side(fmt: Format, dim: int, apart: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a plane of `fmt` with heads of `dim`; in words, why it cannot."""
     code = _CODES.get(fmt.code.name)
     if code is None:
@@ -40,10 +40,10 @@ def side(fmt: Format, dim: int, apart: int = 1, scales_apart: int = 1) -> Side |
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
     scale = {None: "none", "tensor": "tensor", "channel": "channel"}.get(fmt.granularity, "token")
-    if scale == "channel" and scales_apart == 0:
+    if scale == "channel" and scale_stride == 0:
         return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
-    scales_apart = scales_apart if scale in ("token", "channel") else 1
-    return Side(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scales_apart, fmt.token_block or 0)
+    scale_stride = scale_stride if scale in ("token", "channel") else 1
+    return KVSpec(code, words, padded(words), groups, scale, fmt.offset == "float", apart, scale_stride, fmt.token_block or 0)
 
 
 def programs(units: int, slots: int) -> int:
@@ -120,7 +120,7 @@ def dense_problem(
 
 
 @dataclass(frozen=True)
-class GluonPlan:
+class DecodePlan:
     """A launch of the tuned kernel: what it is compiled for, how many programs share the work, and what they scribble in."""
 
     spec: Spec
@@ -149,7 +149,7 @@ def format_of(name: str) -> Format:
     return KV_FORMATS.get(name) or plain_format(name)
 
 
-def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: bool) -> GluonPlan | str:
+def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: bool) -> DecodePlan | str:
     """How the tuned kernel runs this problem; in words, why it cannot."""
     refusal = _refusal(p, capability)
     keys = side(format_of(p.keys), p.dim, p.k_apart, p.k_scales_apart)
@@ -165,7 +165,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
         wide = wide_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
         return wide if isinstance(wide, str) else _wide(*wide, p.batch * p.heads, sm_count)
     lean = p.queries == 1 and not p.alibi and not p.softcap
-    even = not (p.page or p.window) and all(s.apart == 1 and s.scales_apart == 1 for s in (keys, values))
+    even = not (p.page or p.window) and all(s.apart == 1 and s.scale_stride == 1 for s in (keys, values))
     heads = _heads(keys, values, p.heads)
     warps, tokens, stages, per_sm = shape_of(keys, values, heads, rows, lean, lean and even, limit)
     spec = Spec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags, heads=heads)
@@ -180,7 +180,7 @@ def gluon_plan(p: Problem, sm_count: int, capability: tuple[int, int], pair: boo
     spec = summed_somewhere(replace(spec, gather=neighbours(count, units)))
     if spec.shared_bytes > limit:
         return EQUAL_PARTS
-    return GluonPlan(spec, count, units, _why(spec, count, units))
+    return DecodePlan(spec, count, units, _why(spec, count, units))
 
 
 def queries_of_a_block(p: Problem, capability: tuple[int, int]) -> int:
@@ -194,16 +194,16 @@ def queries_of_a_block(p: Problem, capability: tuple[int, int]) -> int:
     for rows in (MOST_ROWS, narrow) if capability == (9, 0) else (narrow,):
         queries = min(p.queries, rows // p.group)
         # Whether it takes them does not depend on the number of multiprocessors.
-        if queries and isinstance(gluon_plan(replace(p, queries=queries), 1, capability, True), GluonPlan):
+        if queries and isinstance(gluon_plan(replace(p, queries=queries), 1, capability, True), DecodePlan):
             return queries if queries < p.queries else 0
     return 0
 
 
-def _wide(spec: WideSpec, per_sm: int, units: int, sm_count: int) -> GluonPlan:
+def _wide(spec: DecodeWgmmaSpec, per_sm: int, units: int, sm_count: int) -> DecodePlan:
     """The plan of a launch of the kernel for many rows."""
     count = programs(units, sm_count * per_sm)
     spec = replace(spec, gather=neighbours(count, units))
-    return GluonPlan(spec, count, units, f"warp-group products of up to {spec.padded_rows} rows; " + _why(spec, count, units))
+    return DecodePlan(spec, count, units, f"warp-group products of up to {spec.padded_rows} rows; " + _why(spec, count, units))
 
 
 def _why(spec: Spec, count: int, units: int) -> str:
@@ -238,7 +238,7 @@ def _refusal(p: Problem, capability: tuple[int, int]) -> str:
     return ""
 
 
-def _heads(keys: Side, values: Side, heads: int) -> int:
+def _heads(keys: KVSpec, values: KVSpec, heads: int) -> int:
     """KV heads of a unit: two, where a head's codes of a token are less than 128 bytes, between other heads' codes.
 
     Such pieces are read at less than the speed of memory; those of two neighbours are whole lines of it. Where
@@ -248,7 +248,7 @@ def _heads(keys: Side, values: Side, heads: int) -> int:
 
 
 def shape_of(
-    keys: Side, values: Side, heads: int, padded_rows: int, lean: bool, leanest: bool, shared_limit: int
+    keys: KVSpec, values: KVSpec, heads: int, padded_rows: int, lean: bool, leanest: bool, shared_limit: int
 ) -> tuple[int, int, int, int]:
     """(warps, tokens of a stream, stages, programs of a multiprocessor): two programs hide each other's waits.
 
@@ -283,7 +283,7 @@ def _filled(spec: Spec, per_sm: int, limit: int) -> Spec:
     With 168 registers or fewer one program more would fit in where the ring is small, and do harm: the next call's programs, which
     start early, would crowd the multiprocessors that end first. The sums take that place, or an empty slot of the ring.
     """
-    tried = [replace(spec, apart=apart, spare=spare) for spare in (0, 1) for apart in (True, False)]
+    tried = [replace(spec, apart=apart, pad_slots=pad_slots) for pad_slots in (0, 1) for apart in (True, False)]
     fitting = [s for s in tried if per_sm * (s.shared_bytes + 1024) <= limit] or [spec]
     alone = [s for s in fitting if spec.padded_rows == 8 and (per_sm + 1) * (s.shared_bytes + 1024) > limit]
     return (alone or fitting)[0]

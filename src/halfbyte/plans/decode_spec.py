@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Side:
+class KVSpec:
     """How keys (or values) are stored: one compile-time constant of the tuned kernel.
 
     code    what a 16-bit word holds: "nibbles" (int4), "bytes" (int8), "e4m3", "fp16" or "bf16"
@@ -15,7 +15,7 @@ class Side:
     scale   "none"; "tensor", one for everything; "token", read with every token; "channel", one for each dim of a block of tokens
     offset  x = scale * code + offset
     apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
-    scales_apart    the same of scales; where it is 0 they pass through registers and not by cp.async
+    scale_stride    the same of scales; where it is 0 they pass through registers and not by cp.async
     """
 
     code: str
@@ -25,7 +25,7 @@ class Side:
     scale: str
     offset: bool
     apart: int
-    scales_apart: int
+    scale_stride: int
     block: int = 0  # tokens of a block whose channels have scales; what is not a whole block lies in a tail, in 16 bits
 
     @property
@@ -61,12 +61,12 @@ class Side:
     @property
     def staged(self) -> bool:
         """Whether scales pass through registers."""
-        return self.scale == "token" and self.scales_apart == 0
+        return self.scale == "token" and self.scale_stride == 0
 
     @property
     def paired(self) -> bool:
         """Whether scales are copied in words of two: of two groups, or of two heads. cp.async copies nothing smaller."""
-        return self.scale == "token" and self.scales_apart > 1
+        return self.scale == "token" and self.scale_stride > 1
 
     @property
     def scale_columns(self) -> int:
@@ -92,8 +92,8 @@ class Side:
 class Spec:
     """Everything the tuned kernel is compiled for."""
 
-    keys: Side
-    values: Side
+    keys: KVSpec
+    values: KVSpec
     warps: int
     tokens: int  # of one stream (a warp, or `across` of them) in one tile
     stages: int
@@ -109,7 +109,7 @@ class Spec:
     gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
     apart: bool = False  # warps are summed in memory of their own and not in the ring
     heads: int = 1  # neighbouring KV heads of a unit; stream w works on head w % heads of them
-    spare: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
+    pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
 
     @property
     def across(self) -> int:
@@ -164,7 +164,7 @@ class Spec:
     def shared_bytes(self) -> int:
         """Shared memory of a block, bytes: the ring of tiles, and what the warps are summed in."""
         return (
-            self.ring_bytes // self.stages * (self.stages + self.spare)
+            self.ring_bytes // self.stages * (self.stages + self.pad_slots)
             + (0 if self.reuses_ring else self._sum_bytes)
             + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
         )
@@ -177,7 +177,7 @@ class Spec:
     @property
     def equal_parts(self) -> bool:
         """Whether the sums of the warps, where they are in the ring of keys, are one of equal parts of it."""
-        ring = 2 * (self.stages + self.spare) * self.tile * self.heads * self.keys.padded
+        ring = 2 * (self.stages + self.pad_slots) * self.tile * self.heads * self.keys.padded
         return not self.reuses_ring or ring % self._sum_bytes == 0
 
     @property
@@ -186,7 +186,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class WideSpec(Spec):
+class DecodeWgmmaSpec(Spec):
     """What the kernel for many query rows is compiled for: 16 rows a warp, tokens of a tile for all of them.
 
     Warps copy runs of tokens as in `Spec`, and nothing more is divided among them by tokens.
@@ -207,7 +207,7 @@ class WideSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        ring = self.ring_bytes // self.stages * (self.stages + self.spare)
+        ring = self.ring_bytes // self.stages * (self.stages + self.pad_slots)
         return ring + 2 * self.dim * (self.padded_rows + 3 * self.tile)
 
 

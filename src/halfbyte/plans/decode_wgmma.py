@@ -1,16 +1,16 @@
-"""Plans of decode attention for many query rows: warp-group products (kernels/decode_wgmma.py). Pure functions."""
+"""Plans of decode attention for many query rows: warp-group products (kernels/decode/wgmma.py). Pure functions."""
 
 from __future__ import annotations
 
-from halfbyte.plans.decode_spec import Side, WideSpec
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec
 
 #: Query rows of a KV head that a program holds: 16 a warp.
 MOST_ROWS = 128
 
 
 def wide_spec(
-    keys: Side, values: Side, rows: int, queries: int, batch: int, page: int, flags: dict[str, bool], limit: int
-) -> tuple[WideSpec, int] | str:
+    keys: KVSpec, values: KVSpec, rows: int, queries: int, batch: int, page: int, flags: dict[str, bool], limit: int
+) -> tuple[DecodeWgmmaSpec, int] | str:
     """What the kernel for many rows is compiled for and how many programs a multiprocessor runs; in words, why it cannot.
 
     A tile has as many tokens: with up to 64 rows for two programs of a warp group, with up to 128 for one of two warp groups.
@@ -24,7 +24,7 @@ def wide_spec(
     padded_rows, per_sm = (64, 2) if rows <= 64 else (128, 1)
     warps = padded_rows // 16
     for stages in (3, 2):
-        spec = WideSpec(keys, values, warps, padded_rows // warps, stages, rows, padded_rows, queries, batch, page, **flags)
+        spec = DecodeWgmmaSpec(keys, values, warps, padded_rows // warps, stages, rows, padded_rows, queries, batch, page, **flags)
         if per_sm * (spec.shared_bytes + 2048) <= limit:
             return spec, per_sm
     return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"

@@ -8,12 +8,12 @@ from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, GluonPlan, Problem, dense_problem, queries_of_a_block
-from halfbyte.plans.decode_spec import WideSpec
-from halfbyte.plans.linear import GluonLinear, Spec
-from halfbyte.plans.triton_decode import triton_tiles
-from halfbyte.plans.triton_linear import expanded, linear_tiles, slab_rows
-from halfbyte.plans.tuned import NO_TABLE, Table, decode_plan, linear_plan
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, Problem, dense_problem, queries_of_a_block
+from halfbyte.plans.decode_portable import triton_tiles
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec
+from halfbyte.plans.linear import LinearPlan, Spec
+from halfbyte.plans.linear_portable import expanded, linear_tiles, slab_rows
+from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
 
 
 def explanation(
@@ -60,14 +60,14 @@ def explanation(
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned, source = decode_plan(p, sm_count, capability, True, table)
-    if isinstance(tuned, GluonPlan):
+    if isinstance(tuned, DecodePlan):
         return facts | _tuned(tuned, source)
     return facts | {"not gluon": tuned} | _portable(p, sm_count, capability)
 
 
-def _tuned(plan: GluonPlan, source: str) -> dict[str, str]:
+def _tuned(plan: DecodePlan, source: str) -> dict[str, str]:
     spec = plan.spec
-    wide = isinstance(spec, WideSpec)
+    wide = isinstance(spec, DecodeWgmmaSpec)
     divided = f"16 of {spec.padded_rows} query rows" if wide else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
     return {
         "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wide,
@@ -88,7 +88,7 @@ def _portable(p: Problem, sm_count: int, capability: tuple[int, int]) -> dict[st
         rows=p.rows,
         capacity=p.capacity,
         dim=p.dim,
-        processors=sm_count,
+        num_sms=sm_count,
         capability=capability,
         chunk=1024 if p.deterministic_batch else 0,
     )
@@ -139,9 +139,9 @@ def linear_explanation(
     moved = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     asked = list(zip(formats, features, strict=True))
-    gpu: dict[str, Any] = {"processors": sm_count, "capability": capability, "pair": True, "table": table}
+    gpu: dict[str, Any] = {"num_sms": sm_count, "capability": capability, "pair": True, "table": table}
     tuned, source = linear_plan(asked, rows=rows, width=width, half=dtype, **gpu)
-    if isinstance(tuned, GluonLinear):
+    if isinstance(tuned, LinearPlan):
         return facts | _tuned_linear(tuned, rows, source)
     if expanded(formats, rows, width):
         return facts | {"not gluon": tuned} | _by_slabs(features, rows, width)
@@ -157,7 +157,7 @@ def _check_half(dtype: str) -> None:
     check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
 
 
-def _tuned_linear(plan: GluonLinear, rows: int, source: str) -> dict[str, str]:
+def _tuned_linear(plan: LinearPlan, rows: int, source: str) -> dict[str, str]:
     spec = plan.spec
     alone = not plan.shared
     there = f"of which {rows} are there" if rows <= spec.rows else f"in {-(-rows // spec.rows)} blocks"
@@ -176,7 +176,7 @@ def _tuned_linear(plan: GluonLinear, rows: int, source: str) -> dict[str, str]:
 def _portable_linear(
     weights: Sequence[tuple[Format, int]], rows: int, width: int, sm_count: int, capability: tuple[int, int]
 ) -> dict[str, str]:
-    tiles = linear_tiles(weights, rows=rows, width=width, processors=sm_count, capability=capability)
+    tiles = linear_tiles(weights, rows=rows, width=width, num_sms=sm_count, capability=capability)
     count = sum(-(-n // tiles.block_n) for _, n in weights) * -(-rows // tiles.block_m)
     split = f"{tiles.splits} a tile, {tiles.share} steps each; the program that arrives last adds them up"
     return {

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear_stored import Stored, stored
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
+from halfbyte.plans.weight_spec import Stored, stored
 
 if TYPE_CHECKING:
-    from halfbyte.plans.linear_wgmma import WgmmaSpec
+    from halfbyte.plans.linear_wgmma import LinearWgmmaSpec
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Spec:
     zero_piece: int  # zero points, the same
     pair: bool
     few: int  # rows of x that are loaded: 1, 2, 4 or `rows`
-    sums_apart: bool  # the warps' sums have shared memory of their own; else they take a slot of the ring, once it was read
+    separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else a slot of the ring that was read
     x_cached: bool  # x comes through the L1 cache: the blocks of a multiprocessor read the same
-    spare: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
+    pad_slots: int  # slots of the ring that nobody uses: one more block would fit on a multiprocessor, and blocks lie unevenly
 
     @property
     def x_low(self) -> int:
@@ -47,7 +47,7 @@ class Spec:
     @property
     def sums(self) -> int:
         """Columns of what is left of a tile's sums when groups side by side are added."""
-        return self.rows if self.weights[0].abreast(self) == 1 else self.few
+        return self.rows if self.weights[0].groups_per_mma(self) == 1 else self.few
 
     @property
     def part_floats(self) -> int:
@@ -67,7 +67,7 @@ class Spec:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the rings of codes (the table behind them), x, scales and zero points, and sums."""
-        return self.ring_bytes + (4 * self.streams * self.part_floats if self.sums_apart else 0)
+        return self.ring_bytes + (4 * self.streams * self.part_floats if self.separate_reduce_smem else 0)
 
     @property
     def x_at(self) -> int:
@@ -88,7 +88,7 @@ class Spec:
         return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
 
     @property
-    def told_free(self) -> bool:
+    def has_empty_barrier(self) -> bool:
         """Streams say when they have read a slot of scales. With slots for twice the stages that is known without: who is in a
         step has had the scales of the step before, so all streams have asked for those, which they do `stages` - 1 steps ahead.
         (That a thread's reads come before what it asks for later is the order of the machine: PTX says it of arriving alone.)
@@ -116,13 +116,13 @@ _DRIVER_BYTES, BLOCK_BYTES = 1024, 1280
 
 
 @dataclass(frozen=True)
-class GluonLinear:
+class LinearPlan:
     """A launch of a tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
 
     shared: tiles that several programs compute, which are the first ones. blocks: programs that a multiprocessor runs at once.
     """
 
-    spec: Spec | WgmmaSpec
+    spec: Spec | LinearWgmmaSpec
     programs: int
     tiles: int
     steps: int
@@ -147,10 +147,10 @@ def gluon_linear(
     rows: int,
     width: int,
     half: str,
-    processors: int,
+    num_sms: int,
     capability: tuple[int, int],
     pair: bool,
-) -> GluonLinear | str:
+) -> LinearPlan | str:
     """How the tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why it cannot."""
     if len({fmt for fmt, _ in weights}) > 1:
         return "weights of several formats in one launch are the portable kernel's"
@@ -160,8 +160,8 @@ def gluon_linear(
     if isinstance(weight, str):
         return weight
     features = [n for _, n in weights]
-    per_processor = 1 if _long(weight, rows, features, width, processors) else 2
-    shape = _shape(weight, len(weights), rows, features, per_processor * processors, half)
+    per_processor = 1 if _long(weight, rows, features, width, num_sms) else 2
+    shape = _shape(weight, len(weights), rows, features, per_processor * num_sms, half)
     shape = replace(shape, pair=pair and capability >= (9, 0))
     refusal = _refusal(shape, rows, width, capability)
     if refusal:
@@ -176,19 +176,19 @@ def gluon_linear(
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     tiles = sum(-(-n // spec.tile) for n in features)
     steps = -(-width // spec.step)
-    count = fewest_programs(tiles, steps, processors, per_processor)
+    count = fewest_programs(tiles, steps, num_sms, per_processor)
     why = f"{tiles} tiles of {spec.tile} rows, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
-    return GluonLinear(spec, count, tiles, steps, tiles % count, per_processor, why)
+    return LinearPlan(spec, count, tiles, steps, tiles % count, per_processor, why)
 
 
-def _long(weight: Stored, rows: int, features: list[int], width: int, processors: int) -> bool:
+def _long(weight: Stored, rows: int, features: list[int], width: int, num_sms: int) -> bool:
     """Whether one block of a multiprocessor does best: rows of x few, rows of the weight long, about one tile of 64 for each.
 
     With INT4 in larger groups, as measured (docs/linear.md); two blocks would take tiles of 32 rows and read x twice as often.
     """
     tiles = sum(-(-n // 64) for n in features)
     suits = weight.kind == "nibbles" and (weight.group == 0 or weight.group >= 64) and rows <= 8
-    return suits and width >= 20 << 10 and processors >= tiles >= 0.9 * processors
+    return suits and width >= 20 << 10 and num_sms >= tiles >= 0.9 * num_sms
 
 
 def _refusal(shape: Spec, rows: int, width: int, capability: tuple[int, int]) -> str:
@@ -253,9 +253,9 @@ def _shape(weight: Stored, count: int, rows: int, features: list[int], slots: in
         zero_piece=1,
         pair=False,
         few=few,
-        sums_apart=True,
+        separate_reduce_smem=True,
         x_cached=few in (2, 4),
-        spare=0,
+        pad_slots=0,
     )
 
 
@@ -268,11 +268,11 @@ def staged(shape: Spec, blocks: int, capability: tuple[int, int], depths: Sequen
     """The same with the first of `depths` stages that lets so many blocks run on a multiprocessor at once, and no more; or None."""
     everything = shared_memory(capability)
     apart = (True, False) if shape.tile == 32 else (False,)  # as measured: 6 % faster, and with tiles of 64 rows 7 to 10 % slower
-    for stages, sums_apart, slots in ((n, a, s) for n in depths for a in apart for s in _scale_slots(n)):
-        spec = replace(shape, stages=stages, sums_apart=sums_apart, scale_slots=slots)
+    for stages, separate_reduce_smem, slots in ((n, a, s) for n in depths for a in apart for s in _scale_slots(n)):
+        spec = replace(shape, stages=stages, separate_reduce_smem=separate_reduce_smem, scale_slots=slots)
         if blocks * (spec.shared_bytes + BLOCK_BYTES) <= everything:
             while (blocks + 1) * (spec.shared_bytes + _DRIVER_BYTES) <= everything:
-                spec = replace(spec, spare=spec.spare + 1)
+                spec = replace(spec, pad_slots=spec.pad_slots + 1)
             return spec
     return None
 
@@ -287,17 +287,17 @@ def _scale_slots(stages: int) -> tuple[int, ...]:
     return (1 << (most - 1).bit_length(), *range(most, stages - 1, -1))
 
 
-def fewest_programs(tiles: int, steps: int, processors: int, blocks: int) -> int:
+def fewest_programs(tiles: int, steps: int, num_sms: int, blocks: int) -> int:
     """How many programs share tiles of so many steps, with so many blocks on each processor at once.
 
     Whole tiles for each need no partial results, which cost more than some idle multiprocessors do; a few tiles are cut into equal
     parts; otherwise the fewest that have as many steps each as if all slots took part, from 4 steps on all slots.
     """
-    slots = blocks * processors
+    slots = blocks * num_sms
     if slots >= tiles >= 0.7 * slots:
         return tiles
-    parts = processors // tiles
-    if parts >= 2 or processors >= tiles >= 0.875 * processors:
+    parts = num_sms // tiles
+    if parts >= 2 or num_sms >= tiles >= 0.875 * num_sms:
         parts = min(parts, steps)
         return tiles * parts * (blocks if steps // parts >= 8 else 1)
     even = even_programs(tiles, steps, slots)

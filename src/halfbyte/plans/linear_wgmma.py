@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import BLOCK_BYTES, GluonLinear, cut, gluon_linear, scale_piece, shared_memory
-from halfbyte.plans.linear_stored import Stored, stored
+from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, cut, gluon_linear, scale_piece, shared_memory
+from halfbyte.plans.weight_spec import Stored, stored
 
 #: Rows of x that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantised weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256
 
 
 @dataclass(frozen=True)
-class WgmmaSpec:
+class LinearWgmmaSpec:
     """Everything the kernel is compiled for."""
 
     weights: tuple[Stored, ...]
@@ -33,7 +33,7 @@ class WgmmaSpec:
         return 1
 
     @property
-    def spare(self) -> int:
+    def pad_slots(self) -> int:
         """Slots of the ring that nobody uses: none is needed, as two blocks have no room at once."""
         return 0
 
@@ -102,13 +102,13 @@ def tuned_linear(
     rows: int,
     width: int,
     half: str,
-    processors: int,
+    num_sms: int,
     capability: tuple[int, int],
     pair: bool,
-) -> GluonLinear | str:
+) -> LinearPlan | str:
     """How a tuned kernel computes x [rows, width] times weights of these formats and out features; in words, why none can."""
     plan = gluon_linear if rows < FEWEST_ROWS else wgmma_linear
-    return plan(weights, rows=rows, width=width, half=half, processors=processors, capability=capability, pair=pair)
+    return plan(weights, rows=rows, width=width, half=half, num_sms=num_sms, capability=capability, pair=pair)
 
 
 def wgmma_linear(
@@ -117,10 +117,10 @@ def wgmma_linear(
     rows: int,
     width: int,
     half: str,
-    processors: int,
+    num_sms: int,
     capability: tuple[int, int],
     pair: bool,
-) -> GluonLinear | str:
+) -> LinearPlan | str:
     """How warp-group products compute x [rows, width] times these weights; in words, why they cannot."""
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}; warp-group products need 9.0"
@@ -134,19 +134,19 @@ def wgmma_linear(
     if width % (8 * weight.planes):
         return f"rows of {width * 2 // weight.planes} bytes are not whole 16-byte pieces"
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps beside x.
-    shape = WgmmaSpec((weight,) * len(weights), half, 32 if rows <= 32 else 64, 256, 1, 1, pair)
+    shape = LinearWgmmaSpec((weight,) * len(weights), half, 32 if rows <= 32 else 64, 256, 1, 1, pair)
     spec = (wgmma_staged(replace(shape, chunk=512), width) if rows <= 32 else None) or wgmma_staged(shape, width)
     if spec is None:
         return (
             f"the scales of a row of {width} cannot be copied in pieces of 4 bytes or more, or three steps do not fit shared memory"
         )
     tiles, steps = sum(-(-n // spec.tile) for _, n in weights) * -(-rows // spec.rows), -(-width // spec.step)
-    count = _programs(tiles, steps, processors)
+    count = _programs(tiles, steps, num_sms)
     why = f"{tiles} tiles of {spec.tile} x {spec.rows}, {steps} steps of {spec.step} each; {count} programs, {cut(count, tiles)}"
-    return GluonLinear(spec, count, tiles, steps, tiles if tiles % count else 0, 1, why)
+    return LinearPlan(spec, count, tiles, steps, tiles if tiles % count else 0, 1, why)
 
 
-def wgmma_staged(shape: WgmmaSpec, width: int) -> WgmmaSpec | None:
+def wgmma_staged(shape: LinearWgmmaSpec, width: int) -> LinearWgmmaSpec | None:
     """The same with as many stages as shared memory has room for, at most 8; None with fewer than 3, or where scales do not fit."""
     weight = shape.weights[0]
     if weight.group:

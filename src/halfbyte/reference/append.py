@@ -16,7 +16,7 @@ import torch
 
 from halfbyte.errors import CapacityError, InvalidArgument, check
 from halfbyte.formats import MIN_SCALE
-from halfbyte.planes import Plane
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import check_finite, check_range, encode, measure
 
@@ -34,8 +34,8 @@ def append_(
     k: torch.Tensor,
     v: torch.Tensor,
     counts: torch.Tensor | None,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     page_table: torch.Tensor | None,
     rotate_keys: bool,
@@ -51,7 +51,7 @@ def append_(
     if not bool(fresh.any()):
         return  # nothing to store, and nothing to measure a per-tensor scale on
     writes: list[Write] = []
-    for plane, x, name in ((keys, k, "k"), (values, v, "v")):
+    for buffer, x, name in ((keys, k, "k"), (values, v, "v")):
         x = x.masked_fill(~fresh[:, None, :, None], 0)  # tokens beyond counts may hold anything
         check_finite(x, name)
         if x.dtype is torch.float64:
@@ -59,15 +59,15 @@ def append_(
             check_finite(x, f"{name} rounded to fp32")
         if name == "k" and rotate_keys:
             x = rotate(x.float())
-        prepare = _whole_blocks if plane.format.token_block else _tokens
-        writes += prepare(plane, x, fresh, lengths, page_table, name)
+        prepare = _whole_blocks if buffer.format.token_block else _tokens
+        writes += prepare(buffer, x, fresh, lengths, page_table, name)
     for write in writes:
         write()
 
 
-def capacity(plane: Plane, page_table: torch.Tensor | None) -> int:
+def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:
     """Tokens one sequence can hold."""
-    rows = plane.codes.shape[2]
+    rows = buffer.codes.shape[2]
     return rows if page_table is None else rows * page_table.shape[1]
 
 
@@ -85,7 +85,7 @@ def check_capacity(lengths: torch.Tensor, new: torch.Tensor, limit: int) -> None
 
 
 def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor | None, t: torch.Tensor, rows: int) -> Index:
-    """Where a token lives in `t`: (sequence, row) of a contiguous plane, (page, row) of a paged one with `rows` rows a page."""
+    """Where a token lives in `t`: (sequence, row) of a contiguous buffer, (page, row) of a paged one with `rows` rows a page."""
     if page_table is None:
         return sequence, token
     page = page_table[sequence, token // rows].long()
@@ -97,76 +97,76 @@ def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor 
 
 
 def _tokens(
-    plane: Plane, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+    buffer: KVBuffer, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
 ) -> list[Write]:
     """Formats that quantise every token for itself."""
     sequence, i = fresh.nonzero(as_tuple=True)
-    index = slots(sequence, lengths.long()[sequence] + i, page_table, plane.codes, plane.codes.shape[2])
+    index = slots(sequence, lengths.long()[sequence] + i, page_table, buffer.codes, buffer.codes.shape[2])
 
     def picked(t: torch.Tensor) -> torch.Tensor:  # [B, H, L, ...] -> [n, H, ...], [B, L] -> [n]
         return (t if t.ndim == 2 else t.transpose(1, 2))[sequence, i]
 
-    if plane.scales is None:
-        stored = x.to(plane.codes.dtype)
-        check_finite(stored, f"{name} rounded to {plane.format.name}")
-        return [partial(_scatter, plane.codes, index, picked(stored))]
+    if buffer.scales is None:
+        stored = x.to(buffer.codes.dtype)
+        check_finite(stored, f"{name} rounded to {buffer.format.name}")
+        return [partial(_scatter, buffer.codes, index, picked(stored))]
     x = x.float()
-    if plane.format.granularity == "tensor":
-        return _fixed_scale(plane, x, index, picked)
-    scales, offsets = measure(x, plane.format)
-    check_range(scales, offsets, plane.format)
-    writes: list[Write] = [partial(_scatter, plane.codes, index, picked(encode(x, scales, offsets, plane.format)))]
-    writes.append(partial(_scatter, plane.scales, index, picked(scales)))
-    if plane.offsets is not None and offsets is not None:
-        writes.append(partial(_scatter, plane.offsets, index, picked(offsets)))
+    if buffer.format.granularity == "tensor":
+        return _fixed_scale(buffer, x, index, picked)
+    scales, offsets = measure(x, buffer.format)
+    check_range(scales, offsets, buffer.format)
+    writes: list[Write] = [partial(_scatter, buffer.codes, index, picked(encode(x, scales, offsets, buffer.format)))]
+    writes.append(partial(_scatter, buffer.scales, index, picked(scales)))
+    if buffer.offsets is not None and offsets is not None:
+        writes.append(partial(_scatter, buffer.offsets, index, picked(offsets)))
     return writes
 
 
-def _fixed_scale(plane: Plane, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor]) -> list[Write]:
+def _fixed_scale(buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor]) -> list[Write]:
     """A per-tensor scale of 0 means: not known yet. The first append sets it; what later exceeds it saturates and is counted."""
-    assert plane.scales is not None
-    measured, _ = measure(x, plane.format)
-    known = torch.where(plane.scales == 0, measured * (x.abs().amax() > 0), plane.scales)  # zeros say nothing about a scale
-    check_range(known, None, plane.format)
+    assert buffer.scales is not None
+    measured, _ = measure(x, buffer.format)
+    known = torch.where(buffer.scales == 0, measured * (x.abs().amax() > 0), buffer.scales)  # zeros say nothing about a scale
+    check_range(known, None, buffer.format)
     scale = known.clamp_min(MIN_SCALE)
-    beyond = ((x / scale.float()).round().abs() > plane.format.code.reach).sum()
+    beyond = ((x / scale.float()).round().abs() > buffer.format.code.reach).sum()
     writes: list[Write] = [
-        partial(plane.scales.copy_, known),
-        partial(_scatter, plane.codes, index, picked(encode(x, scale, None, plane.format))),
+        partial(buffer.scales.copy_, known),
+        partial(_scatter, buffer.codes, index, picked(encode(x, scale, None, buffer.format))),
     ]
-    return writes if plane.saturated is None else [*writes, partial(plane.saturated.add_, beyond)]
+    return writes if buffer.saturated is None else [*writes, partial(buffer.saturated.add_, beyond)]
 
 
 def _whole_blocks(
-    plane: Plane, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+    buffer: KVBuffer, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
 ) -> list[Write]:
     """Per-channel formats. `run` is each sequence from its first unfinished block on: the tail, then the new tokens."""
-    assert plane.tail is not None and plane.scales is not None
-    size, (batch, _, count, _) = plane.format.token_block or 1, x.shape
+    assert buffer.tail is not None and buffer.scales is not None
+    size, (batch, _, count, _) = buffer.format.token_block or 1, x.shape
     if count == 0:
         return []
-    x = x.to(plane.tail.dtype)
-    check_finite(x, f"{name} rounded to {plane.tail.dtype}")
+    x = x.to(buffer.tail.dtype)
+    check_finite(x, f"{name} rounded to {buffer.tail.dtype}")
     old, total = (lengths % size).long(), (lengths % size + fresh.sum(1)).long()  # tokens in the tail; in the run
     position = torch.arange(-(-(size - 1 + count) // size) * size, device=x.device)  # [run]
     from_new = (position - old.unsqueeze(1)).clamp(0, count - 1)  # [B, run]
     rows = torch.arange(batch, device=x.device).unsqueeze(1)
     in_tail = (position < old.unsqueeze(1))[..., None, None]
-    run = torch.where(in_tail, plane.tail.transpose(1, 2)[:, position % size], x.transpose(1, 2)[rows, from_new])  # [B, run, H, D]
+    run = torch.where(in_tail, buffer.tail.transpose(1, 2)[:, position % size], x.transpose(1, 2)[rows, from_new])  # [B, run, H, D]
 
     blocks = run.unflatten(1, (-1, size))  # [B, n, size, H, D]
     sequence, j = ((torch.arange(blocks.shape[1], device=x.device) + 1) * size <= total.unsqueeze(1)).nonzero(as_tuple=True)
     done = blocks[sequence, j].transpose(1, 2).float()  # [m, H, size, D]
-    scales, offsets = measure(done, plane.format)
-    check_range(scales, offsets, plane.format)
+    scales, offsets = measure(done, buffer.format)
+    check_range(scales, offsets, buffer.format)
     first = (lengths.long() // size)[sequence] + j  # index of each finished block in its sequence
     token = first.unsqueeze(1) * size + torch.arange(size, device=x.device)  # [m, size]
-    at = slots(sequence.unsqueeze(1).expand_as(token), token, page_table, plane.codes, plane.codes.shape[2])
-    block_at = slots(sequence, first, page_table, plane.scales, plane.scales.shape[2])
-    writes: list[Write] = [partial(_scatter, plane.codes, at, encode(done, scales, offsets, plane.format).transpose(1, 2))]
-    writes.append(partial(_scatter, plane.scales, block_at, scales[:, :, 0]))
-    if plane.offsets is not None and offsets is not None:
-        writes.append(partial(_scatter, plane.offsets, block_at, offsets[:, :, 0]))
+    at = slots(sequence.unsqueeze(1).expand_as(token), token, page_table, buffer.codes, buffer.codes.shape[2])
+    block_at = slots(sequence, first, page_table, buffer.scales, buffer.scales.shape[2])
+    writes: list[Write] = [partial(_scatter, buffer.codes, at, encode(done, scales, offsets, buffer.format).transpose(1, 2))]
+    writes.append(partial(_scatter, buffer.scales, block_at, scales[:, :, 0]))
+    if buffer.offsets is not None and offsets is not None:
+        writes.append(partial(_scatter, buffer.offsets, block_at, offsets[:, :, 0]))
     left = (total // size * size).unsqueeze(1) + torch.arange(size, device=x.device)  # [B, size]: what stays unfinished
     tail = run[rows, left.clamp_max(position.numel() - 1)]
-    return [*writes, partial(_scatter, plane.tail, (rows, torch.arange(size, device=x.device).expand_as(left)), tail)]
+    return [*writes, partial(_scatter, buffer.tail, (rows, torch.arange(size, device=x.device).expand_as(left)), tail)]

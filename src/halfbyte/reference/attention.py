@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.planes import AttentionOptions, Plane
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import decode
 
 
 def decode_attention(
     q: torch.Tensor,
-    keys: Plane,
-    values: Plane,
+    keys: KVBuffer,
+    values: KVBuffer,
     lengths: torch.Tensor,
     page_table: torch.Tensor | None,
     query_start: torch.Tensor,
@@ -87,26 +87,26 @@ def stored_tokens(tokens: torch.Tensor, limit: torch.Tensor, oldest: torch.Tenso
 
 
 def read(
-    plane: Plane,
+    buffer: KVBuffer,
     lengths: torch.Tensor,
     page_table: torch.Tensor | None,
     oldest: torch.Tensor | None = None,
     limit: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of a plane as float64 [B, H, T, D]; 0 for what lies before `oldest`, or from `limit` (else the length) on."""
-    codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in plane.tensors()[:3])
+    """The tokens of a buffer as float64 [B, H, T, D]; 0 for what lies before `oldest`, or from `limit` (else the length) on."""
+    codes, scales, offsets = (None if t is None else _unpage(t, page_table) for t in buffer.tensors()[:3])
     assert codes is not None
     batch, heads, capacity, _ = codes.shape
     if scales is None:
         values = codes.double()
     else:
-        values = decode(codes, scales.double(), offsets, plane.format, (batch, heads, capacity, plane.dim))
+        values = decode(codes, scales.double(), offsets, buffer.format, (batch, heads, capacity, buffer.dim))
     token = torch.arange(capacity, device=codes.device)
     column = token.view(1, 1, -1, 1)
-    if plane.tail is not None:
-        block = plane.format.token_block or 1
+    if buffer.tail is not None:
+        block = buffer.format.token_block or 1
         finished = (lengths // block * block).view(-1, 1, 1, 1)
-        values = torch.where(column < finished, values, plane.tail.double()[:, :, token % block])
+        values = torch.where(column < finished, values, buffer.tail.double()[:, :, token % block])
     oldest = torch.zeros_like(lengths) if oldest is None else oldest
     return torch.where(stored_tokens(column, lengths if limit is None else limit, oldest), values, 0.0)
 

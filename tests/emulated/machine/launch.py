@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from halfbyte.kernels.compiling import Configuration, Target, _specialised, build
+from halfbyte.kernels.aot.compiling import Configuration, Target, _specialised, build
 from machine.block import Block, Code, Launch, Order
 from machine.memory import Memory
 from machine.program import parse

@@ -30,7 +30,7 @@ from halfbyte.bench.studies.published_gqa import BASELINE, BATCHES, CONTEXT, DIM
 from halfbyte.bench.timing import MANY_GRAPHS
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
-from halfbyte.plans.decode_attention import GluonPlan
+from halfbyte.plans.decode_attention import DecodePlan
 
 OP = "gqa study"
 #: Peers by name: what compiles for each batch, and what the published figures are of.
@@ -133,14 +133,14 @@ def swept(plan: splits.Plan, counts: Sequence[int], context: int) -> dict[int, s
     for count in counts:
         with contextlib.suppress(Unsupported):
             cut = splits.split(plan, count, context)
-            if not (isinstance(cut, GluonPlan) and isinstance(plan, GluonPlan) and cut.spec != plan.spec):
+            if not (isinstance(cut, DecodePlan) and isinstance(plan, DecodePlan) and cut.spec != plan.spec):
                 found[count] = cut
     return found
 
 
 def _sizes(plan: splits.Plan) -> dict[str, int]:
     """What a record says of a plan: programs, where splits of a unit may be a fraction."""
-    return {"programs": plan.programs} if isinstance(plan, GluonPlan) else {"splits": plan.splits}
+    return {"programs": plan.programs} if isinstance(plan, DecodePlan) else {"splits": plan.splits}
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

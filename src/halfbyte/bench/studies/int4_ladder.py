@@ -28,9 +28,9 @@ from halfbyte.bench.studies import Study
 from halfbyte.bench.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDER, LADDER_OF, QUERY_HEADS
 from halfbyte.bench.timing import MANY_GRAPHS
 from halfbyte.cache import KVCache
-from halfbyte.plans.decode_attention import GluonPlan
-from halfbyte.plans.decode_spec import Side, Spec
-from halfbyte.plans.triton_decode import TritonTiles
+from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.plans.decode_spec import KVSpec, Spec
 
 OP = "ladder study"
 ROW_WISE, GROUPS = "int4", "int4_g32"
@@ -87,7 +87,7 @@ class LadderJob:
 
     def _rungs(self, inputs: Inputs, cache: KVCache) -> dict[str, Way]:
         tuned, portable = (splits.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
-        assert isinstance(tuned, GluonPlan) and isinstance(portable, TritonTiles)
+        assert isinstance(tuned, DecodePlan) and isinstance(portable, TritonTiles)
         found = climb(tuned, portable, self.tiles)
         return {name: Way(partial(splits.attend, inputs.q, plan=r.plan), _paired(r.plan), r.sizes) for name, r in found.items()}
 
@@ -105,7 +105,7 @@ def _last(inputs: Inputs, cache: KVCache) -> dict[str, Way]:
 
 
 def _paired(plan: splits.Plan) -> bool:
-    return isinstance(plan, GluonPlan) and plan.spec.pair
+    return isinstance(plan, DecodePlan) and plan.spec.pair
 
 
 def _numbered(measured: Sequence[Record]) -> list[Record]:
@@ -120,7 +120,7 @@ class Rung:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def climb(tuned: GluonPlan, portable: TritonTiles, tiles: bool) -> dict[str, Rung]:
+def climb(tuned: DecodePlan, portable: TritonTiles, tiles: bool) -> dict[str, Rung]:
     """The rungs by what each changes, from the portable kernel without stages to the tuned one as planned."""
     whole = replace(portable, splits=1, pdl=False)
     found = {
@@ -158,9 +158,9 @@ def _tile_rungs(planned: Spec) -> dict[str, tuple[Spec, dict[str, int]]]:
     return found
 
 
-def _plain(side: Side) -> Side:
+def _plain(side: KVSpec) -> KVSpec:
     """The same codes and scales; scales pass through registers, and distances of codes are numbers of the launch."""
-    return replace(side, apart=0, scales_apart=0)
+    return replace(side, apart=0, scale_stride=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

@@ -27,7 +27,7 @@ from halfbyte.bench.studies import Study
 from halfbyte.bench.timing import MANY_GRAPHS, measure
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
-from halfbyte.plans.decode_attention import GluonPlan
+from halfbyte.plans.decode_attention import DecodePlan
 
 OP, FORMAT = "int8 split-k study", "int8_tensor"
 SPLITS, QUICK_SPLITS = (1, 2, 4, 8, 16), (1, 4)
@@ -127,7 +127,7 @@ def sizes(plan: splits.Plan, problem: Problem) -> dict[str, int]:
     """Programs that have work, and launches of a call. The tuned kernel gives a program a tile's worth of work, or none."""
     units = problem.shape.batch * problem.shape.kv_heads
     programs = units * round(splits.splits_of(plan))
-    if isinstance(plan, GluonPlan):
+    if isinstance(plan, DecodePlan):
         tiles = sum(n * -(-tokens // plan.spec.tile) for n, tokens in problem.spans) * problem.shape.kv_heads
         programs = min(plan.programs, tiles + units)  # a unit costs a tile beside its own
     return {"programs": programs, "launches": splits.launches(plan)}

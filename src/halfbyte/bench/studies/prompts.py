@@ -28,7 +28,7 @@ from halfbyte.bench.session import Job, Session
 from halfbyte.bench.studies import Study
 from halfbyte.bench.timing import MANY_GRAPHS
 from halfbyte.cache import KVCache
-from halfbyte.planes import Plane
+from halfbyte.kv_buffer import KVBuffer
 
 OP, OURS, PORTABLE, TORCH = "prompts study", "halfbyte auto", "halfbyte triton", "torch sdpa, 16 bits"
 FORMATS = ("int8+int4_g32", "int4")
@@ -88,8 +88,8 @@ class CaseJob:
 class _Alone:
     """A cache of which the host knows that it holds no more than `length_bound` tokens, also where a graph is recorded."""
 
-    keys: Plane
-    values: Plane
+    keys: KVBuffer
+    values: KVBuffer
     lengths: torch.Tensor
     length_bound: int
     page_table: torch.Tensor | None = None

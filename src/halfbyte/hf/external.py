@@ -1,0 +1,115 @@
+"""Checkpoints that other libraries quantised, onto a transformers model, with nothing but torch.
+
+transformers would ask for the library that wrote them, so it never sees their `quantization_config`: the layers are converted first
+(`halfbyte.checkpoints`), and the model is built from the converted tensors as if halfbyte had saved them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from halfbyte.checkpoints.layer import Adapter, Layer
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.hf.model_support import read_config
+from halfbyte.hf.weights import linear_size, tell_experts
+
+
+class ForeignCheckpoint:
+    """The quantised layers of a folder by the names that the model has for them, and the tensors that are plain."""
+
+    def __init__(self, folder: Path, model: nn.Module, adapter: Adapter, infos: dict[str, TensorInfo]) -> None:
+        """`model` is the empty (meta) model of the folder's configuration. Reads nothing but what zero biases hold."""
+        self.folder, self.model, self.adapter, self.infos = folder, model, adapter, infos
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.layers = {self._layer_name(name): name for name in adapter.layers(infos)}
+        self.stacks = adapter.stacks(infos)
+        if not self.layers and not self.stacks:
+            raise CheckpointError(f"{folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
+        self._check_layers()
+        used = set[str]().union(*(adapter.consumed(name) for name in self.layers.values()))
+        used |= {f"{stack}_{part}" for stack in self.stacks for part in ("blocks", "scales")}
+        used |= {name for name in infos if name.rpartition(".")[2] in adapter.unused}
+        #: The tensors that transformers loads as they are.
+        self.plain = {name: info for name, info in infos.items() if name not in used and not self._is_spare(name)}
+
+    def load(self, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
+        """(the model, what transformers says about missing and unexpected tensors)."""
+        from halfbyte.hf.checkpoint import HalfbyteConfig
+
+        state = {name: read_tensor(info) for name, info in self.plain.items()}
+        formats, act_order = {}, []
+        for name, stored in self.layers.items():
+            out_features, in_features = self._size(name)
+            weight = self.adapter.convert(Layer(stored, out_features, in_features, self.infos))
+            formats[name] = weight.format.name
+            act_order += [name] if weight.perm is not None else []
+            state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
+        config = read_config(self.folder)
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or self._plain_type()
+        state |= {name: self._expand(name, dtype) for name in self.stacks}
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        if formats:
+            config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
+        made, found = type(self.model).from_pretrained(  # type: ignore[attr-defined]
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+        tell_experts(made)
+        made.name_or_path = made.config.name_or_path = str(self.folder)
+        if (self.folder / "generation_config.json").is_file():
+            made.generation_config = GenerationConfig.from_pretrained(self.folder)
+        return made, found
+
+    def _expand(self, stack: str, dtype: torch.dtype | str) -> torch.Tensor:
+        wanted = dict(self.model.named_parameters()).get(stack)
+        made = self.adapter.expand(stack, self.infos, dtype if isinstance(dtype, torch.dtype) else self._plain_type())
+        if wanted is None or wanted.shape != made.shape:
+            shape = None if wanted is None else list(wanted.shape)
+            raise CheckpointError(f"{stack}_blocks holds {list(made.shape)}; {type(self.model).__name__} has {shape}")
+        return made
+
+    def _layer_name(self, stored: str) -> str:
+        """The model's name of a layer of the files, which may lack the prefix of the causal model's body."""
+        prefixed = f"{getattr(self.model, 'base_model_prefix', '')}.{stored}"
+        return prefixed if stored not in self._modules and prefixed in self._modules else stored
+
+    def _check_layers(self) -> None:
+        owners: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name)
+        for name, stored in self.layers.items():
+            size = None if name not in self._modules else linear_size(self._modules[name])
+            if size is None:
+                raise Unsupported(
+                    f"{stored}.{self.adapter.marker}: {type(self.model).__name__} has no linear layer {name!r} for it "
+                    f"(experts that transformers keeps in one parameter are not read)"
+                )
+            if 0 in size:
+                raise CheckpointError(f"{stored}: config.json gives it {size[0]} out and {size[1]} in features")
+            if len(tied := owners[id(self._modules[name].weight)]) > 1:
+                raise CheckpointError(f"{stored}.{self.adapter.marker} is quantised, but config.json ties {' to '.join(tied)}")
+
+    def _size(self, name: str) -> tuple[int, int]:
+        size = linear_size(self._modules[name])
+        assert size is not None
+        return size
+
+    def _is_spare(self, tensor: str) -> bool:
+        """A bias of zeros where the model has none: some writers of GPTQ files give every layer one."""
+        layer, _, part = tensor.rpartition(".")
+        name = self._layer_name(layer) if part == "bias" else ""
+        if name not in self.layers or self._modules[name].bias is not None:
+            return False
+        info = self.infos[tensor]
+        return info.shape == (self._size(name)[0],) and not bool(read_tensor(info).any())
+
+    def _plain_type(self) -> torch.dtype:
+        """What the embeddings and norms are stored in."""
+        return next((i.dtype for i in self.plain.values() if i.dtype.is_floating_point and i.dtype.itemsize > 1), torch.float16)

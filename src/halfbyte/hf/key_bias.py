@@ -1,0 +1,139 @@
+"""Advice before it is too late: a large key bias ruins 4-bit keys.
+
+A key is W x + b. When b is large, every key of a head is b plus a little, and a 4-bit code with one scale a token spends its 16
+levels on b: Qwen2 and Qwen2.5 fall apart (their first and last layers have key biases with norms of 600 to 900, against 22
+elsewhere).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.formats import Format, key_format
+from halfbyte.hf.model_support import text_config
+from halfbyte.nn import QuantLinear, dense_weight
+
+_NORMS = ("input_layernorm", "ln_1", "ln1", "norm1", "attention_norm", "self_attn_layer_norm")
+
+
+class KeyBiasWarning(UserWarning):
+    """The keys of this model do not suit the format that was chosen for them."""
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """How far the key bias of one layer is out of line.
+
+    norm    the bias, over all heads
+    ratio   the rounding step that the bias alone forces on 4-bit codes, over the spread of the keys without it, in the worst head.
+            Above 1 the codes tell the keys of different tokens apart no more
+    """
+
+    layer: int
+    norm: float
+    ratio: float
+
+
+def key_biases(model: nn.Module) -> list[KeyBias]:
+    """One entry for each layer whose key projection has a bias and a dense weight."""
+    config = text_config(model)
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    found = []
+    for layer, block in enumerate(blocks(model)):
+        for projection, rows in _key_projections(block, config, heads):
+            bias, weight = _rows(projection, rows)
+            if bias is not None and weight is not None:
+                found.append(_measure(layer, bias, weight, _gain(block), heads))
+    return found
+
+
+def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[int] = ()) -> list[KeyBias]:
+    """Warn when `keys` is a 4-bit format with scales per token and some layer's key bias will ruin it; returns those layers."""
+    fmt = key_format(keys)
+    if fmt.code.bits != 4 or fmt.token_block:
+        return []
+    count = int(text_config(model).num_hidden_layers)
+    skipped = {layer % count for layer in skip_layers}
+    bad = [b for b in key_biases(model) if b.ratio > 1 and b.layer not in skipped]
+    if bad:
+        worst = max(bad, key=lambda b: b.ratio)
+        layers = ", ".join(str(b.layer) for b in bad)
+        several = "s" if len(bad) > 1 else ""
+        warnings.warn(
+            f"keys={fmt.name!r}: the key bias of layer{several} {layers} is far out of line (norm {worst.norm:.0f} in layer "
+            f'{worst.layer}); 4-bit keys with one scale a token will ruin this model. Use keys="int8" or keys="int4_channel", or '
+            f"keep those layers in 16 bits with skip_layers=[{layers}]",
+            KeyBiasWarning,
+            stacklevel=3,
+        )
+    return bad
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
+
+    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
+    """
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    find: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = find()
+    return _list_of(decoder, count) or _list_of(model, count)
+
+
+def encoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the encoder, where there is one beside the decoder."""
+    config: Any = getattr(model, "config", None)
+    find: Any = getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or find is None:
+        return []
+    return _list_of(find(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
+
+
+def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
+    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
+
+
+def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """(module, the numbers of its rows that make keys, head by head)."""
+    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    for name, module in block.named_modules():
+        rows = int(getattr(module, "nf", 0) or getattr(module, "out_features", 0))  # Conv1D calls it nf
+        match name.rpartition(".")[2]:
+            case "k_proj" if rows == heads * dim:
+                yield module, torch.arange(rows, device="cpu")
+            case "c_attn" | "qkv_proj" if rows > 2 * heads * dim:  # all of q, then k, then v
+                yield module, torch.arange(rows - 2 * heads * dim, rows - heads * dim, device="cpu")
+            case "query_key_value" if rows == 3 * heads * dim:  # q, k and v of each head (GPT-NeoX)
+                yield module, torch.arange(rows, device="cpu").view(heads, 3, dim)[:, 1].flatten()
+
+
+def _rows(projection: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    bias = getattr(projection, "bias", None)
+    if bias is None or bias.is_meta:
+        return None, None
+    weight = projection.weight.dequantize() if isinstance(projection, QuantLinear) else dense_weight(projection)
+    rows = rows.to(weight.device)
+    return bias.detach()[rows].float(), weight[rows].float()
+
+
+def _gain(block: nn.Module) -> torch.Tensor | None:
+    """The weight of the norm in front of attention: what a typical normalised input is multiplied by."""
+    for name in _NORMS:
+        weight = getattr(getattr(block, name, None), "weight", None)
+        if isinstance(weight, torch.Tensor):
+            return weight.detach().float()
+    return None
+
+
+def _measure(layer: int, bias: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor | None, heads: int) -> KeyBias:
+    scaled = weight if gain is None else weight * gain  # inputs behind a norm have unit variance
+    spread = scaled.square().sum(-1).sqrt().view(heads, -1).median(-1).values  # [heads], of a typical dim
+    amplitude = bias.view(heads, -1).abs().amax(-1)
+    step = 2 * amplitude / 15  # RoPE turns the bias, so both signs occur
+    return KeyBias(layer, float(bias.norm()), float((step / spread.clamp_min(1e-12)).max()))

@@ -1,0 +1,115 @@
+"""Calls of decode attention without memory: the sample that `make compile-check` compiles, for each kernel that can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from halfbyte.formats import KV_FORMATS
+from halfbyte.kernels.aot.compiling import empty, kv_buffer
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+
+#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, the
+#: order of tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
+_SAMPLE = (
+    ("int4", "int4", 128, 8, 1, 0, ""),
+    ("int8", "int8", 128, 8, 1, 0, ""),
+    ("int8", "int4_g32", 128, 4, 1, 64, "rotate window"),
+    ("fp8", "fp8", 128, 4, 1, 0, "sinks"),
+    ("int4_g32", "int4_g32", 128, 4, 4, 0, "alibi"),
+    ("int4_g64", "int8_g64", 128, 1, 16, 16, ""),
+    ("int8_tensor", "fp8_tensor", 80, 7, 1, 0, "softcap"),
+    ("int8_token", "int8_token", 96, 5, 2, 0, "starts"),
+    ("int8_channel", "int4", 128, 4, 1, 0, ""),
+    ("int4_channel", "int8_g32", 64, 8, 1, 64, "rotate"),
+    ("fp8_tensor", "int8_tensor", 256, 2, 1, 0, ""),
+    ("int8_g32", "int4_g64", 256, 2, 64, 0, ""),
+    ("bf16", "bf16", 128, 4, 512, 0, "window"),
+    ("bf16", "bf16", 128, 4, 1, 0, ""),
+    ("int4", "int4", 128, 16, 1, 0, ""),
+    ("int4", "int4", 128, 32, 1, 0, ""),
+    ("int8", "int8", 64, 8, 1, 32, ""),
+    ("fp16", "bf16", 192, 4, 3, 0, "alibi softcap sinks"),
+    ("int8_g64", "fp16", 64, 4, 128, 0, ""),
+    ("int4", "int4", 128, 8, 1, 0, "tokens-first"),
+    ("int8", "int4_g32", 128, 16, 1, 64, "tokens-first"),
+    ("int4", "int4", 128, 4, 1, 64, "tokens-first alibi sinks"),
+    ("int8", "int8", 64, 8, 1, 16, "tokens-first window"),
+    ("int8_tensor", "int4", 128, 32, 1, 0, "tokens-first"),
+    ("int4", "int4", 128, 8, 1, 64, ""),
+    ("int4", "int4", 128, 8, 1, 0, "many"),
+    ("int8", "int8", 128, 8, 1, 0, "many"),
+    ("int8", "int4", 128, 8, 1, 0, ""),
+    ("int8", "int8", 128, 8, 1, 64, "sinks"),
+    ("fp8", "fp8", 128, 8, 1, 0, "tokens-first"),
+    ("int4", "int4", 256, 8, 1, 0, ""),
+    ("int4", "int4", 128, 8, 8, 0, ""),
+    ("int8", "int8", 128, 128, 1, 0, ""),
+    ("int8", "int4_g32", 128, 8, 8, 64, "window alibi softcap"),
+    ("int4_g64", "int8_g32", 128, 16, 8, 16, "tokens-first sinks"),
+    ("int8_token", "int8_tensor", 96, 48, 1, 0, "starts"),
+    ("int8", "fp8", 64, 16, 4, 64, "tokens-first"),
+    ("int4_channel", "int4_g32", 128, 8, 1, 0, ""),
+    ("int4_channel", "int4_g32", 128, 4, 4, 32, "window"),
+    ("int8_channel", "int8", 128, 8, 1, 0, "tokens-first"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a launch is given. `of_batch`: int32 [B], for lengths and the like."""
+
+    name: str
+    q: torch.Tensor
+    keys: KVBuffer
+    values: KVBuffer
+    of_batch: torch.Tensor
+    page_table: torch.Tensor | None
+    options: AttentionOptions
+    out: torch.Tensor
+    lse: torch.Tensor
+    capacity: int
+
+    def inputs(self, query_start: torch.Tensor | None) -> tuple[Any, ...]:
+        """The arguments of a `launch` up to the options."""
+        return self.q, self.keys, self.values, self.of_batch, query_start, self.page_table, self.options
+
+
+def sample() -> Iterator[Call]:
+    """The calls, each named by what it is."""
+    yield from (_call(*row) for row in _SAMPLE)
+
+
+def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Call:
+    dtype, batch, heads, capacity = torch.bfloat16, 64 if "many" in options else 16, 8, 4096
+    rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
+    k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
+    if "tokens-first" in options:
+        k, v = (_tokens_first(plane) for plane in (k, v))
+    q = empty(batch, heads * group, queries, dim, dtype=dtype)
+    of_heads, of_batch = empty(heads * group, dtype=torch.float32), empty(batch)
+    given = AttentionOptions(
+        0.1,
+        30.0 if "softcap" in options else None,
+        of_heads if "alibi" in options else None,
+        100 if "window" in options else None,
+        of_batch if "starts" in options else None,
+        None,
+        of_heads if "sinks" in options else None,
+        "rotate" in options,
+    )
+    name = "-".join([keys, values, f"D{dim}", f"G{group}", f"L{queries}", *([f"page{page}"] if page else []), *options.split()])
+    table = empty(batch, capacity // page) if page else None
+    lse = empty(*q.shape[:3], dtype=torch.float32)
+    return Call(name, q, k, v, of_batch, table, given, empty(*q.shape, dtype=dtype), lse, capacity)
+
+
+def _tokens_first(plane: KVBuffer) -> KVBuffer:
+    """The same over memory in the order tokens, heads."""
+    tensors = {name: getattr(plane, name) for name in ("codes", "scales", "offsets")}
+    return replace(
+        plane, **{n: t if t is None or t.ndim == 1 else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()}
+    )

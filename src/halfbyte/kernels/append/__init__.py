@@ -1,0 +1,1 @@
+"""Quantise-and-append of new keys and values."""

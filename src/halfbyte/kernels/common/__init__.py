@@ -1,0 +1,1 @@
+"""What kernels of several operations share: layouts, unpacking, numerics, what differs between versions of Triton."""

@@ -1,0 +1,371 @@
+"""`decode_attention` in plain Triton, for every format, option, shape and stride: the portable level, kept simple.
+
+The R = G * L rows (query l of query head g, row l * G + g) of one KV head share its keys and values. A program takes BLOCK_ROWS of
+them and one share of the tokens that they can see, and walks it in blocks of BLOCK_TOKENS with an online softmax (FlashDecoding):
+
+    x = f_t UNIT c_t + o_t       a stored element; c_t is an exact 16-bit number (kernels/decode/kv_args.py)
+    s_mt = f_t UNIT (q_m . c_t) + o_t sum q_m
+    M_m = max_t (s_mt + log2 f_t)       p_mt = 2^(s_mt - M_m)       w_mt = f_t p_mt <= 2
+    out_m = sum_t (w_mt UNIT c_t + p_mt o_t) / sum_t p_mt
+
+Scales of a token (f) and offsets (o) stay in fp32, outside of the products, and only w is rounded to 16 bits, whatever the size of
+the values. Every part of a word is a product of its own: part j of word w is dim PARTS * w + j, of queries and outputs, too.
+Products take 16-bit operands and add in fp32; where queries and cache mix fp16 and bf16 they take TF32, which holds both exactly.
+
+Splits leave (M, sum p, unnormalised out) in a workspace; `_combine` adds them in their order. No floating-point atomics.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.aot.decode_sample import Call, sample
+from halfbyte.kernels.common.codes import exponent, nearest, power_of_two, rounded
+from halfbyte.kernels.decode.kv_args import INTERPRETED, MAX_EXPONENT, MIN_EXPONENT, TOP, Stored, place_of, read, stored
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
+from halfbyte.reference.hadamard import block_size
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_INF = tl.constexpr(float("inf"))
+
+# ------------------------------------------------------------------------------------------------------------ device code
+
+
+@triton.jit
+def _products(q, sums, parts, factor, offset, x: Stored):
+    """q . x / UNIT for rows q (parts [M, WORDS], their sums / UNIT [M]) and tokens: fp32 [M, N]."""
+    q += q  # for the parts that rounding left over, if there are any
+    s = tl.dot(q[0], tl.trans(parts[0]), input_precision=x.PRECISION)
+    for j in tl.static_range(1, len(parts)):
+        s = tl.dot(q[j], tl.trans(parts[j]), s, input_precision=x.PRECISION)
+    if x.FACTOR:
+        s *= factor[None, :]
+    if x.OFFSET:
+        s += sums[:, None] * offset[None, :]
+    return s
+
+
+@triton.jit
+def _operand(a, x: Stored):
+    """fp32 numbers, rounded to nearest, for a product with parts of x. TF32 would cut their low bits off."""
+    if x.PRECISION == "tf32":
+        a = nearest(a, 13)
+    return a.to(x.DOT)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh in fp32, good to 1e-6 of itself everywhere: a softcap may be much larger than the scores."""
+    y = x * x
+    small = x * (1 + y * (-1 / 3 + y * (2 / 15 - y * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.15, small, 1 - 2 / (1 + tl.exp2(x * (2 * _LOG2E))))
+
+
+@triton.jit
+def _scores(s, token, seen, position, low, high, slope, softcap, SINGLE: tl.constexpr):
+    """Softcap, ALiBi and mask over scaled products s [M, N], in units of log 2 afterwards."""
+    if softcap is not None:
+        s = _tanh(s / softcap) * (softcap * _LOG2E)
+    if slope is not None:
+        s += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+    visible = seen[None, :]
+    if not SINGLE:
+        visible = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
+    return tl.where(visible, s, -_INF)
+
+
+@triton.jit
+def _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: tl.constexpr, x: Stored):
+    """One step of the online softmax over scores s [M, N] and the values of the same tokens."""
+    parts, factor, offset = read(place, row, seen, inside, head, N, x)
+    ranked = s
+    if x.FACTOR:
+        ranked = s + tl.maximum(tl.minimum(exponent(factor), MAX_EXPONENT), MIN_EXPONENT).to(tl.float32)[None, :]
+    rise = tl.maximum(peak, tl.max(ranked, 1))
+    finite = tl.where(rise == -_INF, 0.0, rise)  # -inf - -inf would be NaN
+    keep = tl.exp2(peak - finite)
+    p = tl.exp2(s - finite[:, None])
+    total = total * keep + tl.sum(p, 1)
+    w = p
+    if x.FACTOR:
+        w = p * factor[None, :]
+    w = _operand(w, x)
+    if x.OFFSET:
+        shift = shift * keep + tl.sum(p * offset[None, :], 1)
+    new = ()
+    for j in tl.static_range(x.PARTS):
+        new += (tl.dot(w, parts[j], acc[j] * keep[:, None], input_precision=x.PRECISION),)
+    return rise, total, shift, new
+
+
+@triton.jit
+def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """Hadamard-rotate rows x, fp32 [M, D], in blocks of SIZE = 2^STEPS. Each step also turns the bits of the index by one."""
+    for _ in tl.static_range(STEPS):
+        a, b = tl.split(tl.reshape(x, (M, D // SIZE, SIZE // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (M, D))
+    return x * (SIZE**-0.5)
+
+
+@triton.jit
+def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
+    """Rows [M, WORDS * PARTS] as PARTS tensors [M, WORDS]."""
+    parts = (x,)
+    if PARTS == 2:
+        parts = tl.split(tl.reshape(x, (M, WORDS, 2)))
+    elif PARTS == 4:
+        even, odd = tl.split(tl.reshape(x, (M, WORDS, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        parts = (a, b, c, d)
+    return parts
+
+
+# Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
+@triton.jit(do_not_specialize=["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window"])
+def _decode(
+    q, q0, q1, q2, q3,
+    keys: Stored, values: Stored,
+    lengths, query_start, page_table, table0, table1, pages, starts, ends, slopes, sinks,
+    out, lse, partial, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
+    PAGE: tl.constexpr, ROTATE: tl.constexpr, ROTATE_STEPS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) % splits
+    sequence = (tl.program_id(0) // splits // heads).to(tl.int64)
+    head = (tl.program_id(0) // splits % heads).to(tl.int64)
+    if PDL:
+        gdc_wait()  # before anything is read that an earlier kernel may still write
+        gdc_launch_dependents()
+
+    # Rows: which query of which head, and which tokens each can see.
+    first = tl.program_id(1) * M
+    index = first + tl.arange(0, M)
+    query, query_head = index // group, head * group + index % group
+    valid = index < queries * group
+    start = tl.load(query_start + sequence).to(tl.int64)
+    limit = tl.minimum(tl.load(lengths + sequence), capacity)
+    oldest = 0
+    if ends is not None:
+        limit = tl.minimum(limit, tl.load(ends + sequence))
+    if starts is not None:
+        oldest = tl.maximum(oldest, tl.load(starts + sequence))
+    position = start + query
+    low = tl.zeros([M], tl.int32) + oldest
+    if window is not None:
+        low = tl.minimum(tl.maximum(low, position - window + 1), capacity).to(tl.int32)
+    high = tl.maximum(tl.minimum(position + 1, limit), 0).to(tl.int32)
+    lo = tl.min(tl.where(valid, low, capacity), 0)
+    hi = tl.max(tl.where(valid, high, 0), 0)
+
+    # Its own share of them, from a multiple of 16 on (of whole blocks that share scales).
+    ALIGN: tl.constexpr = keys.GROUP if keys.SPREAD == "channel" else 16
+    begin = lo // ALIGN * ALIGN
+    stop = hi
+    if SPLIT:
+        if chunk > 0:
+            begin, stop = tl.maximum(begin, split * chunk), tl.minimum(hi, (split + 1) * chunk)
+        else:
+            share = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), splits), N) * N
+            begin, stop = begin + split * share, tl.minimum(hi, begin + (split + 1) * share)
+    row_index = (sequence * heads * group + query_head) * queries + query  # [M] of [B, Hq, L]
+    rows = (tl.num_programs(0) // splits).to(tl.int64) * group * queries  # B * Hq * L
+    state = partial + rows * splits * values.DIM + (row_index * splits + split) * 2
+    if SPLIT:  # noqa: SIM102 (a constant and a condition of the device do not mix)
+        if begin >= stop:
+            tl.store(state, tl.full([M], -_INF, tl.float32), mask=valid)
+            tl.store(state + 1, tl.zeros([M], tl.float32), mask=valid)
+            return
+
+    # The query in parts, brought to a power of two below fp16's limit where products take fp16: bf16 may be of any size.
+    WIDTH: tl.constexpr = keys.WORDS * keys.PARTS
+    dim = tl.arange(0, WIDTH)
+    pointers = q + sequence * q0 + (query_head * q1 + query.to(tl.int64) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
+    x = tl.load(pointers, mask=valid[:, None] & (dim < keys.DIM)[None, :], other=0).to(tl.float32)
+    if ROTATE:
+        x = _rotated(x, M, WIDTH, ROTATE, ROTATE_STEPS)
+    scale = tl.full([M], 1.0, tl.float32) * sm_scale
+    if keys.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
+        e = tl.minimum(tl.maximum(exponent(tl.max(tl.abs(x), 1)), -100), 100)
+        x *= power_of_two(-e + TOP)[:, None]
+        scale *= power_of_two(e - TOP)
+    x = _operand(x, keys)
+    sums = tl.sum(x.to(tl.float32), 1) / keys.UNIT
+    scale *= keys.UNIT  # here once, and not on every product
+    q_parts = _in_parts(x, M, keys.WORDS, keys.PARTS)
+    if keys.SPREAD == "tensor":
+        scale *= tl.load(keys.scales).to(tl.float32)
+    if softcap is None:
+        scale *= _LOG2E
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + query_head, mask=valid, other=0).to(tl.float32) * _LOG2E
+
+    peak = tl.full([M], -_INF, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    shift = tl.zeros([M], tl.float32)
+    acc = ()
+    for _ in tl.static_range(values.PARTS):
+        acc += (tl.zeros([M, values.WORDS], tl.float32),)
+    coded = stop
+    if keys.tail is not None:  # these tokens are not quantised yet
+        finished = tl.load(lengths + sequence) // keys.GROUP * keys.GROUP
+        coded = tl.minimum(stop, finished)
+    high = tl.minimum(high, stop)
+    high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
+    for t in tl.range(begin, coded, N, num_stages=STAGES):
+        token = tl.multiple_of(t, 16) + tl.arange(0, N)
+        seen = (token >= lo) & (token < coded)
+        place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
+        parts, factor, offset = read(place, row, seen, inside, head, N, keys, EXACT=True)
+        s = _products(q_parts, sums, parts, factor, offset, keys) * scale[:, None]
+        s = _scores(s, token, seen, position, low, high_coded, slope, softcap, SINGLE)
+        peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
+    if keys.tail is not None:  # noqa: SIM102
+        if stop > finished:  # at most one block of them, in exact 16-bit numbers
+            place_in_tail = tl.arange(0, keys.GROUP)
+            token = finished + place_in_tail
+            seen = (token >= tl.maximum(lo, begin)) & (token < stop)
+            s = tl.zeros([M, keys.GROUP], tl.float32)
+            for j in tl.static_range(keys.PARTS):
+                d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
+                at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
+                k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
+                s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
+            s = _scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
+            place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
+            peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, keys.GROUP, values)
+
+    divisor = 1.0
+    if not SPLIT:
+        tl.store(lse + row_index, (peak + tl.log2(total)) * _LN2, mask=valid)
+        divisor = total
+        if sinks is not None:
+            sink = tl.load(sinks + query_head, mask=valid, other=0).to(tl.float32) * _LOG2E
+            divisor += tl.exp2(sink - peak)
+        divisor = tl.where(peak == -_INF, 1.0, divisor)[:, None]
+        target = out + row_index * values.DIM
+    else:
+        tl.store(state, peak, mask=valid)
+        tl.store(state + 1, total, mask=valid)
+        target = partial + (row_index * splits + split) * values.DIM
+    tensor_scale = 1.0
+    if values.SPREAD == "tensor":
+        tensor_scale = tl.load(values.scales).to(tl.float32)
+    for j in tl.static_range(values.PARTS):
+        d = tl.arange(0, values.WORDS) * values.PARTS + j
+        o = (acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor
+        tl.store(target[:, None] + d[None, :], rounded(o, target, INTERPRETED), mask=valid[:, None] & (d < values.DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["splits", "queries", "query_heads"])
+def _combine(
+    partial, sinks, out, lse, splits, queries, query_heads,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One row of [B, Hq, L]: its splits, AT_ONCE at a time from the first on, whatever follows the last one that saw a key."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    state = partial + tl.num_programs(0).to(tl.int64) * splits * DIM + row * splits * 2
+    number = tl.arange(0, AT_ONCE)
+    peak = tl.full([AT_ONCE], -_INF, tl.float32)
+    for s in tl.range(0, splits, AT_ONCE):
+        peak = tl.maximum(peak, tl.load(state + (s + number) * 2, mask=s + number < splits, other=-_INF))
+    peak = tl.max(peak, 0)
+    finite = tl.where(peak == -_INF, 0.0, peak)
+
+    d = tl.arange(0, WIDTH)
+    total = 0.0
+    acc = tl.zeros([WIDTH], tl.float32)
+    for s in tl.range(0, splits, AT_ONCE):
+        own = tl.load(state + (s + number) * 2, mask=s + number < splits, other=-_INF)
+        used = own != -_INF  # a split without a key left nothing else behind
+        weight = tl.exp2(own - finite)
+        total += tl.sum(weight * tl.load(state + (s + number) * 2 + 1, mask=used, other=0), 0)
+        at = partial + (row * splits + s + number)[:, None] * DIM + d[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(at, mask=used[:, None] & (d < DIM)[None, :], other=0), 0)
+    tl.store(lse + row, (peak + tl.log2(total)) * _LN2)
+    if sinks is not None:
+        sink = tl.load(sinks + row // queries % query_heads).to(tl.float32) * _LOG2E
+        total += tl.exp2(sink - peak)
+    total = tl.where(peak == -_INF, 1.0, total)
+    tl.store(out + row * DIM + d, rounded(acc / total, out, INTERPRETED), mask=d < DIM)
+
+
+# -------------------------------------------------------------------------------------------------------------- host code
+
+
+def workspace_floats(rows: int, dim: int, splits: int) -> int:
+    """fp32 numbers of workspace for `rows` rows of output (B * Hq * L) of `dim` numbers."""
+    return rows * splits * (dim + 2) if splits > 1 else 0
+
+
+def launch(
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    page_table: torch.Tensor | None,
+    options: AttentionOptions,
+    tiles: TritonTiles,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> None:
+    """q [B, Hq, L, D], fp16 or bf16, any strides; out [B, Hq, L, Dv] and lse fp32 [B, Hq, L], contiguous, all written.
+
+    Tensors of one axis are contiguous. `workspace`: `workspace_floats` fp32, only with tiles.splits > 1; it may hold anything.
+    """
+    batch, query_heads, queries, dim = q.shape
+    group = query_heads // keys.heads
+    page, pages = keys.codes.shape[2], min(keys.codes.shape[0], values.codes.shape[0])
+    capacity = page if page_table is None else page * page_table.shape[1] * (pages > 0)
+    rotate = block_size(dim) if options.rotate_keys else 0
+    pdl = {"launch_pdl": True} if tiles.pdl else {}
+    split = tiles.splits > 1
+    _decode[(batch * keys.heads * tiles.splits, triton.cdiv(group * queries, tiles.block_rows))](
+        q, *q.stride(), stored(keys, q.dtype), stored(values, q.dtype),
+        lengths, query_start, page_table, *((0, 0) if page_table is None else page_table.stride()), pages,
+        options.starts, options.ends, options.alibi_slopes, None if split else options.sinks,
+        out, lse, workspace, keys.heads, queries, group, capacity, tiles.splits, tiles.chunk,
+        options.sm_scale, options.softcap, options.window,
+        PAGE=0 if page_table is None else page, ROTATE=rotate, ROTATE_STEPS=rotate.bit_length() - 1,
+        SINGLE=queries == 1, SPLIT=split, M=tiles.block_rows, N=tiles.block_tokens, STAGES=tiles.num_stages,
+        PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=tiles.num_warps, **pdl,
+    )  # fmt: skip
+    if split:
+        _combine[(batch * query_heads * queries,)](
+            workspace, options.sinks, out, lse, tiles.splits, queries, query_heads, DIM=values.dim,
+            WIDTH=triton.next_power_of_2(values.dim), AT_ONCE=8, PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=2, **pdl,
+        )  # fmt: skip
+
+
+def configurations() -> list[Configuration]:
+    """The sample's calls, with the tiles that a plan gives them."""
+    return [c for call in sample() for c in _configurations(call)]
+
+
+def _configurations(call: Call) -> list[Configuration]:
+    k, v, (batch, query_heads, queries, dim) = call.keys, call.values, call.q.shape
+    rows = query_heads // k.heads * queries
+    tiles = triton_tiles(k.format, v.format, batch=batch, heads=k.heads, rows=rows, capacity=call.capacity, dim=dim, num_sms=132)
+    part = empty(workspace_floats(math.prod(call.q.shape[:3]), dim, tiles.splits), dtype=torch.float32)
+    why = ""
+    if "tokens-first" in call.name or call.name.endswith("many"):
+        why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
+    if tiles.num_warps == 2:
+        why = "up to 208 bytes: with scales of channels two warps, which spill, take two thirds of the time of four"
+    if dim > 128:
+        why = "8 bytes on sm_100: heads of 256 fill the registers, and smaller tiles are slower"
+    return recorded(call.name, lambda: launch(*call.inputs(call.of_batch), tiles, call.out, call.lse, part), may_spill=why)

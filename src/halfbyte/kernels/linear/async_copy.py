@@ -1,0 +1,228 @@
+"""The tuned linear kernel for few rows: how codes, scales, zero points and x of a step come into shared memory.
+
+A stream's warps copy the codes and x that the stream reads, and a part of the scales of all streams (linear/sync.py). They do
+not wait for the block: streams drift apart, and one waits for memory while another computes. A step of a stream:
+
+    wait until its own copies for this step are there; meet the stream's other warps; ask for the step `stages` - 1 further on,
+    whose slot all of them have read by now; wait for the others' copies of this step's scales; compute
+
+The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
+in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).
+
+A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the stream's pieces in the order of shared memory, t its number
+among the T threads of the stream. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.common.compat import view
+from halfbyte.kernels.common.layouts import code_ring_layout
+from halfbyte.kernels.linear.operands import plain
+from halfbyte.kernels.linear.ring import place
+from halfbyte.kernels.linear.sync import filled, slot_of, stream_of, thread_of
+
+
+@gluon.jit
+def make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales, zero points and x of each stage."""
+    pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
+    code_shape: gl.constexpr = [S.slots(C), C.streams, C.tile, S.words(C)]
+    codes = view(pool, 0, gl.int16, code_shape, code_ring_layout(S.words(C)))
+    scales = codes
+    zeros = codes
+    if S.groups > 0:
+        scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
+        if S.zero:
+            zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
+    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    x_shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
+    x = view(pool, C.x_at, x_type, x_shape, plain(5))
+    return codes, scales, zeros, x
+
+
+@gluon.jit
+def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
+    shape: gl.constexpr = [C.scale_slots, C.tile, C.columns(S)]
+    return view(pool, at, dtype, shape, plain(2))
+
+
+@gluon.constexpr_function
+def _code_pieces(S, C):
+    """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of each piece i beside piece 0."""
+    pieces = S.words(C) // 8
+    rows = 32 * C.across // pieces  # at once
+    per_phase, phases = max(1, 8 // pieces), min(8, pieces)  # as code_ring_layout
+    return [(row, 0, row // per_phase % phases * 16, row * pieces * 16) for row in range(0, C.tile, rows)]
+
+
+@gluon.constexpr_function
+def _scale_lanes(S, C, piece):
+    """Lanes of each warp that copy scales (or zero points): all streams' of a row are few pieces."""
+    return min(32, C.tile * C.columns(S) // piece // C.warps)
+
+
+@gluon.constexpr_function
+def _scale_pieces(S, C, piece, size):
+    """The same for scales (or zero points), of which all warps of the block copy a part."""
+    rows = _scale_lanes(S, C, piece) * C.warps * piece // C.columns(S)
+    return [(row, 0, 0, row * C.columns(S) * size) for row in range(0, C.tile, rows)]
+
+
+@gluon.constexpr_function
+def _x_pieces(C):
+    """The same for x, whose row is one of x."""
+    found = []
+    for j in range(0, C.few * C.chunk // 8, 32 * C.across):
+        part, high = j // (4 * C.x_low) % (C.chunk // 32), j // (4 * C.x_low) // (C.chunk // 32)
+        found.append((high * C.x_low + j // 4 % C.x_low, part * 64 + j % 4 * 16, 0, 16 * j))
+    return found
+
+
+@gluon.constexpr_function
+def _copy_asm(pieces, base, size, fill, cached):
+    """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
+    row to row; $4 rows that are left from that of piece 0 on: of others nothing is copied, as nobody looks at their products;
+    with `fill` $5 bytes (or any measure, where a thread has one piece of a row) that are left of a row: beyond them come zeros.
+    """
+    apart = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
+    how = "cg" if size == 16 and not cached else "ca"
+    lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
+    lines.append(f"mul.wide.s32 d, $3, {apart};")
+    last_row, last_byte, last_xor = 0, None, None
+    for row, byte, xor, at in pieces:
+        if row != last_row:
+            lines.append("add.s64 p, p, d;")
+        if xor != last_xor:
+            lines.append(f"xor.b32 s, $1, {xor}; add.u32 s, s, g;")
+        if fill and byte != last_byte:
+            lines.append(f"setp.gt.s32 q, $5, {byte}; selp.b32 n, {size}, 0, q;")
+        last_row, last_byte, last_xor = row, byte, xor
+        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], {size}")
+        lines[-1] += ", n;" if fill else ";"
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def _scale_thread(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The number of a thread among those of the block that copy scales (or zero points), and whether it is one of them."""
+    lanes: gl.constexpr = _scale_lanes(S, C, piece)
+    t = thread_of(C)
+    return (stream_of(C) * C.across + t // 32) * lanes + t % 32 % lanes, t % 32 < lanes
+
+
+@gluon.jit
+def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The address of a thread's first scales (or zero points) of a step of a tile."""
+    pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
+    t, _ = _scale_thread(piece, S, C)
+    row = K // S.group
+    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + t % pieces * piece)
+    return Base.to(gl.int64) + at * size
+
+
+@gluon.jit
+def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
+    codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    t = thread_of(C)
+    width = K // S.planes
+    at = n0.to(gl.int64) * width + step * (C.streams * S.words(C))
+    codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (stream_of(C) * S.words(C) + t % pieces * 8)))
+    if S.groups > 0:
+        scales = _scales_from(scales, n0, step, K, S.scale_bytes, C.piece, S, C)
+        if S.zero:
+            zeros = _scales_from(zeros, n0, step, K, 1, C.zero_piece, S, C)
+    return codes, scales, zeros, N - n0
+
+
+@gluon.jit
+def _fetch_scales(
+    at, slot, rows, left, K, base: gl.constexpr, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr
+):
+    pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
+    t, takes_part = _scale_thread(piece, S, C)
+    first_row = gl.where(takes_part, t // pieces, 1 << 30)
+    gl.inline_asm_elementwise(
+        _copy_asm(_scale_pieces(S, C, piece, size), base, piece * size, True, False),
+        "=r,r,l,r,r,r,~{memory}",
+        [
+            slot * (C.tile * C.columns(S) * size) + t * (piece * size),
+            at,
+            K // S.group * size,
+            rows - first_row,
+            left - t % pieces * (piece * S.group),
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def fetch_scales(turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for scales and zero points of the step that `at` points to, if `wanted`; returns where the next step is.
+
+    turn: which says their slot.
+    """
+    codes, scales, zeros, rows = at
+    left = gl.where(wanted, K - step * C.step, 0)
+    slot = slot_of(turn, C)
+    _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
+    scales += C.columns(S) * S.scale_bytes
+    if S.zero:
+        _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
+        zeros += C.columns(S)
+    filled(slot, C)
+    return codes, scales, zeros, rows
+
+
+@gluon.jit
+def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes of the step that `at` points to, if `wanted`; returns where the next step is."""
+    codes, scales, zeros, rows = at
+    left = gl.where(wanted, K - step * C.step, 0)
+    pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
+    t = thread_of(C)
+    w = stream_of(C)
+    # The eight rows of an ldmatrix lie in different banks: see code_ring_layout.
+    row = t // pieces
+    column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))
+    into = (slot * C.streams + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
+    there = gl.where((w * S.words(C) + t % pieces * 8) * S.planes < left, rows - row, 0)
+    gl.inline_asm_elementwise(
+        _copy_asm(_code_pieces(S, C), 0, 16, False, False),
+        "=r,r,l,r,r,~{memory}",
+        [into, codes, K // S.planes * 2, there],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    codes += C.streams * S.words(C) * 2
+    return codes, scales, zeros, rows
+
+
+@gluon.jit
+def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
+    """Ask for x of one step, if `wanted`."""
+    inside: gl.constexpr = gl.constexpr(C.few * C.chunk // 8)  # pieces of a stream; where rows are few, two threads copy the same
+    t = thread_of(C) % inside
+    w = stream_of(C)
+    left = gl.where(wanted, K - step * C.step, 0)
+    part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
+    m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
+    k = w * C.chunk + part * 32 + t % 4 * 8
+    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_row + k))
+    into = (slot * C.streams + w) * gl.constexpr(2 * C.few * C.chunk) + t * 16
+    gl.inline_asm_elementwise(
+        _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
+        "=r,r,l,r,r,r,~{memory}",
+        [into, at, x_row * 2, rows - m, (left - k) * 2],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,319 @@
+"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored.
+
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
+
+Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
+*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps,
+which divide the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes
+and x of a stream by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the product
+exactly: a nibble masked in place is a number already (linear/operands.py); what it has too much (128 + 8, say) is a multiple of the
+sum of x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group.
+The streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
+
+Work is the tiles of all weights that are computed together. A program computes as many whole tiles as there are for each. All
+share the tiles that are left: their steps, one after the other, are cut into equal parts, and a program begins with its part. With
+as many programs as tiles none are left (data-parallel), with n times as many each tile is cut into n (split-K), with as many as
+the GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; else
+partial results go to the workspace, and the program that arrives last adds them up, in the order of the programs.
+"""
+
+# ruff: noqa: RUF005
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.aot.compiling import Configuration
+from halfbyte.kernels.aot.linear_sample import FEW_ROWS, sample_configurations
+from halfbyte.kernels.common.compat import barrier, launcher, view
+from halfbyte.kernels.decode.work_split import quotient
+from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
+from halfbyte.kernels.linear.multiply import multiply, to_float
+from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
+from halfbyte.kernels.linear.ring import place
+from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
+from halfbyte.kernels.linear.unpack import make_table
+from halfbyte.plans.linear import Spec, gluon_linear, shares
+from halfbyte.tensors import QuantTensor
+
+
+@gluon.constexpr_function
+def _output_layout(C):
+    """[W, tile, columns]: every thread holds the W sums of its own numbers."""
+    across = min(C.sums, 32)
+    return gl.BlockedLayout([C.streams, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(C):
+    """[tile, rows of x]: a thread writes 8 neighbours of a row of y."""
+    lanes = min(32, C.tile // 8)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
+
+
+@gluon.jit
+def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
+    _, scales, _, bias, factor, out, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    if S.groups == 0:
+        v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
+    v = v * (1.0 / S.unit(C.half))
+    if S.factor:
+        v = v * gl.load(factor)
+    if Biases[0] is not None:
+        v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
+    v = v.to(out.dtype.element_ty)
+    if C.sums > 16:
+        # Warp-group products leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
+        v = gl.convert_layout(v, _row_layout(C))
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < rows) & (n < N))
+
+
+@gluon.constexpr_function
+def _loads_in_flight(C):
+    """Of partial results, as far as registers go."""
+    return max(1, min(4, 64 * 32 * C.warps // C.part_floats))
+
+
+@gluon.jit
+def sum_parts(Part, at, first, last, own, v, C: gl.constexpr):
+    """The partial results of programs first..last added in that order, several loads in flight; `v` is that of program `own`."""
+    together: gl.constexpr = _loads_in_flight(C)
+    there = (at >= 0) & (first != own)
+    total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, mask=there, other=0.0, cache_modifier=".cg")
+    total = gl.where(first == own, v, total)
+    for begin in range(first + 1, last + 1, together):
+        parts = ()
+        for y in gl.static_range(together):
+            there = (at >= 0) & (begin + y <= last) & (begin + y != own)
+            base = Part + (2 * (begin + y)).to(gl.int64) * C.part_floats
+            parts = parts + (gl.load(base + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for y in gl.static_range(together):
+            total += gl.where(begin + y == own, v, parts[y])
+    return total
+
+
+@gluon.jit
+def _next(position, tile, step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """One step further in a program's work: the position in it, the tile, the step of the tile, and where that lies.
+
+    work: steps of a tile, steps in tiles that are shared, and the first tile of its own.
+    """
+    steps, shared, own = work
+    position += 1
+    step += 1
+    if (step == steps) | (position == shared):
+        step = 0
+        tile = gl.where(position == shared, own, tile + 1)
+        at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    return position, tile, step, at
+
+
+@gluon.jit
+def _program_at(x, each, more):
+    """The program whose part of the shared tiles holds step x: the first `more` have each + 1 steps, the others each."""
+    large = quotient(x, each + 1)
+    small = more + quotient(gl.maximum(x - more * (each + 1), 0), gl.maximum(each, 1))
+    return gl.where(x < more * (each + 1), large, small)
+
+
+@gluon.jit(do_not_specialize=["rows", "whole", "tiles_shared", "each", "more"])
+def linear(
+    X,  # [rows, K], strides x_row and 1
+    Codes,  # of each weight: 16-bit words [N, K / planes]
+    Scales,  # [N, K / group], or [N, 1]
+    Zeros,  # uint8, as Scales
+    Biases,  # [N]
+    Factors,  # fp32 [1]
+    Outs,  # [rows, N]
+    Part,  # fp32 workspace: two partial results a program
+    Count,  # int32, one a shared tile, zero before and after
+    rows,
+    K,
+    x_row,
+    Ns,
+    whole,  # tiles that each program computes alone
+    tiles_shared,  # tiles that all of them share
+    each,  # steps of those for each program
+    more,  # programs that take one step more
+    C: gl.constexpr,
+):
+    """One program's part of the tiles that are shared, then its own tiles."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = mma_layout(C)
+    sums_shape: gl.constexpr = [C.streams, C.tile, C.sums]
+    rings = make_rings(S, C)
+    red = rings[0]
+    if C.separate_reduce_smem:
+        red = gl.allocate_shared_memory(gl.float32, sums_shape, plain(3))
+    steps = (K + C.step - 1) // C.step
+    program = gl.program_id(0)
+    shared = each + (program < more).to(gl.int32)
+    own = tiles_shared + program * whole
+    end = shared + whole * steps
+    x = program * each + gl.minimum(program, more)
+    tile = own
+    step = program * 0
+    if shared > 0:
+        tile = quotient(x, steps)
+        step = x - tile * steps
+    begin = step
+    if S.groups > 0:
+        make_barriers(C)
+    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
+    work = (steps, shared, own)
+    at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    ahead = program * 0
+    ahead_tile = tile
+    ahead_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        at = fetch_codes(i, at, ahead_step, i < end, K, S, C)
+        if S.groups > 0:
+            if i == 0:
+                barrier()  # all see the barriers of scales
+            at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
+        commit()
+        ahead, ahead_tile, ahead_step, at = _next(
+            ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        )
+    if S.kind == "pairs":
+        make_table(rings[0], S, C)
+    select = ()
+    if S.groups_per_mma(C) > 1:
+        select = selectors(S, C)
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        fetch_x(i, x_step, i < end, X, rows, K, x_row, C)
+        commit()
+        x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
+    check_addresses(rings[0], S, C)
+    acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+    slot = 0
+    turn = 0
+    ahead_turn = C.stages - 1
+    for now in range(end):
+        meet(turn, C.stages - 2, C)
+        free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        if S.groups > 0:  # scales come first, as other streams wait for them
+            if C.has_empty_barrier:
+                await_free(ahead_turn, C)
+            at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
+        at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
+        fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
+        commit()
+        ahead, ahead_tile, ahead_step, at = _next(
+            ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        )
+        if S.groups > 0:
+            await_scales(turn, C)
+        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
+        step += 1
+        if (step == steps) | (now + 1 == shared):
+            if C.separate_reduce_smem:
+                sums = red
+            else:
+                barrier()  # nobody reads this slot's codes any more
+                sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
+            if S.groups_per_mma(C) > 1:
+                sums.store(gl.sum(gl.reshape(acc, [C.streams, C.tile, C.rows // C.few, C.few]), axis=2))
+            else:
+                sums.store(acc)
+            barrier()
+            v = gl.sum(sums.load(_output_layout(C)), axis=0)
+            if not C.separate_reduce_smem:
+                barrier()  # nobody reads these sums any more: codes may come into the slot
+            if (begin == 0) & (step == steps):
+                write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            else:
+                n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+                offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+                mine = 2 * program + (begin == 0).to(gl.int32)
+                gl.store(Part + mine.to(gl.int64) * C.part_floats + offsets, v, cache_modifier=".cg")
+                first = _program_at(tile * steps, each, more)
+                last = _program_at(tile * steps + (steps - 1), each, more)
+                barrier()
+                arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
+                if arrived == last - first:
+                    gl.store(Count + tile, 0)
+                    v = sum_parts(Part, offsets, first, last, program, v, C)
+                    write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+            begin = 0
+            step = 0
+            tile = gl.where(now + 1 == shared, own, tile + 1)
+        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        turn = after(turn, C)
+        ahead_turn = after(ahead_turn, C)
+    meet(turn, 0, C)
+
+
+def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:
+    """Codes of all weights as 16-bit words, and scales, zero points, biases and factors."""
+    codes = tuple(w.codes.view(torch.int16) for w in weights)
+    scales, zeros = tuple(w.scales for w in weights), tuple(w.offsets for w in weights)
+    return codes, scales, zeros, tuple(biases), tuple(w.tensor_scale for w in weights)
+
+
+def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> tuple[Any, ...]:
+    """The numbers of a launch, the same as long as the tensors' shapes and strides are."""
+    (rows, width), features = x.shape, tuple(w.shape[0] for w in weights)
+    tiles = sum(-(-n // spec.tile) for n in features)
+    return rows, width, width if rows == 1 else x.stride(0), features, *shares(tiles, -(-width // spec.step), programs)
+
+
+def launch(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
+    spec: Spec,
+    programs: int,
+    part: torch.Tensor,
+    count: torch.Tensor,
+    compiled: Any = None,
+) -> Any:
+    """Launch on the current stream, compiling if need be; returns what was compiled.
+
+    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With spec.pair weights
+    are read before what ran last is known to have ended (programmatic dependent launch): docs/linear.md, paired launches.
+    part: fp32, two partial results a program; count: int32, one a tile that programs share, zero before and after.
+    compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is not asked then.
+    """
+    arguments = (x, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights, spec, programs))
+    if compiled is not None:
+        compiled[programs, 1, 1](*arguments, spec)
+        return compiled
+    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+
+
+def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> Callable[..., None]:
+    """What launches the same once more, with tensors of the same types, shapes, strides and alignments.
+
+    It takes the stream's number, x, addresses in the order of `tensors_of`, those of y, of part and of count.
+    """
+    run, numbers = launcher(compiled, (programs, 1, 1)), _numbers(x, weights, spec, programs)
+
+    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
+        run(stream, x.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+
+    return launch_again
+
+
+def configurations() -> Iterator[Configuration]:
+    """The sample's products, as an A100, an H100 and a B200 would be given them."""
+    for product in FEW_ROWS:
+        for capability in ((8, 0), (9, 0), (10, 0)):
+            yield from sample_configurations(*product, plan=gluon_linear, launch=launch, capability=capability)

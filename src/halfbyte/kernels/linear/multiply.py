@@ -1,0 +1,225 @@
+"""The tuned linear kernel: what one step of a tile adds to its sums.
+
+Scales multiply fp32 sums of a group. With 1 to 4 rows of x an mma has unused columns, and groups of 32 and 16 codes lie side
+by side in them: x is 0 in the columns of all groups but its own, and the scales of several groups are applied at once, by different
+lanes. With more rows groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
+"""
+
+# ruff: noqa: RUF005, RET505
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from halfbyte.kernels.linear.operands import (
+    column_scale_layout,
+    halves,
+    mma_layout,
+    scale_layout,
+    sixteenth_layout,
+    x_layout,
+    x_operands,
+)
+from halfbyte.kernels.linear.unpack import code_operands
+
+
+@gluon.constexpr_function
+def _bits(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
+    mma: gl.constexpr = mma_layout(C)
+    G: gl.constexpr = C.columns(S) // C.streams
+    twos: gl.constexpr = [2] * _bits(G)
+    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.streams, G]), [1, 0, 2])
+    parts = halves(gl.reshape(s, [C.streams, C.tile] + twos), _bits(G))
+    made = ()
+    for g in gl.static_range(G):
+        made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
+    return made
+
+
+@gluon.jit
+def to_float(s, S: gl.constexpr):
+    """A stored scale as a number; E8M0's 255 and E4M3's 127 and 255 are NaN."""
+    if S.scale == "e8m0":
+        # 0 is 2^-127, a subnormal of fp32; 255 is infinity's exponent, and with one more bit NaN.
+        bits = gl.maximum(s.to(gl.int32) << 23, 0x00400000) | (s.to(gl.int32) + 1 >> 8 << 22)
+        return bits.to(gl.float32, bitcast=True)
+    elif S.scale == "e4m3":
+        bits = (s.to(gl.int8, bitcast=True).to(gl.int32) << 20) & -0x78100000  # 0x87F00000: the sign stands in all bits above
+        number = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
+        return gl.where(gl.abs(number) > 448.0, float("nan"), number)
+    else:
+        return s.to(gl.float32)
+
+
+@gluon.jit
+def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step, where groups lie side by side: for each product those of its columns, in fp32."""
+    mma: gl.constexpr = mma_layout(C)
+    groups_per_mma: gl.constexpr = S.groups_per_mma(C)
+    G: gl.constexpr = C.columns(S) // C.streams
+    sets: gl.constexpr = _bits(G // groups_per_mma)
+    twos: gl.constexpr = [2] * sets
+    like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, groups_per_mma, C.few])
+    s = gl.reshape(ring.load(column_scale_layout(C, G, groups_per_mma)), [C.tile, C.streams, G // groups_per_mma, groups_per_mma])
+    parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.streams, C.tile, groups_per_mma] + twos), sets)
+    made = ()
+    for i in gl.static_range(gl.constexpr(G // groups_per_mma)):
+        one = gl.convert_layout(parts[i], gl.SliceLayout(3, like.type.layout), assert_trivial=True)
+        made = made + (one,)
+    return made
+
+
+@gluon.jit
+def _over_columns(s, C: gl.constexpr):
+    """fp32 [streams, tile, groups of an mma] -> [streams, tile, rows of x]: the rows of x of a group share what it has."""
+    mma: gl.constexpr = mma_layout(C)
+    like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, C.rows // C.few, C.few])
+    s, like = gl.broadcast(gl.expand_dims(s, 3), like)
+    return gl.convert_layout(gl.reshape(s, [C.streams, C.tile, C.rows]), mma, assert_trivial=True)
+
+
+@gluon.jit
+def _rows_alike(c, C: gl.constexpr):
+    """[streams, 16 across, rows of x] with all its rows the same -> [streams, tile, rows of x]; registers only."""
+    for i in gl.static_range(_bits(C.tile // (16 * C.across))):
+        c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
+        c = gl.reshape(c, [C.streams, (32 * C.across) << i, C.rows])
+    return gl.convert_layout(c, mma_layout(C), assert_trivial=True)
+
+
+@gluon.jit
+def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales of groups of 16 codes, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    half: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    like = gl.full([C.streams, C.tile, 16], 0.0, half, la)
+    grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
+    G: gl.constexpr = C.columns(S) // C.streams
+    twos: gl.constexpr = [2] * _bits(G // 4)
+    s = (to_float(ring.load(sixteenth_layout(C, G)), S) * S.scale_factor(C)).to(half)
+    s = gl.permute(gl.reshape(s, [C.tile, C.streams, G // 4, 4]), [1, 0, 3, 2])
+    parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
+    made = ()
+    for block in gl.static_range(G // 4):
+        one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(3, grouped), assert_trivial=True), 3)
+        one = one + gl.full([C.streams, C.tile, 4, 4], 0.0, half, grouped)
+        made = made + (gl.convert_layout(gl.reshape(one, [C.streams, C.tile, 16]), la, assert_trivial=True),)
+    return made
+
+
+@gluon.jit
+def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
+    """sum of x over operands first..last-1, every row of [streams, 16 across, rows of x] the same: a product with ones."""
+    la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
+    ones = gl.full([C.streams, 16 * C.across, 16], 1.0, x[0].dtype, la)
+    total = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
+    for i in gl.static_range(first, last):
+        total = mma_v2(ones, x[i], total)
+    return total
+
+
+@gluon.jit
+def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
+    """acc + one step's products, [streams, tile, rows of x]."""
+    scales = ()
+    zeros = ()
+    if S.groups_per_mma(C) > 1:
+        scales = _column_scales(rings[1].index(scale_slot), S, C)
+        if S.zero:
+            zeros = _column_scales(rings[2].index(scale_slot), S, C)
+        dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma_layout(C))
+        sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
+        for part in gl.static_range(gl.constexpr(C.chunk // 128)):
+            acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
+        return acc
+    if S.operands_scaled(C):
+        scales = _sixteenths(rings[1].index(scale_slot), S, C)
+    elif S.groups > 0:
+        scales = _scales_of(rings[1].index(scale_slot), S, C)
+    if S.zero:
+        zeros = _scales_of(rings[2].index(scale_slot), S, C)
+    for part in gl.static_range(gl.constexpr(C.chunk // 128)):
+        acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
+    return acc
+
+
+@gluon.jit
+def _multiply_side_by_side(
+    acc, dot, sums, rings, slot, part: gl.constexpr, scales, zeros, select, S: gl.constexpr, C: gl.constexpr
+):
+    """acc + the products of 128 k of each chunk, each group in columns of its own.
+
+    dot, sums: what is begun of the products and of the sums of x.
+    """
+    mma: gl.constexpr = mma_layout(C)
+    la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    n: gl.constexpr = S.operands(C)
+    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.half)
+    ones = gl.full([C.streams, 16 * C.across, 16], 1.0, select[0].dtype, la)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    a = ()
+    for i in gl.static_range(8):
+        if i % 4 == 0:
+            a = code_operands(rings[0].index(slot), 2 * part + i // 4, S, C)
+        if (8 * part + i) % n == 0:
+            dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+            sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma)
+        one = x[i] * select[(8 * part + i) % n // 4]
+        dot = mma_v2(a[i % 4], one, dot)
+        if S.zero or shift != 0.0:
+            sums = mma_v2(ones, one, sums)
+        if (8 * part + i) % n == n - 1:
+            if S.zero:
+                zero = zeros[(8 * part + i) // n].to(gl.float32) * S.unit(C.half) + shift
+                dot = dot - _over_columns(zero, C) * _rows_alike(sums, C)
+            elif shift != 0.0:
+                dot = dot - shift * _rows_alike(sums, C)
+            acc += dot * _over_columns(to_float(scales[(8 * part + i) // n], S), C)
+    return acc, dot, sums
+
+
+@gluon.jit
+def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
+    """acc + the products of 128 k of each chunk."""
+    mma: gl.constexpr = mma_layout(C)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    codes = rings[0].index(slot)
+    planes: gl.constexpr = S.planes
+    first: gl.constexpr = part * (8 // planes)  # block of words
+    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.half)
+    # Sums of whole rows, and of codes that are scaled before the product, go straight into `acc`.
+    direct: gl.constexpr = S.groups == 0 or S.operands_scaled(C)
+    groups: gl.constexpr = 1 if direct else S.groups
+    each: gl.constexpr = 8 // groups
+    a = ()
+    for g in gl.static_range(groups):
+        dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+        if direct:
+            dot = acc
+        for i in gl.static_range(g * each, g * each + each):
+            if i % planes == 0:
+                a = code_operands(codes, first + i // planes, S, C)
+            if S.operands_scaled(C):
+                dot = mma_v2(a[i % planes] * scales[first + i // planes], x[i], dot)
+            else:
+                dot = mma_v2(a[i % planes], x[i], dot)
+        # What codes have too much, beside the products and not ahead of them: neither chain waits for the other.
+        if S.zero:
+            sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
+            dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.half) + shift) * sums
+        elif shift != 0.0:
+            dot = dot - shift * _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
+        if direct:
+            acc = dot
+        else:
+            acc += dot * to_float(scales[part * groups + g], S)
+    return acc

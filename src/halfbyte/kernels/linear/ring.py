@@ -1,0 +1,104 @@
+"""The tuned linear kernels: which weight a tile belongs to, and for warp-group products how codes and scales of a step come into
+shared memory; their zero points come straight to registers. For few rows of x: linear/async_copy.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.common.compat import copy_to_shared
+from halfbyte.kernels.common.layouts import code_ring_layout
+from halfbyte.kernels.linear.operands import code_copy_layout, plain, scale_copy_layout
+
+
+@gluon.jit
+def weight_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes and scales of each stage. Codes come first: a table behind them is read by its address."""
+    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    scales = codes
+    if S.groups > 0:
+        scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
+        scales = gl.allocate_shared_memory(scale_type, [C.stages, C.tile, C.columns(S)], plain(2))
+    return codes, scales
+
+
+@gluon.jit
+def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr):
+    """The weight that a tile belongs to: its tensors, its rows, and the number of the tile in it."""
+    codes, scales, out, n = Codes[0], Scales[0], Outs[0], Ns[0]
+    zeros = codes if Zeros[0] is None else Zeros[0]
+    bias = codes if Biases[0] is None else Biases[0]
+    factor = codes if Factors[0] is None else Factors[0]
+    first = tile * 0
+    tiles = (n + C.tile - 1) // C.tile
+    for i in gl.static_range(1, gl.constexpr(len(C.weights))):
+        here = tile >= tiles
+        first = gl.where(here, tiles, first)
+        tiles += (Ns[i] + C.tile - 1) // C.tile
+        n = gl.where(here, Ns[i], n)
+        codes = gl.where(here, Codes[i], codes)
+        scales = gl.where(here, Scales[i], scales)
+        out = gl.where(here, Outs[i], out)
+        if Zeros[0] is not None:
+            zeros = gl.where(here, Zeros[i], zeros)
+        if Biases[0] is not None:
+            bias = gl.where(here, Biases[i], bias)
+        if Factors[0] is not None:
+            factor = gl.where(here, Factors[i], factor)
+    return codes, scales, zeros, bias, factor, out, n, (tile - first) * C.tile
+
+
+@gluon.jit
+def _scale_pointers(Base, n0, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of the scales of a step of a tile, [tile, groups]."""
+    columns: gl.constexpr = C.columns(S)
+    layout: gl.constexpr = scale_copy_layout(C, columns, C.piece)
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
+    G = K // (S.group * C.piece) * C.piece  # scales of a row: the compiler sees that they are whole pieces
+    return Base + (n0.to(gl.int64) * G + step * columns) + (row * G + c)
+
+
+@gluon.jit
+def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr):
+    """Scales of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
+    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), C.piece)
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
+    copy_to_shared(ring, pointers, mask=(row < rows) & (c < columns))
+
+
+@gluon.jit
+def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
+    codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    layout: gl.constexpr = code_copy_layout(C, S.words(C))
+    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
+    codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
+    if S.groups > 0:
+        scales = _scale_pointers(scales, n0, step, K, S, C)
+    return codes, scales, N - n0
+
+
+@gluon.jit
+def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Ask for codes and scales of the step that `at` points to; returns where the next one is."""
+    codes, scales, rows = at
+    left = K - step * C.step
+    if (rows >= C.tile) & (left >= C.step):
+        copy_to_shared(rings[0].index(slot), codes)
+    else:
+        layout: gl.constexpr = code_copy_layout(C, S.words(C))
+        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.planes) * 8))
+    codes += C.streams * S.words(C)
+    if S.groups > 0:
+        columns = left // (S.group * C.piece) * C.piece
+        _copy_scales(rings[1].index(slot), scales, rows, columns, S, C)
+        scales += C.columns(S)
+    return codes, scales, rows

@@ -1,0 +1,396 @@
+"""Tuned products with quantised weights in Gluon, for 17 to 256 rows of x on Hopper: warp-group products.
+
+    y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
+
+Each warp group computes 64 rows of the weight times 32 or 64 rows of x. Codes come as they are stored into a ring in shared memory
+(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
+group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
+MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
+cores work on those before, from one step to the next.
+
+Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
+which a mask takes every fourth (see linear/operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
+ahead writes x in the codes' order (`order`), and what a step reads of it in one piece.
+
+Work is cut and partial results are added as in linear/mma.py.
+"""
+
+# ruff: noqa: RET505
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.aot.compiling import Configuration
+from halfbyte.kernels.aot.linear_sample import WARP_GROUPS, sample_configurations
+from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, view
+from halfbyte.kernels.common.layouts import code_ring_layout
+from halfbyte.kernels.decode.work_split import program_at, quotient, share
+from halfbyte.kernels.linear.mma import sum_parts, tensors_of, write_tile
+from halfbyte.kernels.linear.multiply import to_float
+from halfbyte.kernels.linear.operands import halves, scale_layout
+from halfbyte.kernels.linear.ring import fetch_weight, place, weight_at, weight_rings
+from halfbyte.kernels.linear.unpack import make_table
+from halfbyte.kernels.linear.wgmma_operands import (
+    code_operands,
+    half_type,
+    in_order,
+    joined,
+    sixteenths,
+    sums_layout,
+    x_copy_layout,
+)
+from halfbyte.plans.linear_wgmma import LinearWgmmaSpec, wgmma_linear
+from halfbyte.tensors import QuantTensor
+
+#: Columns of x that a program of `order` takes.
+ORDER_BLOCK = 1024
+
+
+@gluon.jit
+def _make_rings(S: gl.constexpr, C: gl.constexpr):
+    """Shared memory: codes, scales and x of each stage; zero points have no ring here."""
+    codes, scales = weight_rings(S, C)
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x = gl.allocate_shared_memory(half_type(C), [C.stages * C.blocks, C.rows, 64], layout)
+    return codes, scales, x
+
+
+@gluon.jit
+def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
+    """Codes of a step, [tile, words]."""
+    shape: gl.constexpr = [S.slots(C), C.tile, S.words(C)]
+    return view(ring, 0, gl.int16, shape, code_ring_layout(S.words(C), 2)).index(slot)
+
+
+@gluon.jit
+def _x_of(ring, slot, C: gl.constexpr):
+    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    shape: gl.constexpr = [C.stages, C.blocks, C.rows, 64]
+    return view(ring, 0, half_type(C), shape, layout).index(slot)
+
+
+@gluon.jit
+def _next(
+    tile, block, step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr
+):
+    """One step further: rows of the weight (a tile) and of x (a block), the step, and where that of the weight lies."""
+    step += 1
+    if step == steps:
+        step = 0
+        block += 1
+        tile = gl.where(block == blocks, tile + 1, tile)
+        block = gl.where(block == blocks, 0, block)
+        at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    return tile, block, step, at
+
+
+@gluon.jit
+def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+    """Zero points of a step, one for each scale: too few bytes of a row for cp.async. 0 where there are none."""
+    zeros = 0
+    if S.zero:
+        G: gl.constexpr = C.columns(S)
+        layout: gl.constexpr = scale_layout(C, G)
+        _, _, base, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+        c = step * G + gl.arange(0, G, layout=gl.SliceLayout(0, layout))[None, :]
+        width = K // S.group
+        zeros = gl.load(base + n0.to(gl.int64) * width + (row * width + c), mask=(row < N - n0) & (c < width), other=0)
+    return zeros
+
+
+@gluon.jit
+def _fetch_x(ring, slot, X, block, step, steps, C: gl.constexpr):
+    """Ask for x of one step, which lies in one piece."""
+    layout: gl.constexpr = x_copy_layout(C)
+    b = gl.arange(0, C.blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    piece = (block * steps + step).to(gl.int64) * (C.rows * C.chunk)
+    copy_to_shared(_x_of(ring, slot, C), X + piece + (b * (C.rows * 64) + (m * 64 + k)))
+
+
+@gluon.jit
+def _columns(s, C: gl.constexpr):
+    """Scales (or zero points) of a step [tile, groups] as one tensor [tile] a group."""
+    n: gl.constexpr = s.shape[1].bit_length() - 1
+    return halves(gl.reshape(s, [C.tile] + [2] * n), n)
+
+
+@gluon.jit
+def _scale_of(s, S: gl.constexpr, C: gl.constexpr):
+    s = gl.convert_layout(s, gl.SliceLayout(1, sums_layout(C)), assert_trivial=True)
+    return gl.expand_dims(to_float(s, S), 1)
+
+
+@gluon.jit
+def _operand(parts, unit: gl.constexpr, depth: gl.constexpr, C: gl.constexpr):
+    """Codes of 64 k as the left operand of one product, or one half of them."""
+    if depth == 64:
+        return joined(parts, C)
+    else:
+        return joined((parts[unit % 2 * 2], parts[unit % 2 * 2 + 1]), C)
+
+
+@gluon.jit
+def _x_operand(x, unit: gl.constexpr, depth: gl.constexpr):
+    """x [rows, 64] as the right operand, or one half of it."""
+    if depth == 64:
+        return x.permute([1, 0])
+    else:
+        return x.slice(unit % 2 * 32, 32, dim=1).permute([1, 0])
+
+
+@gluon.jit
+def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
+    """acc and the sums of a group that its products have just completed; `pending` is that group's scale."""
+    if C.direct:
+        return p
+    else:
+        return acc + p * pending
+
+
+@gluon.jit
+def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
+    """One step's products, of which the last is left under way: acc, its sums p, and the scale that these still need.
+
+    Those of a group are summed by the tensor cores, and scaled when the next are under way.
+    """
+    codes = _codes_of(rings[0], slot, S, C)
+    scales = ()
+    zeros = ()
+    if S.group == 16:
+        scales = sixteenths(rings[1].index(slot), S, C)
+    elif S.groups > 0:
+        scales = _columns(rings[1].index(slot).load(scale_layout(C, C.columns(S))), C)
+    if S.zero:
+        zeros = _columns(zero, C)
+    depth: gl.constexpr = 32 if C.halved and not C.direct else 64
+    none = gl.full([C.tile, C.rows], 0.0, gl.float32, sums_layout(C))
+    parts = ()
+    for unit in gl.static_range(gl.constexpr(C.chunk // depth)):
+        if (unit * depth) % 64 == 0:
+            parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
+        a = _operand(parts, unit, depth, C)
+        x = _x_operand(rings[2].index(slot * C.blocks + unit * depth // 64), unit, depth)
+        done = none
+        if unit > 0 or C.carried:
+            done = warpgroup_mma_wait(0, deps=[p])
+        if C.direct or (unit * depth) % S.group != 0:
+            p = warpgroup_mma(a, x, done, is_async=True)
+        else:
+            p = warpgroup_mma(a, x, none, use_acc=False, is_async=True)
+            if unit > 0 or C.carried:
+                acc = _scaled(acc, done, pending, S, C)
+            pending = _scale_of(scales[unit * depth // S.group], S, C)
+    if not C.carried:
+        acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        p = warpgroup_mma_init(none)
+        pending = gl.full([C.tile, 1], 0.0, gl.float32, sums_layout(C))
+    return acc, p, pending
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear(
+    X,  # [blocks of C.rows rows, steps, C.blocks, C.rows, 64] as `order` wrote it
+    Codes,  # of each weight: 16-bit words [N, K / planes]
+    Scales,  # [N, K / group], or [N, 1]
+    Zeros,  # uint8, as Scales
+    Biases,  # [N]
+    Factors,  # fp32 [1]
+    Outs,  # [rows, N]
+    Part,  # fp32 workspace: two partial results a program
+    Count,  # int32, one a tile, zero before and after
+    rows,
+    K,
+    Ns,
+    C: gl.constexpr,
+):
+    """One program's share of the steps of all tiles: rows of the weight times C.rows rows of x, those of x first."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = sums_layout(C)
+    ahead: gl.constexpr = C.stages - 2
+    rings = _make_rings(S, C)
+    steps = (K + C.chunk - 1) // C.chunk
+    blocks = (rows + C.rows - 1) // C.rows
+    tiles = 0
+    for i in gl.static_range(gl.constexpr(len(C.weights))):
+        tiles += (Ns[i] + C.tile - 1) // C.tile
+    total = tiles * blocks * steps
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    now = share(program, programs, total)
+    end = share(program + 1, programs, total)
+    position = quotient(now, steps)
+    step = now - position * steps
+    tile = quotient(position, blocks)
+    block = position - tile * blocks
+    # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
+    at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    next_tile, next_block, next_step = tile, block, step
+    for i in gl.static_range(ahead):
+        if now + i < end:
+            at = fetch_weight(rings, i, at, next_step, K, S, C)
+        async_copy.commit_group()
+        next_tile, next_block, next_step, at = _next(
+            next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+        )
+    if S.kind == "pairs":
+        make_table(rings[0], S, C)
+    zero_next = _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_block = block
+    x_step = step
+    for i in gl.static_range(ahead):
+        if now + i < end:
+            _fetch_x(rings[2], i, X, x_block, x_step, steps, C)
+        async_copy.commit_group()
+        x_step += 1
+        x_block = gl.where(x_step == steps, gl.where(x_block + 1 == blocks, 0, x_block + 1), x_block)
+        x_step = gl.where(x_step == steps, 0, x_step)
+    slot = 0
+    while now < end:
+        begin = step
+        stop = gl.minimum(end, now + (steps - step))
+        acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+        pending = gl.full([C.tile, 1], 0.0, gl.float32, mma)
+        p = warpgroup_mma_init(acc)
+        for at_step in range(now, stop):
+            zero = zero_next
+            if S.zero:
+                over = step + 1 == steps
+                zero_tile = gl.where(over & (block + 1 == blocks), tile + 1, tile)
+                zero_step = gl.where(over, 0, step + 1)
+                zero_next = _load_zeros(zero_tile, zero_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+            async_copy.wait_group(ahead - 1)
+            barrier()
+            fence_async_shared()
+            # Into the slot of two steps before: products with the step before may still be under way.
+            if at_step + ahead < end:
+                free = gl.where(slot >= 2, slot - 2, slot + ahead)
+                _fetch_x(rings[2], free, X, next_block, next_step, steps, C)
+                at = fetch_weight(rings, free, at, next_step, K, S, C)
+            async_copy.commit_group()
+            next_tile, next_block, next_step, at = _next(
+                next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
+            )
+            acc, p, pending = _multiply(acc, p, pending, rings, slot, zero, S, C)
+            step += 1
+            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        if C.carried:
+            acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
+        first_row = block * C.rows
+        if (begin == 0) & (step == steps):
+            write_tile(acc, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+        else:
+            n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
+            offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, mma))[None, :]
+            own = 2 * program + (begin == 0).to(gl.int32)
+            gl.store(Part + own.to(gl.int64) * C.part_floats + offsets, acc, cache_modifier=".cg")
+            at_all = tile * blocks + block
+            first = program_at(at_all * steps, programs, total)
+            last = program_at(at_all * steps + (steps - 1), programs, total)
+            barrier()
+            arrived = gl.atomic_add(Count + at_all, 1, sem="acq_rel", scope="gpu")
+            if arrived == last - first:
+                gl.store(Count + at_all, 0)
+                v = sum_parts(Part, offsets, first, last, program, acc, C)
+                write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+        now = stop
+        step = 0
+        block += 1
+        tile = gl.where(block == blocks, tile + 1, tile)
+        block = gl.where(block == blocks, 0, block)
+    async_copy.wait_group(0)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def order(X, Y, rows, K, x_row, C: gl.constexpr, BLOCK: gl.constexpr):
+    """x [rows, K] -> y [blocks of C.rows rows, K in pieces of 64, C.rows, 64]: k in the order of the operands, zeros beyond x."""
+    S: gl.constexpr = C.weights[0]
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    if C.pair:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = gl.program_id(1)
+    k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    x = gl.load(X + m.to(gl.int64) * x_row + k, mask=(k < K) & (m < rows), other=0.0)
+    x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), S, C)
+    pieces = (K + C.chunk - 1) // C.chunk * C.blocks
+    at = ((m // C.rows).to(gl.int64) * pieces + k // 64) * (C.rows * 64) + (m % C.rows * 64 + k % 64)
+    gl.store(Y + at, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < pieces * 64)
+
+
+def launch(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
+    spec: LinearWgmmaSpec,
+    programs: int,
+    part: torch.Tensor,
+    count: torch.Tensor,
+    compiled: Any = None,
+) -> Any:
+    """As `mma.launch`, with one launch more ahead, which brings x into the operands' order."""
+    padded, grid = _shape_in_order(x, spec)
+    y = x.new_empty(padded)
+    to_order = (x, y, *x.shape, x.stride(0))
+    to_multiply = (y, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights))
+    if compiled is not None:
+        compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
+        compiled[1][programs, 1, 1](*to_multiply, spec)
+        return compiled
+    ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
+    product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+    return ordering, product
+
+
+def _shape_in_order(x: torch.Tensor, spec: LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shape of x in the operands' order, and the programs that bring it there."""
+    rows, width = -(-x.shape[0] // spec.rows) * spec.rows, -(-x.shape[1] // spec.chunk) * spec.chunk
+    return (rows, width), (-(-width // ORDER_BLOCK), rows)
+
+
+def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor]) -> tuple[Any, ...]:
+    """The numbers of a product, the same as long as the tensors' shapes are."""
+    return (*x.shape, tuple(w.shape[0] for w in weights))
+
+
+def again(
+    compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearWgmmaSpec, programs: int
+) -> Callable[..., None]:
+    """As `mma.again`."""
+    (padded, grid), numbers, sizes = _shape_in_order(x, spec), _numbers(x, weights), (*x.shape, x.stride(0))
+    ordering, product = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (programs, 1, 1))
+
+    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
+        y = x.new_empty(padded)
+        ordering(stream, x.data_ptr(), y.data_ptr(), *sizes, spec, ORDER_BLOCK)
+        product(stream, y.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+
+    return launch_again
+
+
+def configurations() -> Iterator[Configuration]:
+    """The sample's products, as an H100 would be given them."""
+    for product in WARP_GROUPS:
+        yield from sample_configurations(*product, plan=wgmma_linear, launch=launch, capability=(9, 0))

@@ -1,0 +1,172 @@
+"""Warp-group products of quantised weights: layouts, the order of K, and how stored words become the left operand."""
+
+# ruff: noqa: RET505, RUF005
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.linear.multiply import to_float
+from halfbyte.kernels.linear.operands import halves, sixteenth_layout
+from halfbyte.kernels.linear.unpack import byte_planes, look_up, nibble_planes
+
+
+@gluon.constexpr_function
+def sums_layout(C):
+    """wgmma.m64nNk16: rows of the weight are M, 16 for each warp; rows of x are N."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.across, 1], instr_shape=[16, C.rows, 16])
+
+
+@gluon.constexpr_function
+def x_copy_layout(C):
+    """[blocks of 64 k, rows, 64]: eight lanes copy the 128 bytes of a row."""
+    rows = min(C.across, max(1, C.rows // 4))
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [C.across // rows, rows, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def half_type(C):
+    """The 16-bit type of x, operands and y."""
+    return gl.bfloat16 if C.half == "bf16" else gl.float16
+
+
+@gluon.jit
+def in_order(x, S: gl.constexpr, C: gl.constexpr):
+    """x [blocks, rows, 64] in the order of k that `code_operands` has: by operand of 16 k, then as its lanes hold them."""
+    B: gl.constexpr = x.shape[0]
+    R: gl.constexpr = x.shape[1]
+    if S.kind == "bytes":
+        x = gl.permute(gl.reshape(x, [B, R, 2, 16, 2]), [0, 1, 2, 4, 3])
+    elif S.kind == "nibbles" and C.halved:
+        x = gl.permute(gl.reshape(x, [B, R, 2, 8, 4]), [0, 1, 2, 4, 3])
+    elif S.kind == "nibbles":
+        x = gl.permute(gl.reshape(x, [B, R, 16, 4]), [0, 1, 3, 2])
+    elif C.halved:
+        x = gl.permute(gl.reshape(x, [B, R, 2, 4, 2, 2, 2]), [0, 1, 2, 5, 4, 3, 6])
+    else:
+        x = gl.permute(gl.reshape(x, [B, R, 2, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3, 6])
+    return gl.reshape(x, [B, R, 64])
+
+
+@gluon.jit
+def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
+    """Scales of groups of 16 codes, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
+    la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
+    like = gl.full([C.tile, 16], 0.0, half_type(C), la)
+    grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
+    G: gl.constexpr = C.columns(S)
+    n: gl.constexpr = (G // 4).bit_length() - 1
+    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(half_type(C))
+    s = gl.permute(gl.reshape(s, [C.tile, G // 4, 4]), [0, 2, 1])
+    parts = halves(gl.reshape(s, [C.tile, 4] + [2] * n), n)
+    made = ()
+    for block in gl.static_range(G // 4):
+        one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(2, grouped), assert_trivial=True), 2)
+        one = one + gl.full([C.tile, 4, 4], 0.0, half_type(C), grouped)
+        made = made + (gl.convert_layout(gl.reshape(one, [C.tile, 16]), la, assert_trivial=True),)
+    return made
+
+
+@gluon.jit
+def _pairwise(bf16: gl.constexpr, fp16: gl.constexpr, a, b, C: gl.constexpr):
+    """An instruction on two numbers of 16 bits at a time."""
+    if C.half == "bf16":
+        return gl.inline_asm_elementwise(bf16, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(fp16, "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _minus(a, b, C: gl.constexpr):
+    return _pairwise("sub.bf16x2 $0, $1, $2;", "sub.f16x2 $0, $1, $2;", a, b, C)
+
+
+@gluon.jit
+def _times(a, b, C: gl.constexpr):
+    return _pairwise("mul.bf16x2 $0, $1, $2;", "mul.f16x2 $0, $1, $2;", a, b, C)
+
+
+@gluon.jit
+def _rows(v, C: gl.constexpr):
+    """[tile], the same for all 16 k of an operand."""
+    la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
+    v = gl.expand_dims(gl.convert_layout(v.to(half_type(C)), gl.SliceLayout(1, la), assert_trivial=True), 1)
+    return v + gl.full([C.tile, 16], 0.0, half_type(C), la)
+
+
+@gluon.jit
+def _by_half(a, b, C: gl.constexpr):
+    """Two operands of 16 words as two of 8: the first halves of both, and the second halves."""
+    a0, a1 = gl.split(gl.permute(gl.reshape(a, [C.tile, 2, 8]), [0, 2, 1]))
+    b0, b1 = gl.split(gl.permute(gl.reshape(b, [C.tile, 2, 8]), [0, 2, 1]))
+    return _one_behind_other(a0, b0, C), _one_behind_other(a1, b1, C)
+
+
+@gluon.jit
+def _one_behind_other(a, b, C: gl.constexpr):
+    """[tile, k] and [tile, k] -> an operand [tile, 2 k]."""
+    la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
+    k: gl.constexpr = a.shape[1]
+    a = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [C.tile, 2 * k])
+    return gl.convert_layout(a, la, assert_trivial=True)
+
+
+@gluon.jit
+def joined(parts, C: gl.constexpr):
+    """Two or four operands of 16 k as one."""
+    if len(parts) == 2:
+        return _one_behind_other(parts[0], parts[1], C)
+    else:
+        return _one_behind_other(_one_behind_other(parts[0], parts[1], C), _one_behind_other(parts[2], parts[3], C), C)
+
+
+@gluon.jit
+def _planes(codes, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Codes of 64 k as four operands [tile, 16], with what they have too much; halved: the first two are the first 32 k."""
+    la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
+    if S.kind == "bytes":
+        first = byte_planes(codes.slice(block * 32, 16, dim=1).load(la), C)
+        planes = first + byte_planes(codes.slice(block * 32 + 16, 16, dim=1).load(la), C)
+    elif S.kind == "nibbles":
+        planes = nibble_planes(codes.slice(block * 16, 16, dim=1).load(la), C)
+    else:
+        planes = look_up(codes.slice(block * 16, 16, dim=1).load(la), S, C)
+    if C.halved and S.kind != "bytes":
+        a0, a1 = _by_half(planes[0], planes[1], C)
+        b0, b1 = _by_half(planes[2], planes[3], C)
+        planes = (a0, b0, a1, b1)
+    return planes
+
+
+@gluon.constexpr_function
+def _group_of(block, operand, S):
+    """The group of a step that an operand's scale and zero point belong to."""
+    return (block * 64 + operand // 2 * 32) // S.group if S.groups else 0
+
+
+@gluon.jit
+def _exact(p, block: gl.constexpr, operand: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
+    """An operand less what its codes have too much: 128, a bias, a zero point; times its scale, where that is exact."""
+    shift: gl.constexpr = S.shift(C.half)
+    group: gl.constexpr = _group_of(block, operand, S)
+    if S.zero:
+        p = _minus(p, _rows(zeros[group].to(gl.float32) * S.unit(C.half) + shift, C), C)
+    elif shift != 0.0:
+        p = _minus(p, gl.full([C.tile, 16], shift, half_type(C), p.type.layout), C)
+    if C.fold and S.group == 16:
+        p = _times(p, scales[block], C)
+    elif C.fold:
+        p = _times(p, _rows(to_float(scales[group], S), C), C)
+    return p
+
+
+@gluon.jit
+def code_operands(codes, block: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
+    """Codes [tile, words] of 64 k of a step as four operands [tile, 16], exactly."""
+    planes = _planes(codes, block, S, C)
+    made = ()
+    for i in gl.static_range(4):
+        made = made + (_exact(planes[i], block, i, scales, zeros, S, C),)
+    return made

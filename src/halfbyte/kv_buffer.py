@@ -1,0 +1,141 @@
+"""What attention reads: a buffer of keys, one of values, and the options of a call. Plain data, shared by every level of an op."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from halfbyte.formats import Format, Shape
+
+#: cos and sin of the rotary embedding of new keys.
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KVBuffer:
+    """The stored keys (or values) of one layer.
+
+    Contiguous: codes [B, H, T, D / codes per byte]; scales and offsets as `format.scale_shape([B, H, T, D])` says.
+    Paged: the same with the batch axis replaced by pages and T by the tokens of a page: codes [P, H, page, ...]; token p*page + j
+    of sequence b lives in page `page_table[b, p]`, row j. Any strides.
+    `tail`, only for per-channel formats: [B, H, block, D] in 16 bits. It holds the last `length % block` tokens, which are not
+    quantised yet; codes and scales cover whole blocks only. It belongs to a sequence, so it is never paged.
+    Per-tensor scales are [1] and shared by everything; 0 means not calibrated yet. `saturated`, int64 [1], counts what exceeded
+    them.
+    """
+
+    format: Format
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    tail: torch.Tensor | None = None
+    saturated: torch.Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Logical size of one head."""
+        return self.codes.shape[-1] * self.format.code.per_byte
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What attention reads: (codes, scales, offsets, tail), in the order in which the flat ops take them."""
+        return self.codes, self.scales, self.offsets, self.tail
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors() if t is not None)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one attention call, in the order they act on a score: scale, softcap, ALiBi, mask.
+
+    sm_scale      multiplies q . k
+    softcap       s -> softcap * tanh(s / softcap); None: off
+    alibi_slopes  float32 [Hq]; adds slope * (j - i) for key position j and query position i
+    window        keeps keys j with i - window < j <= i; None: all j <= i
+    starts        int32 [B]; keys before starts[b] are padding and are never seen; None: 0
+    ends          int32 [B]; keys from ends[b] on are not seen; None: all the cache holds. The lengths cannot say this: they also
+                  say which tokens of per-channel keys are in the tail
+    sinks         float32 [Hq]; one more logit a head in the softmax's denominator, with no value, not part of lse (GPT-OSS)
+    rotate_keys   the cached keys are Hadamard-rotated: the query is rotated the same way before the product
+    """
+
+    sm_scale: float
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    window: int | None = None
+    starts: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    rotate_keys: bool = False
+
+    def limit(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Keys that may be seen lie before this position, [B]."""
+        return lengths if self.ends is None else torch.minimum(lengths, self.ends)
+
+
+class Cache(Protocol):
+    """What the attention ops need of a cache: two planes, int32 [B] lengths, and a page table when the planes are paged.
+
+    `page_table`, int32 [B, pages]: the page that holds tokens p*page .. of each sequence. `rotate_keys`: keys are stored rotated.
+    """
+
+    @property
+    def keys(self) -> KVBuffer: ...
+    @property
+    def values(self) -> KVBuffer: ...
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def page_table(self) -> torch.Tensor | None: ...
+    @property
+    def rotate_keys(self) -> bool: ...
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Where memory is made that outlives a `torch.inference_mode` around it, outside of which it could not be written to."""
+    inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else nullcontext()
+
+
+def new_kv_buffer(
+    fmt: Format,
+    shape: Shape,
+    tail: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    scale: float | None = None,
+) -> KVBuffer:
+    """An empty buffer for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
+    fmt.check_shape(shape, "the cache")
+    per_tensor = fmt.granularity == "tensor"
+
+    def zeros(s: Shape, dt: torch.dtype) -> torch.Tensor:
+        return torch.zeros(s, dtype=dt, device=device)
+
+    def of_tokens(dt: torch.dtype) -> torch.Tensor:
+        """Scales or offsets. Every head has room for whole sixteens of tokens, so that kernels can copy neighbours together."""
+        s, axis = fmt.scale_shape(shape), 1 if fmt.granularity == "token" else 2
+        if len(s) == 1:
+            return zeros(s, dt)
+        room = (*s[:axis], -(-s[axis] // 16) * 16, *s[axis + 1 :])
+        return zeros(room, dt).narrow(axis, 0, s[axis])
+
+    scales = None if fmt.scale is None else of_tokens(fmt.scale.storage)
+    if scales is not None and scale is not None:
+        scales.fill_(scale)
+    return KVBuffer(
+        fmt,
+        zeros(fmt.codes_shape(shape), fmt.storage),
+        scales,
+        None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
+        zeros(tail, dtype) if fmt.token_block else None,
+        zeros((1,), torch.int64) if per_tensor else None,
+    )

@@ -1,0 +1,63 @@
+"""How the portable Triton level of `decode_attention` cuts a call into programs: pure functions, no device is asked anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.formats import Format
+
+#: Programs that keep one multiprocessor busy, warps counted: beyond them more splits only cost.
+_WARPS_PER_SM = 16
+
+
+@dataclass(frozen=True)
+class TritonTiles:
+    """One launch: each program takes `block_rows` query rows and walks its share of the tokens in blocks of `block_tokens`.
+
+    `chunk` 0: `splits` equal shares of what a sequence can see. `chunk` > 0, a multiple of `block_tokens`: split s takes tokens
+    [s * chunk, (s + 1) * chunk), so that a sequence's bits do not depend on its neighbours; splits * chunk is the capacity or more.
+    `pdl`: start before the kernel before has ended and wait for it on the device (compute capability 9.0 on).
+    """
+
+    block_tokens: int
+    block_rows: int
+    splits: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+    pdl: bool = False
+
+
+def triton_tiles(
+    keys: Format,
+    values: Format,
+    *,
+    batch: int,
+    heads: int,
+    rows: int,
+    capacity: int,
+    dim: int,
+    num_sms: int,
+    capability: tuple[int, int] = (8, 0),
+    chunk: int = 0,
+) -> TritonTiles:
+    """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.
+
+    `chunk` > 0 asks for the same bits in every batch; it is rounded up to whole blocks.
+    """
+    # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
+    block_rows = 16 if rows <= 16 else 32
+    bits, channels = max(keys.code.bits, values.code.bits), keys.token_block is not None
+    grouped = "group" in (keys.granularity, values.granularity)
+    wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
+    block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
+    num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
+    tiles = -(-rows // block_rows)
+    if chunk:
+        chunk = -(-chunk // block_tokens) * block_tokens
+        splits = max(1, -(-capacity // chunk))
+    else:
+        programs = max(1, batch * heads * tiles)
+        wanted = num_sms * _WARPS_PER_SM // (num_warps * programs)
+        splits = max(1, min(wanted, -(-capacity // (4 * block_tokens)), 128))
+    return TritonTiles(block_tokens, block_rows, splits, chunk, num_warps, 3, capability >= (9, 0))

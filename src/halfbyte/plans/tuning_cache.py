@@ -1,0 +1,236 @@
+"""Plans that `halfbyte tune` measured: a small table for each type of GPU, keyed by every field of a problem.
+
+A table holds choices (`choices.py`), never plans: a choice goes through the checks that plans go through, and where it fails, or a
+table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats import Format
+from halfbyte.paths import own_plans, shipped_plans
+from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
+from halfbyte.plans.decode_spec import padded
+from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.tuning_space import Choice, DecodeChoice, LinearChoice, with_decode_choice, with_linear_choice
+from halfbyte.settings import stored_plans
+
+#: Rows of x up to which kernels round to a power of two; beyond, they take blocks of so many.
+_BLOCK_ROWS = 64
+#: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
+VERSION = 2
+
+
+class DamagedPlans(HalfbyteError, ValueError):
+    """A file is no table of measured plans."""
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """x times weights of these formats and out features. `rows` of x are rounded up as the kernels do."""
+
+    weights: tuple[tuple[str, int], ...]
+    rows: int
+    width: int
+    half: str
+
+    @staticmethod
+    def of(weights: Sequence[tuple[Format, int]], rows: int, width: int, half: str) -> LinearProblem:
+        """As plans are asked for."""
+        alike = padded(rows) if rows <= _BLOCK_ROWS else -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
+        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), alike, width, half)
+
+
+def key_of(problem: LinearProblem | Problem) -> str:
+    """Every field of a problem, as one line of JSON."""
+    op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
+    return json.dumps({"op": op, **asdict(problem)}, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One problem that was measured. `choice` None: nothing was faster than the analytic plan.
+
+    seconds, analytic_seconds  of a call, by the choice and by the analytic plan
+    date                       of the measurement, such as 2026-11-22
+    file                       what it was read from; "" before it is stored
+    """
+
+    choice: Choice | None
+    seconds: float
+    analytic_seconds: float
+    date: str
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured plans for GPUs of one type, by `key_of` their problem. `made_with`: versions; `note`: why there are none."""
+
+    gpu: str
+    num_sms: int
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+#: Where nothing is known about a GPU but its numbers.
+NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by numbers")
+
+
+# ------------------------------------------------------------------------------------------------------- plans by a table
+
+
+def linear_plan(
+    weights: Sequence[tuple[Format, int]],
+    *,
+    rows: int,
+    width: int,
+    half: str,
+    num_sms: int,
+    capability: tuple[int, int],
+    pair: bool,
+    table: Table,
+) -> tuple[LinearPlan | str, str]:
+    """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
+    plan = tuned_linear(weights, rows=rows, width=width, half=half, num_sms=num_sms, capability=capability, pair=pair)
+    entry = table.entries.get(key_of(LinearProblem.of(weights, rows, width, half)))
+    if isinstance(plan, str) or entry is None or not isinstance(entry.choice, LinearChoice):
+        return plan, _analytic(entry, table)
+    made = with_linear_choice(plan, entry.choice, [n for _, n in weights], width, num_sms, capability)
+    return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
+
+
+def decode_plan(
+    problem: Problem, num_sms: int, capability: tuple[int, int], pair: bool, table: Table
+) -> tuple[DecodePlan | str, str]:
+    """`gluon_plan` with what a table knows, and where the plan comes from, in words."""
+    plan = gluon_plan(problem, num_sms, capability, pair)
+    entry = table.entries.get(key_of(problem))
+    if isinstance(plan, str) or entry is None or not isinstance(entry.choice, DecodeChoice):
+        return plan, _analytic(entry, table)
+    made = with_decode_choice(plan, entry.choice, num_sms, capability)
+    return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
+
+
+def _tuned(entry: Entry, table: Table) -> str:
+    times = f"{1e6 * entry.seconds:.2f} us where the analytic plan took {1e6 * entry.analytic_seconds:.2f}"
+    return f"tuned for {table.gpu} ({_source(entry)}): {times}"
+
+
+def _analytic(entry: Entry | None, table: Table) -> str:
+    if entry is not None and entry.choice is None:
+        return f"analytic (nothing else was faster: {_source(entry)})"
+    return f"analytic ({table.note or f'no entry for this problem, of {len(table.entries)} for {table.gpu}'})"
+
+
+def _unfit(entry: Entry, why: str) -> str:
+    return f"analytic (the entry of {_source(entry)} does not fit: {why})"
+
+
+def _source(entry: Entry) -> str:
+    return f"{entry.file}, {entry.date}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+def table_of(gpu: str, num_sms: int) -> Table:
+    """What is stored for GPUs of this name and size: one's own measurements go before those that come with the library.
+
+    A file that cannot be used is left out, with a warning the first time.
+    """
+    return _table_of(gpu, num_sms, stored_plans(), str(own_plans(gpu)))
+
+
+@functools.cache
+def _table_of(gpu: str, num_sms: int, setting: str, own: str) -> Table:
+    if setting == "0":
+        return Table(gpu, num_sms, note="HALFBYTE_PLANS=0")
+    files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if os.path.exists(file)]
+    entries: dict[str, Entry] = {}
+    note = f"nothing is stored for {gpu}"
+    for file in files:
+        try:
+            found = read(file)
+            check_gpu(found, gpu, num_sms, str(file))
+        except (DamagedPlans, OSError) as error:
+            warnings.warn(f"halfbyte: measured plans are left out: {error}; `halfbyte tune` makes them anew", stacklevel=2)
+            note = str(error)
+            continue
+        entries |= found.entries
+    return Table(gpu, num_sms, entries, note="" if entries else note)
+
+
+def check_gpu(found: Table, gpu: str, num_sms: int, file: str) -> None:
+    """Raise `DamagedPlans` unless a table is one for this GPU."""
+    if (found.gpu, found.num_sms) != (gpu, num_sms):
+        was = f"{found.gpu} with {found.num_sms} multiprocessors"
+        raise DamagedPlans(f"{file} is of {was} and this is {gpu} with {num_sms}")
+
+
+def read(file: Path) -> Table:
+    """The table in a file. Raises `DamagedPlans` for anything else, and for a table of other versions of the plans."""
+    try:
+        data = json.loads(file.read_bytes())
+        if data["halfbyte plans"] != VERSION:
+            raise DamagedPlans(f"{file} is of version {data['halfbyte plans']!r} of the plans and this is {VERSION}")
+        entries = {_key(one["problem"]): _entry(one, str(file)) for one in data["entries"]}
+        return Table(str(data["gpu"]), _whole(data["multiprocessors"]), entries, dict(data["made with"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, DamagedPlans):
+            raise
+        raise DamagedPlans(f"{file} is no table of measured plans ({type(error).__name__}: {error})") from error
+
+
+def _key(problem: Mapping[str, Any]) -> str:
+    if problem["op"] not in _CHOICES:
+        raise ValueError(f"op {problem['op']!r}")
+    return json.dumps(problem, sort_keys=True)
+
+
+_CHOICES: dict[str, type[Choice]] = {"linear": LinearChoice, "decode_attention": DecodeChoice}
+
+
+def _entry(data: Mapping[str, Any], file: str) -> Entry:
+    choice = None
+    if data["choice"] is not None:
+        choice = _CHOICES[data["problem"]["op"]](**{name: _whole(value) for name, value in data["choice"].items()})
+    return Entry(choice, float(data["us"]) / 1e6, float(data["analytic us"]) / 1e6, str(data["date"]), file)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def write(file: Path, table: Table) -> None:
+    """Store a table, one entry a line, in place of what was there: at once, so that a kill leaves the old file or the new one."""
+    lines = [json.dumps(_plain(key, entry), sort_keys=True) for key, entry in sorted(table.entries.items())]
+    head = {"halfbyte plans": VERSION, "gpu": table.gpu, "multiprocessors": table.num_sms, "made with": dict(table.made_with)}
+    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
+        partial.write(text)
+        partial.flush()
+        os.fsync(partial.fileno())
+    os.chmod(partial.name, 0o644)
+    os.replace(partial.name, file)
+
+
+def _plain(key: str, entry: Entry) -> dict[str, Any]:
+    choice = None if entry.choice is None else asdict(entry.choice)
+    times = {"us": round(1e6 * entry.seconds, 3), "analytic us": round(1e6 * entry.analytic_seconds, 3)}
+    return {"problem": json.loads(key), "choice": choice, **times, "date": entry.date}
