@@ -68,8 +68,9 @@ def kernel_modules() -> list[str]:
     """The modules that ship kernels. One that has a `launch` and no `configurations` would never be checked: an error."""
     names = [found.name for found in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels.")]
     modules = {name: importlib.import_module(name) for name in names}
-    if forgotten := [name for name, m in modules.items() if hasattr(m, "launch") and not hasattr(m, "configurations")]:
-        raise SystemExit(f"{', '.join(forgotten)}: no configurations(); see halfbyte.kernels.compiling.Configuration")
+    launching = [name for name, module in modules.items() if callable(getattr(module, "launch", None))]
+    if forgotten := [name for name in launching if not hasattr(modules[name], "configurations")]:
+        raise SystemExit(f"{', '.join(forgotten)}: no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
     return [name for name, module in modules.items() if hasattr(module, "configurations")]
 
 
