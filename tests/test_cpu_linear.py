@@ -14,7 +14,8 @@ from halfbyte.cpu import codes
 from halfbyte.cpu import linear as cpu
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
 from halfbyte.reference import linear as reference
-from halfbyte.reference.quantize import decode_unit, quantize
+from halfbyte.reference.decode import decode_unit
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}

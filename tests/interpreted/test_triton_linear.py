@@ -18,7 +18,8 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.reference.quantize import dynamic_map, quantize
+from halfbyte.reference.decode import dynamic_map
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 #: numpy warns of what a GPU computes silently, and as meant: NaN that was put there.

@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 ATTENTION, APPEND, QUANTIZE = "reference/attention.py", "reference/append.py", "reference/quantize.py"
+DECODE = "reference/decode.py"
 COPIES, STREAMS, CODES = "kernels/linear/async_copy.py", "kernels/linear/sync.py", "kernels/linear/unpack.py"
 OPS, RELAUNCH, FACTS = "ops/decode_attention.py", "ops/_relaunch.py", "ops/_facts.py"
 RELAUNCH_LINEAR, PREFILL = "ops/_relaunch_linear.py", "ops/prefill_attention.py"
@@ -178,7 +179,7 @@ MUTANTS = [
     # -- formats and quantisers
     Mutant(
         "wrong group index",
-        QUANTIZE,
+        DECODE,
         "scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)",
         "scales.repeat((1,) * (scales.ndim - 1) + (fmt.group_size(shape[-1]),))",
         codecs("test_kv_formats_are_exact"),
@@ -224,14 +225,14 @@ MUTANTS = [
     ),
     Mutant(
         "E8M0 subnormal flushed",
-        QUANTIZE,
+        DECODE,
         "return value.masked_fill(stored == 255, torch.nan)",
         "return value.masked_fill(stored == 255, torch.nan).masked_fill(stored == 0, 0)",
         tables("test_every_e8m0_scale"),
     ),
     Mutant(
         "E8M0 NaN is finite",
-        QUANTIZE,
+        DECODE,
         "return value.masked_fill(stored == 255, torch.nan)",
         "return value.nan_to_num(0, 0, 0)",
         tables("test_every_e8m0_scale", "test_every_mxfp4_scale_through_a_tensor"),
@@ -245,7 +246,7 @@ MUTANTS = [
     ),
     Mutant("NVFP4 blocks vanish", QUANTIZE, "wanted.clamp_min(2.0**-9)", "wanted", codecs("test_nvfp4_special_blocks")),
     Mutant(
-        "double quantisation loses the mean", QUANTIZE, "flat * spread + mean", "flat * spread", codecs("test_double_quantisation")
+        "double quantisation loses the mean", DECODE, "flat * spread + mean", "flat * spread", codecs("test_double_quantisation")
     ),
     Mutant("NaN is quantised", QUANTIZE, '    check_finite(x, "x")\n', "", codecs("test_nan_and_infinity_raise")),
     Mutant(

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from halfbyte.device import describe
-from halfbyte.errors import Unsupported
+from halfbyte.errors import Unsupported, warn_once
 from halfbyte.formats import Format
-from halfbyte.ops._library import warn_once
 from halfbyte.ops._relaunch_linear import Request, remember
 from halfbyte.ops._workspace import counters, floats
 from halfbyte.plans.linear import LinearPlan, Spec
