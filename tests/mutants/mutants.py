@@ -330,14 +330,14 @@ MUTANTS = [
     Mutant(
         "writes to lengths by others are not noticed",
         "cache.py",
-        "lengths is self.lengths and writes == lengths._version",
+        "lengths is self.lengths and version == lengths._version",
         "lengths is self.lengths",
         caches("test_what_the_host_is_sure_of"),
     ),
     Mutant(
         "copies of a cache believe what the first one knows",
         "cache.py",
-        'if name != "_written"',
+        'if name != "_version"',
         "if name",
         caches("test_what_the_host_is_sure_of"),
     ),

@@ -29,8 +29,11 @@ CIRCLES: set[tuple[str, str]] = {
     ("halfbyte.bench.telling", "halfbyte.bench.run_qkv"),
     ("halfbyte.bench.telling", "halfbyte.bench.studies"),
 }
-#: (package that uses, private name) that are to go. Remove an entry when its use is gone.
+#: (package that uses, "" for the files at the top; private name) that are to go. Remove an entry when its use is gone.
 PRIVATES: set[tuple[str, str]] = {
+    ("", "_launch_cache"),
+    ("", "_relaunch_append"),
+    ("", "_workspace"),
     ("bench", "_workspace"),
     ("bench", "_decode_on_gpu"),
     ("bench", "_linear_on_gpu"),
