@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-check gpu-test gpu-sanitize gpu-bench lint format docs bench pins size wheel clean
+.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench lint format docs bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -32,6 +32,9 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 	$(BIN)/python -m pytest tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
+
+mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
+	$(BIN)/python -m pytest tests/mutants
 
 compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills
 	$(BIN)/python scripts/compile_check.py
