@@ -40,7 +40,7 @@ compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and
 	$(BIN)/python scripts/compile_check.py
 
 # On a machine with a GPU nothing is installed: PYTHON has torch, triton, pytest, pytest-timeout and hypothesis, and sees src/.
-ON_GPU := PYTHONPATH=src HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+ON_GPU := PYTHONPATH=src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
 SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --dist worksteal -p no:benchmark")' 2>/dev/null)
