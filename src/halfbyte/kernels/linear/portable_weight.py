@@ -86,7 +86,7 @@ def read_scale(w: Weight, row, group, groups, seen):
 
 @triton.jit
 def _dynamic(index):
-    """bitsandbytes' signed dynamic map (`reference.decode.dynamic_map`) of int32 0..255, in arithmetic instead of a table.
+    """bitsandbytes' signed dynamic map (`reference.dequantize.dynamic_map`) of int32 0..255, in arithmetic instead of a table.
 
     Code 127 is 0 and 255 is 1. Between them 127 magnitudes of each sign: number p = 1..127 is 2^d (1 + f), and means the middle of
     its part of [0.1, 1] cut into 2^d, times 10^(d - 6).
