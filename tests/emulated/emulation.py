@@ -15,7 +15,7 @@ from machine.launch import emulated
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan, queries_of_a_block
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
 
@@ -74,7 +74,7 @@ def multiply(
     """x times each weight in one launch of a tuned kernel."""
 
     def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> LinearPlan:
-        found = tuned_linear(facts, rows=rows, width=width, half=half, num_sms=num_sms, capability=(9, 0), pair=True)
+        found = tuned_linear(facts, m=rows, width=width, dtype=half, num_sms=num_sms, capability=(9, 0), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

@@ -396,7 +396,7 @@ MUTANTS = [
     # -- streams of warps that wait for each other's copies
     Mutant(
         "one slot of scales too few to need no word of what is read",
-        "plans/linear.py",
+        "plans/linear_spec.py",
         "self.scale_slots < 2 * self.stages",
         "self.scale_slots < 2 * self.stages - 1",
         streams("test_scales_are_there_and_nobody_waits_for_ever[3-5-1000]"),
@@ -426,15 +426,15 @@ MUTANTS = [
     Mutant(
         "codes advanced by half a step",
         COPIES,
-        "codes += C.streams * S.words(C) * 2",
-        "codes += C.streams * S.words(C)",
+        "codes += C.k_slices * S.words(C) * 2",
+        "codes += C.k_slices * S.words(C)",
         copies("test_a_step_comes_to_where_it_is_read[int8_col-3-28672]"),
     ),
     Mutant(
         "codes beyond K",
         COPIES,
-        "S.planes < left, rows - row, 0)",
-        "S.planes < left, rows - row, rows - row)",
+        "S.codes_per_word < left, rows - row, 0)",
+        "S.codes_per_word < left, rows - row, rows - row)",
         copies("test_a_step_comes_to_where_it_is_read[nf4-16-4096]"),
     ),
     Mutant(
