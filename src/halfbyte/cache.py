@@ -16,8 +16,8 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, Rope, new_kv_buffer, outside_inference_mode
 from halfbyte.ops._buffers import check_buffers, expanded
-from halfbyte.ops._relaunch_append import Request
-from halfbyte.ops._relaunch_append import request as append_request
+from halfbyte.ops._launch_cache import Signature
+from halfbyte.ops._relaunch_append import signature_of
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
 from halfbyte.reference.append import check_capacity
@@ -58,7 +58,7 @@ class New(NamedTuple):
     counts: torch.Tensor | None
     rope: Rope | None
     q: torch.Tensor | None
-    request: Request | None
+    request: Signature | None
 
 
 class KVCache:
@@ -235,7 +235,7 @@ class KVCache:
         """
         self._check_writable()
         planes = (self.keys, self.values, self.lengths)
-        request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
+        request = None if self._measures else signature_of(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
         if request is None or not request.known:
             check_new(k, v, *planes, counts, rope, q)
         return self._append(New(k, v, counts, rope, q, request))

@@ -616,15 +616,15 @@ MUTANTS = [
     Mutant(
         "rotated keys are no fact of an append",
         "ops/_relaunch_append.py",
-        "*as_set(), rotate_keys,",
-        "*as_set(),",
+        '"append", (rotate_keys,)',
+        '"append", ()',
         ("test_relaunch_append.py::test_every_fact_makes_another_append",),
     ),
     Mutant(
         "an append of converted tensors remembered",
         "ops/_relaunch_append.py",
-        "if all(a is b for a, b in zip(tensors, given, strict=False)):",
-        "if tensors:",
+        "if not s.covers(",
+        "if not any(",
         ("test_relaunch_append.py::test_what_needs_more_than_one_launch_is_not_remembered",),
     ),
 ]
