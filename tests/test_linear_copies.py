@@ -15,7 +15,8 @@ import torch
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear import async_copy, ring, sync
-from halfbyte.plans.linear import Spec, gluon_linear
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearSpec
 from machine.arithmetic import Array
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
@@ -25,12 +26,12 @@ WIDTHS = {"int4_sym_g128": 2304, "int4_g128": 2560, "int4_g32": 2176, "int4_sym_
 WIDTHS |= {"int8_col": 2256, "int8_g128": 2304, "nf4": 2240, "mxfp4": 2176, "nvfp4": 2112}
 
 
-def planned(name: str, rows: int, n: int) -> Spec:
+def planned(name: str, rows: int, n: int) -> LinearSpec:
     """For two weights of n / 2 rows."""
     weight = (WEIGHT_FORMATS[name], n // 2)
-    found = gluon_linear([weight, weight], rows=rows, width=WIDTHS[name], half="bf16", num_sms=132, capability=(9, 0), pair=True)
+    found = gluon_linear([weight, weight], m=rows, width=WIDTHS[name], dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, Spec)
+    assert isinstance(found.spec, LinearSpec)
     return found.spec
 
 
@@ -43,12 +44,12 @@ class Tensors:
     rows: dict[str, Array]
 
     @classmethod
-    def of(cls, spec: Spec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
+    def of(cls, spec: LinearSpec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
         weight = spec.weights[0]
         groups = width // weight.group if weight.group else 0
         shapes = {"x": (rows, 2 * (width + gap))}
         for i, n in enumerate(features):
-            shapes |= {f"codes{i}": (n, 2 * width // weight.planes), f"scales{i}": (n, groups * weight.scale_bytes)}
+            shapes |= {f"codes{i}": (n, 2 * width // weight.codes_per_word), f"scales{i}": (n, groups * weight.scale_bytes)}
             shapes |= {f"zeros{i}": (n, groups * weight.zero)}
         at, end = {}, 128
         for name, (n, size) in shapes.items():
@@ -60,32 +61,32 @@ class Tensors:
         return torch.tensor([[[self.memory.ctypes.data + self.at[name]]]])
 
 
-def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: Spec) -> None:
+def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: LinearSpec) -> None:
     """codes: bytes of the rows of a tile, up to where K ends."""
     words = spec.weights[0].words(spec)
     layout = code_ring_layout(words)
-    ring = shared[: spec.x_at].view(np.int16).reshape(-1, spec.streams, spec.tile, words)
+    ring = shared[: spec.x_at].view(np.int16).reshape(-1, spec.k_slices, spec.tile, words)
     row, column = np.indices((spec.tile, words))
     phase = row // layout.per_phase % layout.max_phase
     swizzled = (column // layout.vec ^ phase) * layout.vec + column % layout.vec
-    for w in range(spec.streams):
-        first = (step * spec.streams + w) * words
+    for w in range(spec.k_slices):
+        first = (step * spec.k_slices + w) * words
         there = codes.view(np.int16)[:, first : first + words]
         inside = tuple(slice(0, n) for n in there.shape)
         ring[slot, w][row[inside], swizzled[inside]] = there
 
 
-def expect_x(shared: Array, x: Array, slot: int, step: int, spec: Spec) -> None:
+def expect_x(shared: Array, x: Array, slot: int, step: int, spec: LinearSpec) -> None:
     """x: bytes of its rows, up to where K ends."""
-    shape = (spec.stages, spec.streams, spec.x_high, spec.chunk // 32, spec.x_low, 32)
+    shape = (spec.stages, spec.k_slices, spec.x_high, spec.chunk // 32, spec.x_low, 32)
     ring = shared[spec.x_at : spec.scales_at].view(np.int16).reshape(shape)
     there = x.view(np.int16)[:, step * spec.step : (step + 1) * spec.step]
     for m, row in enumerate(there):
         whole = np.pad(row, (0, spec.step - row.size))
-        ring[slot, :, m // spec.x_low, :, m % spec.x_low, :] = whole.reshape(spec.streams, -1, 32)
+        ring[slot, :, m // spec.x_low, :, m % spec.x_low, :] = whole.reshape(spec.k_slices, -1, 32)
 
 
-def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: Spec) -> None:
+def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: LinearSpec) -> None:
     """Scales (or zero points) of `size` bytes: those of the rows of a tile, up to where K ends."""
     each = spec.columns(spec.weights[0]) * size
     there = scales[:, step * each : (step + 1) * each]
@@ -95,13 +96,13 @@ def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, s
 
 
 def expected(
-    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: Spec
+    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: LinearSpec
 ) -> Array:
     """Shared memory once a step of a tile of K = k is there. tile: which weight's, and its first row."""
     shared, weight = block.shared.bytes.copy(), spec.weights[0]
     rows = slice(tile[1], tile[1] + spec.tile)
     groups = k // weight.group if weight.group else 0
-    expect_codes(shared, tensors.rows["codes" + tile[0]][rows, : 2 * k // weight.planes], slots[0], step, spec)
+    expect_codes(shared, tensors.rows["codes" + tile[0]][rows, : 2 * k // weight.codes_per_word], slots[0], step, spec)
     expect_x(shared, tensors.rows["x"][:, : 2 * k], slots[0], step, spec)
     if weight.groups:
         scales = tensors.rows["scales" + tile[0]][rows, : groups * weight.scale_bytes]
@@ -122,7 +123,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     spec, width, gap = planned(name, rows, n), WIDTHS[name], 8
     weight, features = spec.weights[0], (2 * spec.tile - 11, spec.tile)
     tensors = Tensors.of(spec, width, rows, features, gap)
-    block = Threads((spec.streams, spec.across, 32), spec.ring_bytes, torch.from_numpy(tensors.memory))
+    block = Threads((spec.k_slices, spec.warps_m, 32), spec.ring_bytes, torch.from_numpy(tensors.memory))
     on_block(block, (async_copy, ring, sync), monkeypatch)
     sync.make_barriers(spec)
     addresses: list[tuple[torch.Tensor | None, ...]] = [
@@ -161,7 +162,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
 def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tile begins, of a weight of 2^32 columns and rows: nothing is read."""
     spec, width, tile = planned(name, 1, 4096), 1 << 20, 1 << 20
-    block = Threads((spec.streams, spec.across, 32))
+    block = Threads((spec.k_slices, spec.warps_m, 32))
     on_block(block, (async_copy, ring, sync), monkeypatch)
     start, nothing = (torch.zeros(1, 1, 1, dtype=torch.int64),) * 2, (None, None)
     number = torch.tensor([[[tile]]], dtype=torch.int32)
@@ -170,7 +171,7 @@ def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest
     at = async_copy.weight_at(number, 0, start, start, zeros, nothing, nothing, start, many, width, weight, spec)
     row = tile * spec.tile
     groups = width // weight.group if weight.group else 0
-    assert int(at[0].min()) == row * width // weight.planes * 2
+    assert int(at[0].min()) == row * width // weight.codes_per_word * 2
     assert int(at[1].min()) == row * groups * weight.scale_bytes
     assert int(at[2].min()) == (row * groups if weight.zero else 0)
 
@@ -183,4 +184,4 @@ def test_rings_lie_one_behind_the_other(name: str, rows: int, n: int) -> None:
     assert 0 < spec.x_at < spec.scales_at <= spec.zeros_at <= spec.barriers_at <= spec.ring_bytes <= spec.shared_bytes
     assert not any(at % 128 for at in (spec.x_at, spec.scales_at, spec.zeros_at, spec.barriers_at, spec.ring_bytes))
     if not spec.separate_reduce_smem:
-        assert 4 * spec.streams * spec.part_floats <= weight.slot_bytes(spec)
+        assert 4 * spec.k_slices * spec.partial_floats <= weight.slot_bytes(spec)

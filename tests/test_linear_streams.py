@@ -16,7 +16,8 @@ import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import sync
-from halfbyte.plans.linear import Spec, _scale_slots, gluon_linear
+from halfbyte.plans.linear import _scale_slots, gluon_linear
+from halfbyte.plans.linear_spec import LinearSpec
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
 
@@ -46,7 +47,7 @@ class Rules:
     free: list[tuple[int, int]] | None
 
 
-def rules_of(spec: Spec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
+def rules_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
     """What the kernel's functions say, which count with tensors as they do with the compiler's values."""
     waited: list[tuple[int, int, int]] = []
 
@@ -149,12 +150,12 @@ KEPT = [
 ]
 
 
-def kept(stages: int, slots: int, rows: int = 1) -> Spec:
+def kept(stages: int, slots: int, rows: int = 1) -> LinearSpec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear([(weight, 8192)], rows=rows, width=8192, half="bf16", num_sms=132, capability=(9, 0), pair=True)
+    found = gluon_linear([(weight, 8192)], m=rows, width=8192, dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, Spec)
+    assert isinstance(found.spec, LinearSpec)
     return replace(found.spec, stages=stages, scale_slots=slots)
 
 
@@ -208,11 +209,11 @@ def test_the_model_finds_what_is_wrong(broken: str, what: str, monkeypatch: pyte
         explored(rules)
 
 
-def threads_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Threads:
+def threads_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch) -> Threads:
     layout = sync.thread_layout(spec)
     assert [layout.size_per_thread, layout.threads_per_warp] == [[1, 1, 1], [1, 1, 32]]
-    assert [layout.warps_per_cta, layout.order] == [[spec.streams, spec.across, 1], [2, 1, 0]]
-    block = Threads((spec.streams, spec.across, 32), spec.ring_bytes)
+    assert [layout.warps_per_cta, layout.order] == [[spec.k_slices, spec.warps_m, 1], [2, 1, 0]]
+    block = Threads((spec.k_slices, spec.warps_m, 32), spec.ring_bytes)
     on_block(block, (sync,), monkeypatch)
     return block
 
@@ -243,13 +244,13 @@ def test_a_stream_meets_behind_its_copies_and_apart_from_others(rows: int, monke
     sync.make_barriers(spec)
     sync.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
     waits = [one for one in block.ran[-1].instructions if one.name.startswith(("cp.async", "bar", "mbarrier"))]
-    meets = "bar.warp.sync" if spec.across == 1 else "bar.sync"
+    meets = "bar.warp.sync" if spec.warps_m == 1 else "bar.sync"
     assert [one.name for one in waits] == ["cp.async.wait_group", meets, "mbarrier.arrive.shared.b64"]
     assert waits[0].operands == ("1",)
-    if spec.across == 1:
+    if spec.warps_m == 1:
         assert waits[1].operands == ("0xffffffff",)
         return
-    number, count = (one.reshape(spec.streams, -1) for one in block.met[-1])
+    number, count = (one.reshape(spec.k_slices, -1) for one in block.met[-1])
     assert (number == number[:, :1]).all()
-    assert sorted({*number[:, 0].tolist()}) == [*range(1, spec.streams + 1)]
+    assert sorted({*number[:, 0].tolist()}) == [*range(1, spec.k_slices + 1)]
     assert (count == number.shape[1]).all()

@@ -18,8 +18,8 @@ from accuracy import check_product
 from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
-from halfbyte.plans.linear import LinearPlan, gluon_linear
-from halfbyte.plans.linear_wgmma import LinearWgmmaSpec
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
@@ -169,9 +169,9 @@ def test_some_programs_go_round_the_rings_of_few_rows() -> None:
     """Twice round the slots of scales, with streams that say what they have read and with slots enough to know it."""
     told = set()
     for case in MARKED:
-        half, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "pair": True}
+        dtype, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
         weights = [(hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True)]
-        plan = gluon_linear(weights, rows=case.rows, width=case.width, half=half, **gpu)
+        plan = gluon_linear(weights, m=case.rows, width=case.width, dtype=dtype, **gpu)
         if isinstance(plan, LinearPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
             told.add(plan.spec.has_empty_barrier)
     assert told == {True, False}
@@ -373,5 +373,5 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
         names_of(product)  # the profiler may miss what comes while it starts
         names = names_of(product)
         assert sum("linear" in name for name in names) == 1
-        others = bool(plan.shared) + isinstance(plan.spec, LinearWgmmaSpec)
+        others = bool(plan.split_tiles) + isinstance(plan.spec, LinearWgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)

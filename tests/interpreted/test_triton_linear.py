@@ -15,7 +15,7 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
+from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
 from halfbyte.reference.dequantize import dynamic_map
@@ -50,8 +50,8 @@ class Product:
     def run(self, tiles: LinearTiles) -> list[torch.Tensor]:
         features, rows = [w.shape[0] for w in self.weights], self.x.shape[0]
         outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
-        workspace = torch.full((workspace_floats(features, rows, tiles),), torch.nan)
-        counters = torch.zeros(tile_count(features, rows, tiles), dtype=torch.int32)
+        workspace = torch.full((tiles.floats(features, rows),), torch.nan)
+        counters = torch.zeros(tiles.count(features, rows), dtype=torch.int32)
         launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
         assert not counters.any(), "counters are zero again"
         return outs
@@ -94,7 +94,7 @@ def test_the_plan_keeps_the_promise(name: str) -> None:
     group = WEIGHT_FORMATS[name].group_size(128)
     for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
         w = weight(name, n, width)
-        chosen = linear_tiles([(w.format, n)], rows=rows, width=width, num_sms=4, capability=(9, 0))
+        chosen = linear_tiles([(w.format, n)], m=rows, width=width, num_sms=4, capability=(9, 0))
         Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edits import InText, Rewrite
 from mutant import Mutant, tests_of
 
-PLAN = "plans/linear.py"
+PLAN, SPEC = "plans/linear.py", "plans/linear_spec.py"
 SYNC = "kernels/linear/sync.py"
 COPIES = "kernels/linear/async_copy.py"
 UNPACK = "kernels/linear/unpack.py"
@@ -18,8 +18,8 @@ LINEAR = [
     # -- streams of warps that wait for each other's copies
     Mutant(
         "one slot of scales too few to need no word of what is read",
-        PLAN,
-        "Spec.has_empty_barrier",
+        SPEC,
+        "LinearSpec.has_empty_barrier",
         Rewrite("_s < 2 * _n", "_s < 2 * _n - 1"),
         streams("test_scales_are_there_and_nobody_waits_for_ever[3-5-1000]"),
     ),

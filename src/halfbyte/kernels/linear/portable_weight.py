@@ -18,7 +18,7 @@ import triton.language as tl
 from halfbyte.formats import Code
 from halfbyte.kernels.common.codes import e4m3_bits, nearest, power_of_two
 from halfbyte.kernels.decode.kv_args import INTERPRETED
-from halfbyte.plans.codebooks import level_of
+from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
@@ -188,7 +188,7 @@ def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torc
     code, scale = q.format.code, q.format.scale
     assert scale is not None
     kind = "integer" if code.kind == "affine" else "e2m1" if _is_e2m1(code) else "table"
-    unit = level_of(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
+    unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
     zero = code.bias if code.bits == 4 else 128
     group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
