@@ -10,7 +10,7 @@ from emulation import EARLY, ORDERS, multiply
 from gpu_cases import same_bits
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
+from halfbyte.measure.checks import linear_accuracy
 
 
 @dataclass(frozen=True)

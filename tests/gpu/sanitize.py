@@ -14,9 +14,9 @@ from gpu_cases import Call, Case, Variant, build, same_stores
 from gpu_place import PLACE
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.measure.checks import linear_accuracy
 
 ALL = frozenset({"alibi", "window", "softcap", "sinks", "starts"})
 MARKED = [

@@ -12,8 +12,8 @@ from test_gpu_graphs import Captured
 from test_gpu_relaunch import watch
 
 import halfbyte as hb
-from halfbyte.bench.cupti import names_of
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.measure.cupti import names_of
 from halfbyte.ops import _relaunch_append
 from halfbyte.reference.rope import apply_rope
 

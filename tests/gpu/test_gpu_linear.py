@@ -14,9 +14,9 @@ from gpu_place import PLACE, TALLY
 from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
-from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
+from halfbyte.measure.checks import linear_accuracy
+from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
 from halfbyte.plans.linear import LinearPlan, gluon_linear
 from halfbyte.plans.linear_wgmma import LinearWgmmaSpec

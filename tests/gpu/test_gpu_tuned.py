@@ -10,9 +10,9 @@ from test_gpu_graphs import Captured, needs_gpu
 from test_gpu_linear import judge
 
 import halfbyte as hb
-from halfbyte.bench.caches import Promise, held_by
-from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
+from halfbyte.measure.caches import Promise, held_by
+from halfbyte.measure.planned_decode import attend, call_of
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear import LinearPlan

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
+from halfbyte.measure.checks import linear_accuracy
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
 from halfbyte.reference.quantize import dynamic_map, quantize
 from halfbyte.tensors import QuantTensor

@@ -19,7 +19,7 @@ CONTROL = "no fault"
 
 def copy_with(mutant: Mutant | None, to: Path) -> Path:
     """A copy of the library (its data and what needs transformers left out) with one fault, or none."""
-    shutil.copytree(SOURCE, to / "halfbyte", ignore=shutil.ignore_patterns("__pycache__", "data", "hf", "bench", "evals"))
+    shutil.copytree(SOURCE, to / "halfbyte", ignore=shutil.ignore_patterns("__pycache__", "data", "hf", "measure", "evals"))
     if mutant is not None:
         file = to / "halfbyte" / mutant.file
         text = file.read_text()

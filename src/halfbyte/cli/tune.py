@@ -15,9 +15,9 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfbyte.bench.session import Session
-    from halfbyte.bench.store import Store
-    from halfbyte.bench.tune import Planned, Tuning
+    from halfbyte.measure.session import Session
+    from halfbyte.measure.store import Store
+    from halfbyte.measure.tune import Planned, Tuning
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -63,9 +63,9 @@ def tune(
 
     Processes that start later take what is stored by themselves; `halfbyte explain` says which plan a call gets (docs/tuning.md).
     """
-    from halfbyte.bench.session import Options, Session
-    from halfbyte.bench.store import Store
-    from halfbyte.bench.tune import SCREEN
+    from halfbyte.measure.session import Options, Session
+    from halfbyte.measure.store import Store
+    from halfbyte.measure.tune import SCREEN
     from halfbyte.paths import own_plans
     from halfbyte.plans.tuning_cache import Table
 
@@ -106,9 +106,9 @@ def _jobs(
     formats: Sequence[str],
     store: Store,
 ) -> list[Tuning]:
-    from halfbyte.bench.decode import DecodeShape, parse_formats
-    from halfbyte.bench.tune import AttentionTuning, LinearTuning
     from halfbyte.formats import weight_format
+    from halfbyte.measure.decode import DecodeShape, parse_formats
+    from halfbyte.measure.tune import AttentionTuning, LinearTuning
 
     for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
         check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
@@ -124,8 +124,8 @@ def _jobs(
 
 
 def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
-    from halfbyte.bench.compile_ahead import compile_ahead
-    from halfbyte.bench.tune import HEADERS, facts_of, left_out, says, table_rows
+    from halfbyte.measure.precompile import compile_ahead
+    from halfbyte.measure.tune import HEADERS, facts_of, left_out, says, table_rows
 
     planned = [one for job in jobs for one in job.plans(session.device, session.options.quick)]
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
