@@ -69,7 +69,7 @@ format: $(VENV)/.ready-test  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.ready-test  ## write the generated tables into README.md and docs/ again
-	$(BIN)/python scripts/make_tables.py
+	PYTHONPATH=. $(BIN)/python scripts/make_tables.py
 
 bench: $(VENV)/.ready-all  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode
