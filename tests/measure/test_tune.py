@@ -18,10 +18,11 @@ from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.measure import planned_decode, precompile, tune
+from halfbyte.measure import session as session_module
 from halfbyte.measure.decode import DecodeShape
+from halfbyte.measure.records import Environment, Record
 from halfbyte.measure.session import Options, Session
-from halfbyte.measure.store import Store
-from halfbyte.measure.timing import NOT_CAPTURED, Timing, Work
+from halfbyte.measure.timing import NOT_CAPTURED, Work
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
@@ -30,9 +31,10 @@ from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, shared_memory, shares
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
-    Entry,
     LinearProblem,
+    Store,
     Table,
+    TunedEntry,
     _table_of,
     decode_plan,
     key_of,
@@ -191,8 +193,8 @@ def test_warp_groups_have_choices_of_their_own() -> None:
 # ------------------------------------------------------------------------------------------------------------------- tables
 
 
-def entry(choice: Choice | None, **more: Any) -> Entry:
-    return Entry(choice, 4e-6, 5e-6, "2026-11-22", **more)
+def entry(choice: Choice | None, **more: Any) -> TunedEntry:
+    return TunedEntry(choice, 4e-6, 5e-6, "2026-11-22", **more)
 
 
 def table(problem: LinearProblem | Problem, choice: Choice | None) -> Table:
@@ -451,7 +453,7 @@ class FakeSampler:
 @pytest.fixture
 def session(home: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A CPU with the numbers of an H200, where a plan runs as the blocked torch code and times are made up."""
-    monkeypatch.setattr(tune, "make_sampler", lambda name, work, device, effort: FakeSampler(work))
+    monkeypatch.setattr(session_module, "make_sampler", lambda name, work, device, effort: FakeSampler(work))
     monkeypatch.setattr(_linear_on_gpu, "run_plan", products)
     device = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, capability=(9, 0), cache_bytes=0)
     return Session(Options(quick=True, threads=1), device)
@@ -466,17 +468,19 @@ def store_at(path: Path) -> Store:
 
 
 def test_the_fastest_choice_is_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tune.LinearTuning((256, 64, 64), 256, "int4_sym_g128", (1, 4), store := store_at(home / "found.json"))
-    fast = [list(one.plans)[3] for one in job.plans(session.device, True)]
+    store = store_at(home / "found.json")
+    jobs = [tune.LinearTuning((256, 64, 64), 256, "int4_sym_g128", rows, store) for rows in (1, 4)]
+    planned = [job.planned(session.device, True) for job in jobs]
+    fast = [list(one.plans)[3] for one in planned]
     monkeypatch.setattr(FakeSampler, "FAST", fast)
-    session.run([job])
+    session.run(jobs)
     assert [(r.case, r.implementation, r.refused) for r in session.records] == [
         (f"256,64,64 x 256, {rows}", plan, "") for rows in ("1 row", "4 rows") for plan in (tune.ANALYTIC, tune.TUNED)
     ]
     assert all(r.seconds and r.error is not None and r.error <= (r.error_allowed or 0.0) for r in session.records)
     stored = read(home / "found.json")
     assert stored.gpu == "NVIDIA H200"
-    assert stored.entries.keys() == store.table.entries.keys() == {key_of(one.problem) for one in job.plans(session.device, True)}
+    assert stored.entries.keys() == store.entries().keys() == {key_of(one.problem) for one in planned}
     assert {one.choice for one in stored.entries.values()} == set(fast)
     assert all(one.seconds < one.analytic_seconds for one in stored.entries.values())
     rows = tune.table_rows(session.records)
@@ -487,47 +491,49 @@ def test_the_fastest_choice_is_stored(session: Session, home: Path, monkeypatch:
 
 def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice that would be the fastest gives a wrong number; one more gives other bits for a copy of the weight."""
-    job = tune.LinearTuning((256,), 256, "int4_sym_g128", (1,), store_at(home / "found.json"))
-    choices = list(job.plans(session.device, True)[0].plans)
+    job = tune.LinearTuning((256,), 256, "int4_sym_g128", 1, store_at(home / "found.json"))
+    choices = list(job.planned(session.device, True).plans)
     seen: list[Choice] = []
 
     def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
         choice = linear_choice(plan)
         seen.append(choice)
         (y,) = products(x, weights, plan)
-        return [y + 1 if choice == choices[1] else y + 1e-2 * (seen.count(choice) % 2) if choice == choices[2] else y]
+        return [y + 1 if choice == choices[1] else y + 1e-2 * (seen.count(choice) % 2 == 0) if choice == choices[2] else y]
 
     monkeypatch.setattr(_linear_on_gpu, "run_plan", run)
     monkeypatch.setattr(FakeSampler, "FAST", choices[1:3])
     session.run([job])
     assert not {one.choice for one in read(home / "found.json").entries.values()} & set(choices[1:3])
-    assert f"{choices[1]}: its result: relative L2 error" in session.records[0].note
+    assert f"{choices[1]}: {choices[1]} int4_sym_g128: relative L2 error" in session.records[0].note
     assert f"{choices[2]}: copies of one weight give different results" in session.records[0].note
     assert f"{len(choices) - 2} of {len(choices)} choices timed" in session.records[0].note
 
 
 def test_a_graph_that_goes_wrong_is_not_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was timed is judged as well: here the fast choice is right until it is timed."""
-    job = tune.LinearTuning((256,), 256, "int4_sym_g128", (1,), store_at(home / "found.json"))
-    fast = list(job.plans(session.device, True)[0].plans)[1]
+    job = tune.LinearTuning((256,), 256, "int4_sym_g128", 1, store_at(home / "found.json"))
+    fast = list(job.planned(session.device, True).plans)[1]
     monkeypatch.setattr(FakeSampler, "FAST", [fast])
     monkeypatch.setattr(FakeSampler, "run", lambda self: [[fn()[0] + (self.seconds < 5e-6)] for fn in self.fns])
     session.run([job])
     (line,) = tune.left_out(session.records)
-    assert line.startswith(f"256 x 256, 1 row int4_sym_g128: left out: {fast}: its graph: relative L2 error")
+    assert line.startswith(
+        f"256 x 256, 1 row int4_sym_g128: left out: {fast}: {fast} int4_sym_g128, as it was timed: relative L2 error"
+    )
     assert [one.choice for one in read(home / "found.json").entries.values()] == [None]
 
 
 def test_times_without_a_graph_are_refused(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeSampler, "method", f"cuda, {NOT_CAPTURED} (a reason)")
-    session.run([tune.LinearTuning((64,), 256, "mxfp4", (1,), store_at(home / "found.json"))])
+    session.run([tune.LinearTuning((64,), 256, "mxfp4", 1, store_at(home / "found.json"))])
     assert "not captured (a reason)" in session.records[0].refused
 
 
 def test_a_wrong_analytic_plan_gets_no_figure(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tune.LinearTuning((64,), 256, "mxfp4", (1, 2), store_at(home / "found.json"))
+    jobs = [tune.LinearTuning((64,), 256, "mxfp4", rows, store_at(home / "found.json")) for rows in (1, 2)]
     monkeypatch.setattr(_linear_on_gpu, "run_plan", lambda x, weights, plan: [2 * y for y in products(x, weights, plan)])
-    session.run([job])
+    session.run(jobs)
     assert [r.seconds for r in session.records] == [None, None]
     assert "exceeds the allowed" in session.records[0].refused
     assert not (home / "found.json").exists()
@@ -536,14 +542,14 @@ def test_a_wrong_analytic_plan_gets_no_figure(session: Session, home: Path, monk
 
 
 def test_what_the_tuned_kernels_refuse_is_said(session: Session, home: Path) -> None:
-    job = tune.LinearTuning((64,), 256, "nf4_dq", (1,), store_at(home / "found.json"))
+    job = tune.LinearTuning((64,), 256, "nf4_dq", 1, store_at(home / "found.json"))
     session.run([job])
     assert "read by the portable kernel only" in session.records[0].refused
 
 
 def test_attention_is_tuned(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tune.AttentionTuning(DecodeShape(2, 8, 2, 64, 96), "int8+int4", store_at(home / "found.json"))
-    (planned,) = job.plans(session.device, True)
+    planned = job.planned(session.device, True)
     fast = list(planned.plans)[2]
 
     def run(q: torch.Tensor, cache: halfbyte.KVCache, plan: DecodePlan) -> torch.Tensor:
@@ -559,8 +565,9 @@ def test_attention_is_tuned(session: Session, home: Path, monkeypatch: pytest.Mo
     assert (stored[0], stored[1].choice) == (key_of(planned.problem), fast)
 
 
-def timing(median: float, p10: float, p90: float) -> Timing:
-    return Timing(median, p10, p90, 21, "")
+def timing(median: float, p10: float, p90: float) -> Record:
+    where = Environment("fake", "", 1, {}, "", "", "")
+    return Record("linear", {}, "int4", "", 1, where, median, p10, p90)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +581,7 @@ def test_only_what_is_faster_beyond_the_noise_wins(times: tuple[float, float, fl
 
 
 def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [tune.LinearTuning((n,), 256, "mxfp4", (1,), store) for store in [store_at(home / "found.json")] for n in (64, 32)]
+    jobs = [tune.LinearTuning((n,), 256, "mxfp4", 1, store) for store in [store_at(home / "found.json")] for n in (64, 32)]
 
     def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
         if weights[0].shape[0] == 32:
@@ -593,7 +600,7 @@ def test_two_processes_that_tune_at_once_keep_the_entries_of_both(home: Path) ->
     one.add(problems[0], entry(CHOICE))
     other.add(problems[1], entry(None))
     assert read(file).entries.keys() == {key_of(p) for p in problems[:2]}
-    assert other.table.entries.keys() == read(file).entries.keys()
+    assert other.entries().keys() == read(file).entries.keys()
     other.add(problems[0], entry(None))  # the later measurement of one problem
     assert read(file).entries[key_of(problems[0])].choice is None
 
@@ -606,22 +613,21 @@ def test_two_processes_that_tune_at_once_keep_the_entries_of_both(home: Path) ->
 
 
 def test_a_store_keeps_its_file_and_no_other(home: Path) -> None:
-    device, versions = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, driver="1.2"), {"torch": "9"}
     file = home / "plans.json"
-    store = Store.open(file, device, versions, anew=False)
-    store.add(PROBLEM, entry(CHOICE))
-    store = Store.open(file, device, versions, anew=False)
+    head = Table("NVIDIA H200", 132, {}, {"torch": "9", "driver": "1.2"})
+    Store(file, head).add(PROBLEM, entry(CHOICE))
+    store = Store(file, head)
     store.add(ATTENTION, entry(None))
     assert len(read(file).entries) == 2
     store.add(PROBLEM, entry(None))
     assert {one.choice for one in read(file).entries.values()} == {None}
     assert read(file).made_with == {"torch": "9", "driver": "1.2"}
     with pytest.raises(InvalidArgument, match=r"output=.* is kept as it is: .* is of NVIDIA H200 with 132"):
-        Store.open(file, replace(device, name="NVIDIA A100"), versions, anew=False)
+        Store(file, replace(head, gpu="NVIDIA A100")).entries()
     file.write_text("precious")
     with pytest.raises(InvalidArgument, match="no table of measured plans"):
-        Store.open(file, device, versions, anew=False)
-    assert Store.open(file, device, versions, anew=True).table.entries == {}
+        Store(file, head).entries()
+    assert Store(file, head, anew=True).entries() == {}
     with pytest.raises(DamagedPlans):
         read(file)
 
@@ -634,10 +640,10 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
     pytest.importorskip("triton")
     device = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, capability=(9, 0))
     jobs = [
-        tune.LinearTuning((4096, 1024, 1024), 4096, "mxfp4", (4, 32), store_at(Path())),
+        *(tune.LinearTuning((4096, 1024, 1024), 4096, "mxfp4", rows, store_at(Path())) for rows in (4, 32)),
         tune.AttentionTuning(DecodeShape(8, 64, 8, 128, 4096), "int8+int4_g32", store_at(Path())),
     ]
-    for one in (planned for job in jobs for planned in job.plans(device, True)):
+    for one in (job.planned(device, True) for job in jobs):
         for plan in one.plans.values():
             found = list(precompile.configurations(one.problem, plan, (9, 0)))
             assert [c.name.split()[-1] for c in found] in (["linear"], ["order", "linear"], ["decode"])
