@@ -1,8 +1,8 @@
 """`halfbyte tune`: time the choices of a plan on this GPU, and store the fastest where it beats the analytic plan.
 
 Calls run back to back in CUDA graphs, over copies that leave the last cache before they come round, with overlapping launches as in
-decoding. Every choice must keep the accuracy promise, before and after it is timed. All choices of a problem are sampled in turn; then
-the analytic plan and the two fastest others once more, with more samples, so that none wins by luck.
+decoding. Every choice must keep the accuracy promise, before and after it is timed. All choices are sampled in turn; then the
+analytic plan and the two fastest others once more, with more samples, so that none wins by luck.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans that `halfbyte tune` measured: a small table for each type of GPU, keyed by every field of a problem.
 
-A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through, and where it fails, or
-a table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
+A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through; where it fails, or a
+table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
 """
 
 from __future__ import annotations
