@@ -31,7 +31,7 @@ from halfbyte.measure.timing import (
     sample_in_turn,
     summary,
 )
-from halfbyte.ops._workspace import prepare
+from halfbyte.ops.by_plan import prepare
 
 #: Judges several results [B, Hq, 1, D] of one case.
 Judge = Callable[[Sequence[torch.Tensor]], Accuracy]

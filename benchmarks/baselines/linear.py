@@ -1,7 +1,7 @@
 """Peers of linear layers: cuBLAS, tinygemm and the published split-K kernel, which are always measured, and optional libraries.
 
 bitsandbytes was run on a CPU only, Humming (0.1.19) on an H200. gemlite and Marlin of GPTQModel (7.7.0) are written after their
-public sources and were not run by us: what Marlin reaches is quoted in `halfbyte.bench.quoted`.
+public sources and were not run by us: what Marlin reaches is quoted in `benchmarks.literature`.
 """
 
 from __future__ import annotations

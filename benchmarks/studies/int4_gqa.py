@@ -22,7 +22,7 @@ from benchmarks.studies import Study
 from benchmarks.studies.published_gqa import BASELINE, BATCHES, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
-from halfbyte.measure import charts, planned_decode, precompile
+from halfbyte.measure import charts, precompile
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
 from halfbyte.measure.precompile import Pair
@@ -30,6 +30,7 @@ from halfbyte.measure.records import Record
 from halfbyte.measure.session import Candidate, Case, Job, Session
 from halfbyte.measure.tables import Table, rate_text, times_text, us
 from halfbyte.measure.timing import MANY_GRAPHS
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 
 OP = "gqa study"
@@ -117,21 +118,19 @@ class BatchJob:
         q = inputs.q
         if session.device.kind != "cuda":
             return {f"halfbyte {impl}": DecodeVariant(partial(attend, q, impl=impl)) for impl in ("cpu", "reference")}
-        found = {
-            "halfbyte auto": DecodeVariant(partial(attend, q, impl="auto"), sizes=_sizes(planned_decode.planned(q, cache, "auto")))
-        }
+        found = {"halfbyte auto": DecodeVariant(partial(attend, q, impl="auto"), sizes=_sizes(by_plan.planned(q, cache, "auto")))}
         for impl in ("gluon", "triton"):
             with contextlib.suppress(Unsupported):
-                cuts = swept(planned_decode.unpaired(planned_decode.planned(q, cache, impl)), self.splits, self.context)
+                cuts = swept(by_plan.unpaired(by_plan.planned(q, cache, impl)), self.splits, self.context)
                 for count, cut in cuts.items():
                     name = f"halfbyte {impl}, {count} split{'s' * (count > 1)}"
-                    found[name] = DecodeVariant(partial(planned_decode.attend, q, plan=cut), sizes=_sizes(cut))
+                    found[name] = DecodeVariant(partial(by_plan.attend, q, plan=cut), sizes=_sizes(cut))
         return found
 
 
-def swept(plan: planned_decode.Plan, counts: Sequence[int], context: int) -> dict[int, planned_decode.Plan]:
+def swept(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[int, by_plan.Plan]:
     """The plan with each number of splits that its kernel has, without compiling it for other tiles."""
-    found: dict[int, planned_decode.Plan] = {}
+    found: dict[int, by_plan.Plan] = {}
     for count in counts:
         with contextlib.suppress(Unsupported):
             cut = splits.split(plan, count, context)
@@ -140,7 +139,7 @@ def swept(plan: planned_decode.Plan, counts: Sequence[int], context: int) -> dic
     return found
 
 
-def _sizes(plan: planned_decode.Plan) -> dict[str, int]:
+def _sizes(plan: by_plan.Plan) -> dict[str, int]:
     """What a record says of a plan: programs, where splits of a unit may be a fraction."""
     return {"programs": plan.programs} if isinstance(plan, DecodePlan) else {"splits": plan.splits}
 

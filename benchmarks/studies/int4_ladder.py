@@ -20,13 +20,14 @@ from benchmarks.decode_variants import DecodeVariant, fastest, measure_variants
 from benchmarks.studies import Study
 from benchmarks.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDER, LADDER_OF, QUERY_HEADS
 from halfbyte.cache import KVCache
-from halfbyte.measure import charts, planned_decode
+from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table, rate_text, times_text, us
 from halfbyte.measure.timing import MANY_GRAPHS
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.plans.decode_spec import KVSpec, Spec
@@ -85,12 +86,12 @@ class LadderJob:
         yield from _numbered([*ours, *groups])
 
     def _rungs(self, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
-        tuned, portable = (planned_decode.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
+        tuned, portable = (by_plan.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
         assert isinstance(tuned, DecodePlan)
         assert isinstance(portable, TritonTiles)
         found = climb(tuned, portable, self.tiles)
         return {
-            name: DecodeVariant(partial(planned_decode.attend, inputs.q, plan=r.plan), _paired(r.plan), r.sizes)
+            name: DecodeVariant(partial(by_plan.attend, inputs.q, plan=r.plan), _paired(r.plan), r.sizes)
             for name, r in found.items()
         }
 
@@ -103,11 +104,11 @@ class LadderJob:
 
 def _last(inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
     """The tuned kernel as planned for this cache."""
-    plan = planned_decode.planned(inputs.q, cache, "gluon")
-    return {"the same with four groups a row": DecodeVariant(partial(planned_decode.attend, inputs.q, plan=plan), _paired(plan))}
+    plan = by_plan.planned(inputs.q, cache, "gluon")
+    return {"the same with four groups a row": DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), _paired(plan))}
 
 
-def _paired(plan: planned_decode.Plan) -> bool:
+def _paired(plan: by_plan.Plan) -> bool:
     return isinstance(plan, DecodePlan) and plan.spec.pair
 
 
@@ -119,7 +120,7 @@ def _numbered(measured: Sequence[Record]) -> list[Record]:
 class Rung:
     """A plan, and the sizes that this rung changes, as a record's shape names them."""
 
-    plan: planned_decode.Plan
+    plan: by_plan.Plan
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 

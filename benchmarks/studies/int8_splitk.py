@@ -20,13 +20,14 @@ from benchmarks.overhead import bare_launch
 from benchmarks.studies import Study
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
-from halfbyte.measure import charts, planned_decode
+from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table, times_text
 from halfbyte.measure.timing import MANY_GRAPHS, measure
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 
 OP, FORMAT = "int8 split-k study", "int8_tensor"
@@ -106,17 +107,15 @@ class AttendJob:
         found: dict[str, DecodeVariant] = {}
         for impl in IMPLS:
             with contextlib.suppress(Unsupported):
-                for name, plan in cuts(
-                    planned_decode.planned(inputs.q, cache, impl), self.splits, self.problem.shape.context
-                ).items():
-                    way = DecodeVariant(partial(planned_decode.attend, inputs.q, plan=plan), sizes=sizes(plan, self.problem))
+                for name, plan in cuts(by_plan.planned(inputs.q, cache, impl), self.splits, self.problem.shape.context).items():
+                    way = DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), sizes=sizes(plan, self.problem))
                     found[f"halfbyte {impl}{name}"] = way
                     if self.overlapping:
                         found[f"halfbyte {impl}{name}{OVERLAPPING}"] = replace(way, paired=True)
         return found or {"halfbyte cpu": DecodeVariant(partial(attend, inputs.q, impl="cpu"))}
 
 
-def cuts(plan: planned_decode.Plan, counts: Sequence[int], context: int) -> dict[str, planned_decode.Plan]:
+def cuts(plan: by_plan.Plan, counts: Sequence[int], context: int) -> dict[str, by_plan.Plan]:
     """The plan, and the plan with each number of splits that its kernel has, by what they are called."""
     found = {PLANNED: plan}
     for count in counts:
@@ -125,7 +124,7 @@ def cuts(plan: planned_decode.Plan, counts: Sequence[int], context: int) -> dict
     return found
 
 
-def sizes(plan: planned_decode.Plan, problem: DecodeCase) -> dict[str, int]:
+def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
     """Programs that have work, and launches of a call. The tuned kernel gives a program a tile's worth of work, or none."""
     units = problem.shape.batch * problem.shape.kv_heads
     programs = units * round(splits.splits_of(plan))

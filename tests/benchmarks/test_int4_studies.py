@@ -16,12 +16,13 @@ from halfbyte.cache import KVCache
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS
-from halfbyte.measure import charts, compare, planned_decode, session, tables
+from halfbyte.measure import charts, compare, session, tables
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
 from halfbyte.measure.records import Environment, Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import Effort
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.decode_attention import Problem as Call
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
@@ -153,10 +154,10 @@ def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
 
 
 def test_gqa_sweeps_the_splits_that_need_no_other_kernel() -> None:
-    whole = int4_gqa.swept(planned_decode.unpaired(tuned(32)), int4_gqa.SPLITS, 8192)
+    whole = int4_gqa.swept(by_plan.unpaired(tuned(32)), int4_gqa.SPLITS, 8192)
     assert list(whole) == [1, 2, 4, 8, 16, 32]  # a tile has 256 tokens
     assert [plan.programs for plan in whole.values() if isinstance(plan, DecodePlan)] == [32 * count for count in whole]
-    assert {plan.spec for plan in whole.values() if isinstance(plan, DecodePlan)} == {planned_decode.unpaired(tuned(32)).spec}  # type: ignore[union-attr]
+    assert {plan.spec for plan in whole.values() if isinstance(plan, DecodePlan)} == {by_plan.unpaired(tuned(32)).spec}  # type: ignore[union-attr]
     assert list(int4_gqa.swept(portable(32), int4_gqa.SPLITS, 8192)) == list(int4_gqa.SPLITS)
     assert list(int4_gqa.swept(portable(32), int4_gqa.SPLITS, 256)) == [1, 2, 4]
 
@@ -256,7 +257,7 @@ def test_the_ladder_where_programs_share_a_unit_has_a_second_launch() -> None:
     ]
     assert [splits.launches(rung.plan) for rung in found.values()] == [1, 1, 2, 1, 1, 1]
     assert [dict(rung.sizes) for rung in found.values()] == [{}, {"stages": 3}, {"splits": 16}, {}, {"programs": 128}, {}]
-    alone = planned_decode.unpaired(plan)
+    alone = by_plan.unpaired(plan)
     assert isinstance(alone, DecodePlan)
     assert "launches overlap" not in int4_ladder.climb(alone, tiles, tiles=False)
 

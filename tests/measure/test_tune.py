@@ -14,20 +14,21 @@ import torch
 
 import halfbyte
 from halfbyte import cli
-from halfbyte.device import describe
+from halfbyte.device import describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.measure import planned_decode, precompile, tune
+from halfbyte.measure import precompile, tune
 from halfbyte.measure import session as session_module
 from halfbyte.measure.decode import DecodeShape
 from halfbyte.measure.records import Environment, Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import by_plan
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
 from halfbyte.plans.explain import explanation, linear_explanation
-from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, shared_memory, shares
+from halfbyte.plans.linear import BLOCK_BYTES, shares
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
@@ -57,13 +58,13 @@ from halfbyte.plans.tuning_space import (
 )
 from halfbyte.settings import stored_plans
 
-H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "pair": True}
+H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 ATTENTION = dense_problem("bf16", 8, 8, 8, 1, 128, 4096, "int8", "int4")
 
 
 def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearPlan:
-    found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], rows=rows, width=width, half="bf16", **H200)
+    found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], m=rows, width=width, dtype="bf16", **H200)
     assert isinstance(found, LinearPlan), found
     return found
 
@@ -89,8 +90,8 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
         made = with_linear_choice(plan, choice, features, width, 132, (9, 0))
         assert isinstance(made, LinearPlan), made
         assert linear_choice(made) == choice
-        assert made.blocks * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
-        assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.rows)
+        assert made.programs_per_sm * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
+        assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.block_m)
         assert (made.steps - 1) * made.spec.step < width <= made.steps * made.spec.step
         whole, shared, each, more = shares(made.tiles, made.steps, made.programs)
         assert whole * made.programs + shared == made.tiles  # every tile is somebody's
@@ -134,7 +135,7 @@ def test_another_ring_has_no_empty_slot_of_the_plan_s() -> None:
     assert plan.spec.pad_slots == 1
     made = with_decode_choice(plan, replace(decode_choice(plan), stages=3), 132, (9, 0))
     assert isinstance(made, DecodePlan), made
-    assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
+    assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_warp_groups_have_choices_of_their_own() -> None:
         assert isinstance(with_linear_choice(plan, replace(wide, **changed), [8192], 8192, 132, (9, 0)), str)
     narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), [8192], 8192, 132, (9, 0))
     assert isinstance(narrow, LinearPlan)
-    assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.shared) == (256, 4, 32, 64)
+    assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.split_tiles) == (256, 4, 32, 64)
 
 
 # ------------------------------------------------------------------------------------------------------------------- tables
@@ -202,7 +203,7 @@ def table(problem: LinearProblem | Problem, choice: Choice | None) -> Table:
 
 
 def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[LinearPlan | str, str]:
-    return linear_plan([(INT4, n) for n in weights], rows=rows, width=4096, half=half, **H200, table=known)
+    return linear_plan([(INT4, n) for n in weights], m=rows, width=4096, dtype=half, **H200, table=known)
 
 
 def test_a_table_decides() -> None:
@@ -257,9 +258,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     """Else what `tune` stores would never be found, and `explain` would speak of other calls."""
     cache = halfbyte.KVCache(8, 8, 128, 4096, keys=formats[0], values=formats[1])
     q = torch.zeros(8, 64, 1, 128, dtype=torch.bfloat16)
-    assert _decode_on_gpu.problem_of(planned_decode.call_of(q, cache), False) == replace(
-        ATTENTION, keys=formats[0], values=formats[1]
-    )
+    assert by_plan.problem_of(q, cache) == replace(ATTENTION, keys=formats[0], values=formats[1])
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_problem_knows_the_order_of_tokens_and_heads(
         for p in (cache.keys, cache.values)
     ]
     there = halfbyte.KVCache.from_buffers(planes[0], planes[1], cache.lengths)
-    found = _decode_on_gpu.problem_of(planned_decode.call_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there), False)
+    found = by_plan.problem_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there)
     assert (found.k_apart, found.v_apart) == (apart, apart)
     assert (found.k_scales_apart, found.v_scales_apart) == (scale_stride, scale_stride)
     assert isinstance(gluon_plan(found, 132, (9, 0), True), DecodePlan)
@@ -399,12 +398,13 @@ def test_shipped_tables_are_legal() -> None:
     for file in files:
         found = read(file)
         assert shipped_plans(found.gpu) == file
-        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "pair": True}
+        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "use_pdl": True}
         for key, one in found.entries.items():
             fields = json.loads(key)
             if fields.pop("op") == "linear":
                 weights = [(WEIGHT_FORMATS[name], n) for name, n in fields.pop("weights")]
-                source = linear_plan(weights, **fields, **gpu, table=found)[1]
+                given = {"m": fields["rows"], "width": fields["width"], "dtype": fields["half"]}
+                source = linear_plan(weights, **given, **gpu, table=found)[1]
             else:
                 source = decode_plan(Problem(**fields), found.num_sms, (9, 0), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
@@ -454,7 +454,7 @@ class FakeSampler:
 def session(home: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A CPU with the numbers of an H200, where a plan runs as the blocked torch code and times are made up."""
     monkeypatch.setattr(session_module, "make_sampler", lambda name, work, device, effort: FakeSampler(work))
-    monkeypatch.setattr(_linear_on_gpu, "run_plan", products)
+    monkeypatch.setattr(by_plan, "linear", products)
     device = replace(describe("cpu"), name="NVIDIA H200", sm_count=132, capability=(9, 0), cache_bytes=0)
     return Session(Options(quick=True, threads=1), device)
 
@@ -501,7 +501,7 @@ def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatc
         (y,) = products(x, weights, plan)
         return [y + 1 if choice == choices[1] else y + 1e-2 * (seen.count(choice) % 2 == 0) if choice == choices[2] else y]
 
-    monkeypatch.setattr(_linear_on_gpu, "run_plan", run)
+    monkeypatch.setattr(by_plan, "linear", run)
     monkeypatch.setattr(FakeSampler, "FAST", choices[1:3])
     session.run([job])
     assert not {one.choice for one in read(home / "found.json").entries.values()} & set(choices[1:3])
@@ -518,9 +518,7 @@ def test_a_graph_that_goes_wrong_is_not_stored(session: Session, home: Path, mon
     monkeypatch.setattr(FakeSampler, "run", lambda self: [[fn()[0] + (self.seconds < 5e-6)] for fn in self.fns])
     session.run([job])
     (line,) = tune.left_out(session.records)
-    assert line.startswith(
-        f"256 x 256, 1 row int4_sym_g128: left out: {fast}: copies of one weight give different results"
-    )
+    assert line.startswith(f"256 x 256, 1 row int4_sym_g128: left out: {fast}: copies of one weight give different results")
     assert [one.choice for one in read(home / "found.json").entries.values()] == [None]
 
 
@@ -532,7 +530,7 @@ def test_times_without_a_graph_are_refused(session: Session, home: Path, monkeyp
 
 def test_a_wrong_analytic_plan_gets_no_figure(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [tune.LinearTuning((64,), 256, "mxfp4", rows, store_at(home / "found.json")) for rows in (1, 2)]
-    monkeypatch.setattr(_linear_on_gpu, "run_plan", lambda x, weights, plan: [2 * y for y in products(x, weights, plan)])
+    monkeypatch.setattr(by_plan, "linear", lambda x, weights, plan: [2 * y for y in products(x, weights, plan)])
     session.run(jobs)
     assert [r.seconds for r in session.records] == [None, None]
     assert "exceeds the allowed" in session.records[0].refused
@@ -557,7 +555,7 @@ def test_attention_is_tuned(session: Session, home: Path, monkeypatch: pytest.Mo
         assert isinstance(out, torch.Tensor)
         return out
 
-    monkeypatch.setattr(planned_decode, "attend", run)
+    monkeypatch.setattr(by_plan, "attend", run)
     monkeypatch.setattr(FakeSampler, "FAST", [fast])
     session.run([job])
     assert [r.refused for r in session.records] == ["", ""]
@@ -588,7 +586,7 @@ def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeyp
             raise KeyboardInterrupt
         return products(x, weights, plan)
 
-    monkeypatch.setattr(_linear_on_gpu, "run_plan", run)
+    monkeypatch.setattr(by_plan, "linear", run)
     session.run(jobs)
     assert session.interrupted
     assert len(read(home / "found.json").entries) == 1

@@ -102,20 +102,6 @@ def test_the_library_knows_nothing_of_its_benchmarks() -> None:
         assert not any(name.split(".")[0] == "benchmarks" for name, _ in imports(path)), path
 
 
-def test_measuring_and_benchmarks_import_without_a_circle() -> None:
-    """Each module, alone and first: imports inside functions count, so that no circle hides in them."""
-    graph: dict[str, set[str]] = {}
-    paths = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in BENCHMARKS}
-    paths |= {f"halfbyte.measure.{p.stem}": p for p in FILES if unit(p) == "measure"}
-    for module, path in paths.items():
-        named = {part for name, _ in imports(path) for part in (name, name.rpartition(".")[0])}
-        graph[module] = named & set(paths) - {module}
-    while free := [module for module, needs in graph.items() if not needs & set(graph)]:
-        for module in free:
-            del graph[module]
-    assert not graph, f"import circles among {sorted(graph)}"
-
-
 def test_the_levels_keep_to_themselves() -> None:
     """The reference and the cpu level know nothing of what calls them, and neither knows Triton."""
     for path in FILES:

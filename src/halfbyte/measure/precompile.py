@@ -23,7 +23,7 @@ from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.session import Session
 from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, format_of
-from halfbyte.plans.linear import LinearPlan, Spec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.tuning_cache import LinearProblem, decode_plan, linear_plan, table_of
 from halfbyte.plans.tuning_space import Plan
 
@@ -93,7 +93,7 @@ def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, i
     from halfbyte.kernels.aot.linear_sample import sample_configurations
     from halfbyte.kernels.linear import mma, wgmma
 
-    launch = mma.launch if isinstance(plan.spec, Spec) else wgmma.launch
+    launch = mma.launch if isinstance(plan.spec, LinearSpec) else wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
     options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
     given = (name, problem.rows, features, problem.width, options)
@@ -137,7 +137,7 @@ def products(
     weights, num_sms = [(weight_format(formats), n) for n in features], device.sm_count or 1
     gpu = {"num_sms": num_sms, "capability": device.capability or (0, 0), "table": table_of(device.name, num_sms)}
     for pair in BOTH:
-        plan, _ = linear_plan(weights, rows=rows, width=width, half=half, pair=pair, **gpu)  # type: ignore[arg-type]
+        plan, _ = linear_plan(weights, m=rows, width=width, dtype=half, use_pdl=pair, **gpu)  # type: ignore[arg-type]
         problem = LinearProblem.of(weights, rows, width, half)
         if not isinstance(plan, str):
             yield BiasedProblem(**vars(problem)) if biased else problem, plan

@@ -50,7 +50,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One bar, held against what was measured: `quantity` and `bound` as in `halfbyte.bench.bars.Bar`; `value` None: no figure."""
+    """One target and what was measured: `quantity` and `bound` as in `benchmarks.targets.Target`; `value` None: no figure."""
 
     quantity: str
     bound: float
@@ -74,7 +74,7 @@ class Record:
     paired, appends    each call follows the append of one token, launches overlapping, less a chain of such appends alone
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
-    study              the study it belongs to, by its name in `halfbyte.bench.studies`
+    study              the study it belongs to, by its name in `benchmarks.studies`
     job                what measured it, "operation: name"; a job that failed as a whole leaves one record that knows nothing else
     perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
     by_layer           relative error layer by layer, of hidden states or of attention's output

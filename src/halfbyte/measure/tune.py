@@ -19,7 +19,6 @@ import halfbyte
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
-from halfbyte.measure import planned_decode
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, Rotation, fill, held_by
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte.measure.decode import DecodeShape, parse_formats
@@ -27,8 +26,7 @@ from halfbyte.measure.linear import copies_of, promise
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Candidate, Case, Job, Session, reason
 from halfbyte.measure.timing import NOT_CAPTURED, Effort, paired_launches
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
-from halfbyte.ops._workspace import prepare
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import Problem, dense_problem, gluon_plan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import LinearProblem, Store, TunedEntry
@@ -92,8 +90,8 @@ class LinearTuning:
         num_sms, capability = facts_of(device)
         weights = [(weight_format(self.formats), n) for n in self.features]
         problem = LinearProblem.of(weights, self.rows, self.width, "bf16")
-        size: dict[str, Any] = {"rows": self.rows, "width": self.width, "half": "bf16"}
-        first = tuned_linear(weights, **size, num_sms=num_sms, capability=capability, pair=True)
+        size: dict[str, Any] = {"m": self.rows, "width": self.width, "dtype": "bf16"}
+        first = tuned_linear(weights, **size, num_sms=num_sms, capability=capability, use_pdl=True)
         if isinstance(first, str):
             return Planned(problem, {}, first)
         where = (self.features, self.width, num_sms, capability)
@@ -116,7 +114,7 @@ class LinearTuning:
         judges = [promise(x, weight.dequantize) for weight in weights]
         return (
             nbytes,
-            lambda plan: [partial(_linear_on_gpu.run_plan, x, one, plan) for one in rotation],
+            lambda plan: [partial(by_plan.linear, x, one, plan) for one in rotation],
             lambda: _judge_of(judges),
         )
 
@@ -165,14 +163,14 @@ class AttentionTuning:
     def _ready(self, session: Session) -> tuple[int, Calls, Callable[[], Judge]]:
         inputs = Inputs.random(DecodeCase(self.name, self.shape), session.device.torch)
         cache, expected = fill(inputs, self.formats), self.planned(session.device, True).problem
-        if (found := _decode_on_gpu.problem_of(planned_decode.call_of(inputs.q, cache), False)) != expected:
+        if (found := by_plan.problem_of(inputs.q, cache)) != expected:
             raise Unsupported(f"the cache is {found} and the plan would be for {expected}")
         nbytes = round(inputs.problem.tokens * cache.bytes_per_token)
         caches = Rotation(cache, inputs, max(2, session.copies(nbytes))).caches
         promised = Promise(inputs.q, held_by(cache))
         return (
             nbytes,
-            lambda plan: [partial(planned_decode.attend, inputs.q, one, plan) for one in caches],
+            lambda plan: [partial(by_plan.attend, inputs.q, one, plan) for one in caches],
             lambda: lambda out: promised.judge([out]),
         )
 
@@ -224,7 +222,7 @@ def _timed(
 ) -> dict[Choice, Record]:
     """The records of the finalists, the analytic plan first. Raises `BenchmarkRefused` where the analytic plan itself fails."""
     if session.device.kind == "cuda":
-        prepare(session.device.torch)  # else counters of graphs would run out, and each call would clear some of its own
+        by_plan.prepare(session.device.torch)  # else counters of graphs would run out, and each call would clear some of its own
     with torch.no_grad(), paired_launches(True):
         nbytes, calls, judge = ready()
 

@@ -1,18 +1,25 @@
-"""Decode attention by a plan of one's own: what halfbyte would launch, and a launch by any such plan."""
+"""Ops by a plan of one's own: what halfbyte would launch, and a launch by any such plan. For tuning and for studies of plans."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.ops._linear_on_gpu import run_plan as linear
+from halfbyte.ops._workspace import prepare
+from halfbyte.plans.decode_attention import DecodePlan, Problem
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.settings import interpreted, pair_launches
+
+if TYPE_CHECKING:
+    from halfbyte.cache import KVCache
+
+__all__ = ["Plan", "attend", "call_of", "linear", "planned", "prepare", "problem_of", "unpaired"]
 
 Plan = DecodePlan | TritonTiles
 
@@ -42,3 +49,8 @@ def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None =
     options = AttentionOptions(q.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, rotate_keys=cache.rotate_keys)
     out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     return gpu.Call(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, out, lse)
+
+
+def problem_of(q: torch.Tensor, cache: KVCache) -> Problem:
+    """What a plan needs to know of a call."""
+    return gpu.problem_of(call_of(q, cache), False)
