@@ -180,7 +180,7 @@ def test_levels_that_no_factor_makes_exact_have_no_mean_error(half: str, dtype: 
     """With x of one sign a mean error of 2e-4 (NF4 rounded as it is) would be ten times that of a 16-bit weight at K = 8192."""
     weight = quantize(torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)), "nf4")
     codes = unpack_nibbles(weight.codes).long()
-    exact, level = weight.format.code.levels().double(), level_of(weight.format.code, half)
+    exact, level = weight.format.code.codebook().double(), level_of(weight.format.code, half)
     rounded = (exact / level).to(dtype).double() * level
     assert abs(float((rounded - exact)[codes].mean())) < 2e-6
     assert float((rounded - exact)[codes].square().mean().sqrt()) < 4.1e-4
@@ -205,7 +205,7 @@ def test_the_bits_of_e2m1_are_the_number(half: str, dtype: torch.dtype, shift: i
     operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(dtype).double()
     factor = weight.x_factor(spec) * (weight.scale_factor(spec) if weight.operands_scaled(spec) else 1.0)
     assert not weight.table
-    assert torch.equal(operands * factor / weight.unit(half), WEIGHT_FORMATS[name].code.levels().double())
+    assert torch.equal(operands * factor / weight.unit(half), WEIGHT_FORMATS[name].code.codebook().double())
 
 
 # ----------------------------------------------------------------------------------------------------- warp-group products
