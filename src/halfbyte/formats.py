@@ -71,7 +71,7 @@ class Code:
 
     def levels(self) -> torch.Tensor:
         """The old name of `codebook`."""
-        warnings.warn("Code.levels() is called Code.codebook()", DeprecationWarning, stacklevel=2)
+        warnings.warn("Code.codebook() is called Code.codebook()", DeprecationWarning, stacklevel=2)
         return self.codebook()
 
 

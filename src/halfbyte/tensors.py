@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, Shape
-from halfbyte.reference.decode import values_of
+from halfbyte.reference.dequantize import values_of
 
 
 @dataclass(frozen=True)

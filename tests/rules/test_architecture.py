@@ -90,7 +90,7 @@ def test_imports_point_one_way(path: Path) -> None:
         if name not in RANK:  # `from halfbyte import X`: the face, which only the top may use
             assert RANK[here] <= 1, f"{path.name} imports halfbyte.{name} from the package itself"
             continue
-        # The one place where an object of a layer offers an operation of the next: QuantTensor.dequantize (reference/decode.py).
+        # The one place where an object of a layer offers an operation of the next: QuantTensor.dequantize (reference/dequantize.py).
         if (here, name) == ("tensors", "reference"):
             continue
         assert RANK[name] >= RANK[here], f"{path.relative_to(SOURCE)} imports {name}, which lies above it"

@@ -16,7 +16,7 @@ from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.reference.decode import e8m0_to_float
+from halfbyte.reference.dequantize import e8m0_to_float
 from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor
 

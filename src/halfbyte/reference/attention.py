@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
-from halfbyte.reference.decode import decode
+from halfbyte.reference.dequantize import decode
 from halfbyte.reference.hadamard import rotate
 
 

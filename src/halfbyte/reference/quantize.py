@@ -1,4 +1,4 @@
-"""Quantise: the specification of every format. `halfbyte.reference.decode` is the way back.
+"""Quantise: the specification of every format. `halfbyte.reference.dequantize` is the way back.
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
@@ -21,7 +21,7 @@ from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
 from halfbyte.packing import pack_nibbles
-from halfbyte.reference.decode import dynamic_map, e8m0_to_float, over_elements, values_of
+from halfbyte.reference.dequantize import dynamic_map, e8m0_to_float, over_elements, values_of
 from halfbyte.tensors import QuantTensor
 
 F16_MAX = 65504.0
