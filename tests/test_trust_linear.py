@@ -41,7 +41,8 @@ def test_rows_whose_codes_cancel(name: str) -> None:
     """Scales of 1/16 are exact in fp16, as are the products: eager rounds only its sums and its result."""
     rows, width = 96, 4096
     weight = quantize(drawn(rows, width, seed=3), name)
-    assert weight.scales is not None and weight.offsets is not None
+    assert weight.scales is not None
+    assert weight.offsets is not None
     codes = torch.randint(0, 15, (rows, width), generator=torch.Generator().manual_seed(4))
     codes[:, ::2] = 14 - codes[:, 1::2]  # pairs add up to twice the zero point
     parts = {"codes": pack_nibbles(codes.to(torch.uint8)), "scales": torch.full_like(weight.scales, 2**-4)}
