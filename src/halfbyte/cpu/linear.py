@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.cpu.codes import unpack_into
-from halfbyte.reference.quantize import block_scales
+from halfbyte.reference.dequantize import block_scales
 from halfbyte.tensors import QuantTensor
 
 #: Numbers in one decoded block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
