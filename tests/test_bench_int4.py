@@ -23,7 +23,7 @@ from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
-from halfbyte.plans.decode_attention import Problem as Call
+from halfbyte.plans.decode_attention import DecodeProblem as Call
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.settings import pair_launches
 
@@ -178,7 +178,7 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     }
     assert not any(way.paired for way in ways.values())
     plans = [way.call.keywords["plan"] for name, way in ways.items() if "gluon" in name]  # type: ignore[attr-defined]
-    assert not any(plan.spec.pair for plan in plans)
+    assert not any(plan.spec.use_pdl for plan in plans)
     full = int4_gqa.jobs(Session(Options(), dataclasses.replace(FAKE, kind="cuda")))
     assert [job.batch for job in full if isinstance(job, int4_gqa.BatchJob)] == [32, 64, 128, 256, 512]
     others = [(job.others, job.compiled) for job in full if isinstance(job, int4_gqa.BatchJob)]
@@ -235,10 +235,10 @@ def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None
     for before, after in itertools.pairwise(climbed):
         apart = {f.name for f in dataclasses.fields(plan.spec) if getattr(before.spec, f.name) != getattr(after.spec, f.name)}
         apart |= {"programs"} if before.programs != after.programs else set()
-        assert apart in ({"keys", "values"}, {"stages"}, {"tokens", "stages"}, {"programs"}, {"pair"})
+        assert apart in ({"keys", "values"}, {"stages"}, {"tokens", "stages"}, {"programs"}, {"use_pdl"})
         assert after.spec.shared_bytes <= max(plan.spec.shared_bytes, before.spec.shared_bytes)
     assert climbed[0].spec.keys.staged
-    assert climbed[0].spec.keys.apart == 0
+    assert climbed[0].spec.keys.token_stride == 0
     assert (climbed[0].spec.tokens, climbed[0].spec.stages, climbed[0].programs) == (16, 2, 512)
 
 

@@ -20,7 +20,7 @@ from halfbyte.bench.timing import Effort
 from halfbyte.device import Device
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference import attention
 
@@ -45,7 +45,7 @@ def quick(device: Device = FAKE, **options: Any) -> Session:
 # ---------------------------------------------------------------------------------------------------------------- int8-splitk
 
 
-def small(problem: splitk.Problem) -> splitk.Problem:
+def small(problem: splitk.DecodeProblem) -> splitk.DecodeProblem:
     runs = tuple((n, tokens // 8) for n, tokens in problem.runs)
     return replace(
         problem, shape=replace(problem.shape, q_heads=4, kv_heads=2, dim=32, context=problem.shape.context // 8), runs=runs
@@ -95,7 +95,7 @@ def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_splitk_counts_the_programs_that_have_work() -> None:
-    p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
+    p = DecodeProblem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
     assert isinstance(plan, DecodePlan)
     found = splitk.cuts(plan, (1, 4, 16, 64), 1024)
@@ -107,7 +107,7 @@ def test_splitk_counts_the_programs_that_have_work() -> None:
     assert splitk.sizes(tiles, splitk.VARIED) == {"programs": 256, "launches": 2}
 
 
-def made(problem: splitk.Problem, name: str, seconds: float, **sizes: int) -> Record:
+def made(problem: splitk.DecodeProblem, name: str, seconds: float, **sizes: int) -> Record:
     shape = {**problem.shape.sizes, **sizes}
     common = {"seconds": seconds, "p10": seconds, "p90": seconds, "error": 1e-3, "case": problem.name, "method": "cuda graph"}
     return Record(

@@ -22,9 +22,10 @@ from halfbyte.bench.timing import NOT_CAPTURED, Timing, Work
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import _linear_on_gpu
+from halfbyte.ops._decode_problem import problem_of
 from halfbyte.paths import own_plans, shipped_plans
-from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, shared_memory, shares
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -66,7 +67,7 @@ def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> Lin
     return found
 
 
-def attention(p: Problem = ATTENTION) -> DecodePlan:
+def attention(p: DecodeProblem = ATTENTION) -> DecodePlan:
     found = gluon_plan(p, 132, (9, 0), True)
     assert isinstance(found, DecodePlan), found
     return found
@@ -105,7 +106,11 @@ def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
 
 #: One program with a unit of two heads, whose ring of small tiles has more stages than others.
 TWO_HEADS = replace(
-    dense_problem("bf16", 132, 2, 8, 1, 64, 4096, "int4", "int4"), k_apart=2, v_apart=2, k_scales_apart=2, v_scales_apart=2
+    dense_problem("bf16", 132, 2, 8, 1, 64, 4096, "int4", "int4"),
+    k_token_stride=2,
+    v_token_stride=2,
+    k_scale_stride=2,
+    v_scale_stride=2,
 )
 
 
@@ -113,7 +118,7 @@ CHANNELS = replace(ATTENTION, keys="int4_channel")
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, TWO_HEADS, CHANNELS], ids=["one head", "two heads", "channels"])
-def test_choices_of_attention_are_plans(problem: Problem) -> None:
+def test_choices_of_attention_are_plans(problem: DecodeProblem) -> None:
     plan = attention(problem)
     choices = decode_choices(plan, 132, (9, 0))
     assert choices[0] == decode_choice(plan)
@@ -161,7 +166,7 @@ def test_illegal_choices_are_refused(changed: dict[str, int]) -> None:
 def test_no_choice_mixes_scales_of_channels() -> None:
     plan = attention(CHANNELS)
     refused = with_decode_choice(plan, replace(decode_choice(plan), tokens=64, stages=2), 132, (9, 0))
-    assert refused == "64 tokens of a warp do not share scales of channels; 32 do"
+    assert refused == "64 tokens of a warp do not share per-channel scales; 32 do"
 
 
 @pytest.mark.parametrize("changed", [{"tokens": 24}, {"tokens": 128}, {"stages": 9}, {"programs": 0}, {"programs": 529}])
@@ -175,7 +180,7 @@ def test_another_number_of_programs_has_neighbourhoods_of_its_own() -> None:
     assert isinstance(plan, DecodePlan)
     fewer = with_decode_choice(plan, replace(decode_choice(plan), programs=128), 132, (9, 0))
     assert isinstance(fewer, DecodePlan)
-    assert (plan.spec.gather, fewer.spec.gather) == (16, 8)
+    assert (plan.spec.reduce_fanin, fewer.spec.reduce_fanin) == (16, 8)
 
 
 def test_warp_groups_have_choices_of_their_own() -> None:
@@ -195,7 +200,7 @@ def entry(choice: Choice | None, **more: Any) -> Entry:
     return Entry(choice, 4e-6, 5e-6, "2026-11-22", **more)
 
 
-def table(problem: LinearProblem | Problem, choice: Choice | None) -> Table:
+def table(problem: LinearProblem | DecodeProblem, choice: Choice | None) -> Table:
     return Table("NVIDIA H200", 132, {key_of(problem): entry(choice, file="plans.json")})
 
 
@@ -255,7 +260,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     """Else what `tune` stores would never be found, and `explain` would speak of other calls."""
     cache = halfbyte.KVCache(8, 8, 128, 4096, keys=formats[0], values=formats[1])
     q = torch.zeros(8, 64, 1, 128, dtype=torch.bfloat16)
-    assert _decode_on_gpu.problem_of(splits.call_of(q, cache), False) == replace(ATTENTION, keys=formats[0], values=formats[1])
+    assert problem_of(splits.call_of(q, cache)) == replace(ATTENTION, keys=formats[0], values=formats[1])
 
 
 @pytest.mark.parametrize(
@@ -291,9 +296,9 @@ def test_a_problem_knows_the_order_of_tokens_and_heads(
         for p in (cache.keys, cache.values)
     ]
     there = halfbyte.KVCache.from_buffers(planes[0], planes[1], cache.lengths)
-    found = _decode_on_gpu.problem_of(splits.call_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there), False)
-    assert (found.k_apart, found.v_apart) == (apart, apart)
-    assert (found.k_scales_apart, found.v_scales_apart) == (scale_stride, scale_stride)
+    found = problem_of(splits.call_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there))
+    assert (found.k_token_stride, found.v_token_stride) == (apart, apart)
+    assert (found.k_scale_stride, found.v_scale_stride) == (scale_stride, scale_stride)
     assert isinstance(gluon_plan(found, 132, (9, 0), True), DecodePlan)
 
 
@@ -402,7 +407,7 @@ def test_shipped_tables_are_legal() -> None:
                 weights = [(WEIGHT_FORMATS[name], n) for name, n in fields.pop("weights")]
                 source = linear_plan(weights, **fields, **gpu, table=found)[1]
             else:
-                source = decode_plan(Problem(**fields), found.num_sms, (9, 0), True, found)[1]
+                source = decode_plan(DecodeProblem(**fields), found.num_sms, (9, 0), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
 
 

@@ -13,7 +13,8 @@ import halfbyte as hb
 from halfbyte.bench.caches import Promise, held_by
 from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import _linear_on_gpu
+from halfbyte.ops._decode_problem import problem_of
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -70,7 +71,7 @@ def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: t
     cache.append(k, v)
     cache.lengths.copy_(torch.tensor(lengths))
     q = 4 * torch.randn(batch, 4 * heads, 1, 128, generator=rng, device=PLACE.device).bfloat16()
-    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), num_sms, capability, True)
+    first = gluon_plan(problem_of(call_of(q, cache)), num_sms, capability, True)
     assert isinstance(first, DecodePlan), first
     promise = Promise(q, held_by(cache))
     for choice in decode_choices(first, num_sms, capability):

@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported, check
-from halfbyte.kv_buffer import AttentionOptions
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
@@ -32,7 +32,7 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.
-    return gpu.plan_of(call_of(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
+    return gpu.plan_of(call_of(q, cache, alibi_slopes)._replace(impl=impl), use_pdl=True)
 
 
 def split(plan: Plan, splits: int, context: int) -> Plan:
@@ -46,9 +46,9 @@ def split(plan: Plan, splits: int, context: int) -> Plan:
         if splits > blocks:
             raise Unsupported(f"{splits} splits of {context} tokens; the portable kernel has {blocks} blocks of them")
         return replace(plan, splits=splits, chunk=0)
-    programs, spec = splits * plan.units, plan.spec
+    programs, spec = splits * plan.work_items, plan.spec
     if programs > MOST_PROGRAMS:
-        raise Unsupported(f"{splits} splits of {plan.units} units; the tuned kernel has at most {MOST_PROGRAMS} programs")
+        raise Unsupported(f"{splits} splits of {plan.work_items} work items; the tuned kernel has at most {MOST_PROGRAMS} programs")
     while splits > -(-context // spec.tile) and spec.tokens > _LEAST_TOKENS:
         spec = replace(spec, tokens=spec.tokens // 2)
     if splits > -(-context // spec.tile):
@@ -59,18 +59,19 @@ def split(plan: Plan, splits: int, context: int) -> Plan:
 def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
     """`halfbyte.decode_attention`, as planned here; launches are paired only where HALFBYTE_PDL allows it."""
     call = call_of(q, cache, alibi_slopes)
-    gpu.launch(call, plan if pair_launches() else unpaired(plan), own=False)
-    return call.out
+    out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    gpu.launch(call, plan if pair_launches() else unpaired(plan), out, lse, own=False)
+    return out
 
 
 def unpaired(plan: Plan) -> Plan:
     """The same, launched when its predecessor has ended."""
-    return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, pair=False))
+    return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, use_pdl=False))
 
 
 def splits_of(plan: Plan) -> float:
-    """Splits of a unit; where programs of the tuned kernel share units, how many of them there are for each, in the mean."""
-    return float(plan.splits) if isinstance(plan, TritonTiles) else plan.programs / plan.units
+    """Splits of a work item; where programs of the tuned kernel share items, how many of them there are for each, in the mean."""
+    return float(plan.splits) if isinstance(plan, TritonTiles) else plan.programs / plan.work_items
 
 
 def launches(plan: Plan) -> int:
@@ -78,8 +79,7 @@ def launches(plan: Plan) -> int:
     return 2 if isinstance(plan, TritonTiles) and plan.splits > 1 else 1
 
 
-def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> gpu.Call:
-    """A call and the memory of its results. Slopes are fp32 and contiguous."""
+def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> DecodeCall:
+    """The call. Slopes are fp32 and contiguous."""
     options = AttentionOptions(q.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, rotate_keys=cache.rotate_keys)
-    out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return gpu.Call(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, out, lse)
+    return DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options)

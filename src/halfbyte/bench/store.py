@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument
-from halfbyte.plans.decode_attention import Problem
+from halfbyte.plans.decode_attention import DecodeProblem
 from halfbyte.plans.tuning_cache import DamagedPlans, Entry, LinearProblem, Table, check_gpu, key_of, read, write
 
 
@@ -29,7 +29,7 @@ class Store:
         store.table = replace(store.table, entries=store._stored())
         return store
 
-    def add(self, problem: LinearProblem | Problem, entry: Entry) -> None:
+    def add(self, problem: LinearProblem | DecodeProblem, entry: Entry) -> None:
         """Store an entry in place of an older one of the same problem, and keep what others have stored since."""
         with _alone_with(self.file):
             self.table = replace(self.table, entries={**self.table.entries, **self._stored(), key_of(problem): entry})

@@ -31,9 +31,10 @@ from halfbyte.bench.timing import NOT_CAPTURED, Effort, Sampler, Timing, Work, f
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import _linear_on_gpu
+from halfbyte.ops._decode_problem import problem_of
 from halfbyte.ops._workspace import prepare
-from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.linear import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import Entry, LinearProblem
@@ -67,7 +68,7 @@ class Planned:
     """One problem and its plans by their choices, the analytic one first; `refused`: in words, why there are none."""
 
     name: str
-    problem: LinearProblem | Problem
+    problem: LinearProblem | DecodeProblem
     plans: dict[Choice, Plan]
     refused: str = ""
 
@@ -161,7 +162,7 @@ class AttentionTuning:
         return f"{self.shape} {self.formats}"
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> DecodeProblem:
         """What a plan needs to know."""
         s, (keys, values) = self.shape, parse_formats(self.formats)
         return dense_problem("bf16", s.batch, s.kv_heads, s.q_heads // s.kv_heads, 1, s.dim, s.context, keys.name, values.name)
@@ -183,7 +184,7 @@ class AttentionTuning:
         with torch.no_grad(), fixed_threads(session.threads):
             inputs = Inputs.random(case, session.device.torch)
             cache = fill(inputs, self.formats)
-            if (found := _decode_on_gpu.problem_of(splits.call_of(inputs.q, cache), False)) != planned.problem:
+            if (found := problem_of(splits.call_of(inputs.q, cache))) != planned.problem:
                 raise Unsupported(f"the cache is {found} and the plan would be for {planned.problem}")
             nbytes = round(case.tokens * cache.bytes_per_token)
             rotation = Rotation(cache, inputs, max(2, session.copies(nbytes)))
