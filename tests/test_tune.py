@@ -19,7 +19,7 @@ from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.session import Options, Session
 from halfbyte.bench.store import Store
 from halfbyte.bench.timing import NOT_CAPTURED, Timing, Work
-from halfbyte.device import describe
+from halfbyte.device import describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops import _linear_on_gpu
@@ -27,7 +27,8 @@ from halfbyte.ops._decode_problem import problem_of
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.explain import explanation, linear_explanation
-from halfbyte.plans.linear import BLOCK_BYTES, LinearPlan, shared_memory, shares
+from halfbyte.plans.linear import BLOCK_BYTES, shares
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
@@ -56,13 +57,13 @@ from halfbyte.plans.tuning_space import (
 )
 from halfbyte.settings import stored_plans
 
-H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "pair": True}
+H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 ATTENTION = dense_problem("bf16", 8, 8, 8, 1, 128, 4096, "int8", "int4")
 
 
 def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearPlan:
-    found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], rows=rows, width=width, half="bf16", **H200)
+    found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], m=rows, width=width, dtype="bf16", **H200)
     assert isinstance(found, LinearPlan), found
     return found
 
@@ -88,8 +89,8 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
         made = with_linear_choice(plan, choice, features, width, 132, (9, 0))
         assert isinstance(made, LinearPlan), made
         assert linear_choice(made) == choice
-        assert made.blocks * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
-        assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.rows)
+        assert made.programs_per_sm * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
+        assert made.tiles == sum(-(-n // made.spec.tile) for n in features) * -(-rows // made.spec.block_m)
         assert (made.steps - 1) * made.spec.step < width <= made.steps * made.spec.step
         whole, shared, each, more = shares(made.tiles, made.steps, made.programs)
         assert whole * made.programs + shared == made.tiles  # every tile is somebody's
@@ -137,7 +138,7 @@ def test_another_ring_has_no_empty_slot_of_the_plan_s() -> None:
     assert plan.spec.pad_slots == 1
     made = with_decode_choice(plan, replace(decode_choice(plan), stages=3), 132, (9, 0))
     assert isinstance(made, DecodePlan), made
-    assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= shared_memory((9, 0))
+    assert 2 * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_warp_groups_have_choices_of_their_own() -> None:
         assert isinstance(with_linear_choice(plan, replace(wide, **changed), [8192], 8192, 132, (9, 0)), str)
     narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), [8192], 8192, 132, (9, 0))
     assert isinstance(narrow, LinearPlan)
-    assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.shared) == (256, 4, 32, 64)
+    assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.split_tiles) == (256, 4, 32, 64)
 
 
 # ------------------------------------------------------------------------------------------------------------------- tables
@@ -205,7 +206,7 @@ def table(problem: LinearProblem | DecodeProblem, choice: Choice | None) -> Tabl
 
 
 def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[LinearPlan | str, str]:
-    return linear_plan([(INT4, n) for n in weights], rows=rows, width=4096, half=half, **H200, table=known)
+    return linear_plan([(INT4, n) for n in weights], m=rows, width=4096, dtype=half, **H200, table=known)
 
 
 def test_a_table_decides() -> None:
@@ -400,12 +401,13 @@ def test_shipped_tables_are_legal() -> None:
     for file in files:
         found = read(file)
         assert shipped_plans(found.gpu) == file
-        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "pair": True}
+        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "use_pdl": True}
         for key, one in found.entries.items():
             fields = json.loads(key)
             if fields.pop("op") == "linear":
                 weights = [(WEIGHT_FORMATS[name], n) for name, n in fields.pop("weights")]
-                source = linear_plan(weights, **fields, **gpu, table=found)[1]
+                given = {"m": fields["rows"], "width": fields["width"], "dtype": fields["half"]}
+                source = linear_plan(weights, **given, **gpu, table=found)[1]
             else:
                 source = decode_plan(DecodeProblem(**fields), found.num_sms, (9, 0), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, format_of
-from halfbyte.plans.linear import LinearPlan, Spec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.tuning_cache import LinearProblem
 from halfbyte.plans.tuning_space import Plan
 
@@ -89,7 +89,7 @@ def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, i
     from halfbyte.kernels.aot.linear_sample import sample_configurations
     from halfbyte.kernels.linear import mma, wgmma
 
-    launch = mma.launch if isinstance(plan.spec, Spec) else wgmma.launch
+    launch = mma.launch if isinstance(plan.spec, LinearSpec) else wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
     options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
     given = (name, problem.rows, features, problem.width, options)

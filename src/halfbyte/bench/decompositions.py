@@ -15,7 +15,8 @@ import torch
 
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
-from halfbyte.plans.linear import Spec, gluon_linear
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearSpec
 from halfbyte.settings import interpreted, pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -115,30 +116,30 @@ class Halfbyte:
         n, k = stored[0].shape
         plan = gluon_linear(
             [(stored[0].format, n)],
-            rows=x.shape[0],
+            m=x.shape[0],
             width=k,
-            half="bf16",
+            dtype="bf16",
             num_sms=device.sm_count or 1,
             capability=device.capability or (0, 0),
-            pair=pair_launches(),
+            use_pdl=pair_launches(),
         )
         if isinstance(plan, str):
             raise Unsupported(plan)
         spec = plan.spec
-        assert isinstance(spec, Spec)
-        slots = (device.sm_count or 1) * plan.blocks
+        assert isinstance(spec, LinearSpec)
+        slots = (device.sm_count or 1) * plan.programs_per_sm
         count = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": slots}[cut.kind]
         if count > plan.tiles * plan.steps:
             raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")
-        part = torch.empty(2 * count * spec.part_floats, device=x.device)
+        part = torch.empty(2 * count * spec.partial_floats, device=x.device)
         counters = torch.zeros(plan.tiles, dtype=torch.int32, device=x.device)
 
         def call(weight: QuantTensor) -> torch.Tensor:
             out = x.new_empty(x.shape[0], n)
-            launch(x, [weight], [None], [out], replace(spec, pair=pair_launches()), count, part, counters)
+            launch(x, [weight], [None], [out], replace(spec, use_pdl=pair_launches()), count, part, counters)
             return out
 
-        return Form([partial(call, weight) for weight in stored], count, plan.blocks)
+        return Form([partial(call, weight) for weight in stored], count, plan.programs_per_sm)
 
 
 #: By name.

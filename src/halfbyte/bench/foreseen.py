@@ -34,7 +34,7 @@ def products(
     weights, num_sms = [(weight_format(formats), n) for n in features], device.sm_count or 1
     gpu = {"num_sms": num_sms, "capability": device.capability or (0, 0), "table": table_of(device.name, num_sms)}
     for pair in BOTH:
-        plan, _ = linear_plan(weights, rows=rows, width=width, half=half, pair=pair, **gpu)  # type: ignore[arg-type]
+        plan, _ = linear_plan(weights, m=rows, width=width, dtype=half, use_pdl=pair, **gpu)  # type: ignore[arg-type]
         problem = LinearProblem.of(weights, rows, width, half)
         if not isinstance(plan, str):
             yield BiasedProblem(**vars(problem)) if biased else problem, plan

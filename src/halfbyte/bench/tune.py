@@ -35,7 +35,7 @@ from halfbyte.ops import _linear_on_gpu
 from halfbyte.ops._decode_problem import problem_of
 from halfbyte.ops._workspace import prepare
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, gluon_plan
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import Entry, LinearProblem
 from halfbyte.plans.tuning_space import Choice, Plan, decode_choices, linear_choices, with_decode_choice, with_linear_choice
@@ -95,8 +95,8 @@ class LinearTuning:
     def _planned(self, device: Device, rows: int, quick: bool) -> Planned:
         num_sms, capability = facts_of(device)
         weights = [(weight_format(self.formats), n) for n in self.features]
-        gpu: dict[str, Any] = {"num_sms": num_sms, "capability": capability, "pair": True}
-        first = tuned_linear(weights, rows=rows, width=self.width, half="bf16", **gpu)
+        gpu: dict[str, Any] = {"num_sms": num_sms, "capability": capability, "use_pdl": True}
+        first = tuned_linear(weights, m=rows, width=self.width, dtype="bf16", **gpu)
         name = f"{','.join(map(str, self.features))} x {self.width}, {rows} row{'s' * (rows > 1)}"
         problem = LinearProblem.of(weights, rows, self.width, "bf16")
         if isinstance(first, str):

@@ -21,12 +21,12 @@ from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_spec import padded
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import Choice, DecodeChoice, LinearChoice, with_decode_choice, with_linear_choice
 from halfbyte.settings import stored_plans
 
-#: Rows of x up to which kernels round to a power of two; beyond, they take blocks of so many.
+#: M up to which kernels round to a power of two; beyond, they take blocks of so many rows.
 _BLOCK_ROWS = 64
 #: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
 VERSION = 2
@@ -38,7 +38,7 @@ class DamagedPlans(HalfbyteError, ValueError):
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """x times weights of these formats and out features. `rows` of x are rounded up as the kernels do."""
+    """x [rows, width] times weights of these formats and N, with M rounded up as the kernels do. Fields are named as in files."""
 
     weights: tuple[tuple[str, int], ...]
     rows: int
@@ -46,10 +46,10 @@ class LinearProblem:
     half: str
 
     @staticmethod
-    def of(weights: Sequence[tuple[Format, int]], rows: int, width: int, half: str) -> LinearProblem:
-        """As plans are asked for."""
-        alike = padded(rows) if rows <= _BLOCK_ROWS else -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
-        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), alike, width, half)
+    def of(weights: Sequence[tuple[Format, int]], m: int, width: int, dtype: str) -> LinearProblem:
+        """The problem of a GEMM with x [m, width]."""
+        rows = padded(m) if m <= _BLOCK_ROWS else -(-m // _BLOCK_ROWS) * _BLOCK_ROWS
+        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
@@ -95,17 +95,17 @@ NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by
 def linear_plan(
     weights: Sequence[tuple[Format, int]],
     *,
-    rows: int,
+    m: int,
     width: int,
-    half: str,
+    dtype: str,
     num_sms: int,
     capability: tuple[int, int],
-    pair: bool,
+    use_pdl: bool,
     table: Table,
 ) -> tuple[LinearPlan | str, str]:
     """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
-    plan = tuned_linear(weights, rows=rows, width=width, half=half, num_sms=num_sms, capability=capability, pair=pair)
-    entry = table.entries.get(key_of(LinearProblem.of(weights, rows, width, half)))
+    plan = tuned_linear(weights, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=use_pdl)
+    entry = table.entries.get(key_of(LinearProblem.of(weights, m, width, dtype)))
     if isinstance(plan, str) or entry is None or not isinstance(entry.choice, LinearChoice):
         return plan, _analytic(entry, table)
     made = with_linear_choice(plan, entry.choice, [n for _, n in weights], width, num_sms, capability)
