@@ -13,9 +13,7 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.bench.splits import call_of
-from halfbyte.ops import _workspace
-from halfbyte.ops._decode_on_gpu import plan_of
+from halfbyte.ops import _workspace, by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_spec import DecodeSpec
 
@@ -70,7 +68,7 @@ def _unit(variant: Variant) -> int:
 
 def _check_unit(call: Call, heads: int) -> DecodePlan:
     """The plan of a call, whose units have so many KV heads."""
-    plan = plan_of(call_of(call.q, call.cache), use_pdl=True)
+    plan = by_plan.planned(call.q, call.cache, "auto")
     assert isinstance(plan, DecodePlan)
     assert plan.spec.heads == heads, plan.why
     return plan
