@@ -212,7 +212,7 @@ def test_kernels_have_seven_rooms_at_most() -> None:
 
 
 #: Files that still have facts about GPUs of their own. Remove a file when it takes them from `halfbyte.device`.
-OWN_FACTS = {"kernels/aot/compiling.py", "bench/decompositions.py"}
+OWN_FACTS = {"kernels/aot/compiling.py"}
 
 
 def test_facts_about_gpus_are_in_one_place() -> None:

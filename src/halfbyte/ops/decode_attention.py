@@ -14,6 +14,7 @@ from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._launch_cache import Signature, replay, signature
 from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
+from halfbyte.ops._per_sequence import attend_per_sequence
 from halfbyte.ops.append import Stored
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
@@ -64,7 +65,8 @@ def _run(*flat: Any) -> Results:
     if call.q.numel() == 0:
         return _empty(call)
     if call.impl in ("cpu", "reference"):
-        return _in_torch(call)
+        refuse_capture("decode_attention", call.q.device)
+        return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
     return gpu.run(call, compiled=True)
 
 
@@ -80,7 +82,6 @@ def _empty(call: DecodeCall) -> Results:
 
 
 def _in_torch(c: DecodeCall) -> Results:
-    refuse_capture("decode_attention", c.q.device)
     attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[c.impl]
     start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
     pieces = [
@@ -134,8 +135,8 @@ def decode_attention(
     starts        int [B]; keys before it are left padding and are never seen
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
-    deterministic_batch   a sequence's result has the same bits alone and in every batch. Others do already, except on a GPU, where
-                  the work is shared according to all lengths; there this takes the portable kernel and splits of fixed size
+    deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes the portable kernel
+                  and splits of fixed size; the `cpu` and `reference` levels compute one sequence after the other
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
