@@ -1,4 +1,4 @@
-"""WeightSpec words as operands of the few-rows kernel, without a GPU: its inline PTX is run (ptx.py) on every word that there is."""
+"""Stored words as operands of the kernel for small M, without a GPU: its inline PTX is run (ptx.py) on every word that there is."""
 
 from __future__ import annotations
 

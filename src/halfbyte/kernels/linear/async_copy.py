@@ -22,7 +22,7 @@ from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear.operands import plain
 from halfbyte.kernels.linear.ring import place
-from halfbyte.kernels.linear.sync import filled, slot_of, k_slice_of, thread_of
+from halfbyte.kernels.linear.sync import filled, k_slice_of, slot_of, thread_of
 
 
 @gluon.jit
@@ -125,9 +125,9 @@ def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: 
 
 
 @gluon.jit
-def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
-    codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    codes, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     width = K // S.codes_per_word
@@ -207,7 +207,7 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
+def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
     """Ask for x of one step, if `wanted`."""
     inside: gl.constexpr = gl.constexpr(
         C.x_rows * C.chunk // 8
@@ -218,12 +218,12 @@ def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
     part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
     m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
     k = w * C.chunk + part * 32 + t % 4 * 8
-    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_row + k))
+    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_stride + k))
     into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",
-        [into, at, x_row * 2, rows - m, (left - k) * 2],
+        [into, at, x_stride * 2, M - m, (left - k) * 2],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.linear.multiply import to_float
 from halfbyte.kernels.linear.operands import halves, sixteenth_layout
-from halfbyte.kernels.linear.unpack import unpack_int8, look_up, unpack_nibbles
+from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 
 
 @gluon.constexpr_function
