@@ -208,7 +208,9 @@ def test_the_same_arguments_at_other_addresses(fmt: str, shape: tuple[int, ...],
     for (expected, grid), launched in zip(gpu.first[launches:], gpu.kernel.launched, strict=True):
         assert launched[:9] == (*grid, 7, 11, (4, 1, 100), None, None, None)
         got, wanted = launched[9:], addresses(expected)
-        assert [a for i, a in enumerate(got) if i not in made_anew(got)] == [a for i, a in enumerate(wanted) if i not in made_anew(got)]
+        assert [a for i, a in enumerate(got) if i not in made_anew(got)] == [
+            a for i, a in enumerate(wanted) if i not in made_anew(got)
+        ]
         assert len(got) == len(wanted)
     gemm = gpu.kernel.launched[-1][9:]
     (at,) = made_anew(gemm) & {i for i, a in enumerate(gemm) if isinstance(a, tuple)}

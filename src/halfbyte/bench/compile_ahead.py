@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from halfbyte.plans.decode_attention import DecodePlan, Problem, format_of
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import LinearProblem
 from halfbyte.plans.tuning_space import Plan
 
@@ -86,14 +86,12 @@ def configurations(problem: LinearProblem | Problem, plan: Plan, capability: tup
 
 
 def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
-    from halfbyte.kernels.aot.linear_sample import sample_configurations
-    from halfbyte.kernels.linear import mma, wgmma
+    from halfbyte.kernels.aot.linear import plan_configurations
 
-    launch = mma.launch if isinstance(plan.spec, LinearSpec) else wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
     options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
     given = (name, problem.rows, features, problem.width, options)
-    yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
+    yield from plan_configurations(*given, plan, capability)
 
 
 def _attention(p: Problem, plan: DecodePlan) -> Iterator[Configuration]:

@@ -111,7 +111,9 @@ def qkv_projection(
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
-    q_out, k_out, v_out = projections(x, weights, biases, row_invariant=row_invariant, impl=impl, names=("the q ", "the k ", "the v "))
+    q_out, k_out, v_out = projections(
+        x, weights, biases, row_invariant=row_invariant, impl=impl, names=("the q ", "the k ", "the v ")
+    )
     return q_out, k_out, v_out
 
 

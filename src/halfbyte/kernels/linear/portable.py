@@ -62,10 +62,10 @@ _TOGETHER = tl.constexpr(16)
 def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
     """Scales (fp32) and zero points (int16) of columns k .. k + C.k: [n, 1] of one group, or [n, C.k / GROUP]."""
     group = k // w.GROUP
-    if w.GROUP < C.k:
+    if C.k > w.GROUP:
         group += tl.arange(0, C.k // w.GROUP)[None, :]
     seen = None
-    if not C.even and w.GROUP < C.k:
+    if not C.even and C.k > w.GROUP:
         seen = group * w.GROUP < end
     scale = read_scale(w, row[:, None], group, groups, seen)
     zero = tl.full([1, 1], w.ZERO, tl.int16)
@@ -77,7 +77,7 @@ def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
 @triton.jit
 def _spread(small, w: Weight, C: tl.constexpr):
     """[n, k / GROUP] over the columns of its groups, [n, k]; what one group has stays [n, 1]."""
-    if w.GROUP > 0 and w.GROUP < C.k and small.shape[1] > 1:
+    if w.GROUP > 0 and C.k > w.GROUP and small.shape[1] > 1:
         small = tl.reshape(tl.broadcast_to(small[:, :, None], (C.n, C.k // w.GROUP, w.GROUP)), (C.n, C.k))
     return small
 
@@ -86,7 +86,7 @@ def _spread(small, w: Weight, C: tl.constexpr):
 def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
     """fp32 [n, m]: weight rows `row` [n] times m rows of x over columns begin .. end, without the scale of whole weight rows."""
     PER: tl.constexpr = 8 // w.BITS
-    FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or w.GROUP < C.k)
+    FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or C.k > w.GROUP)
     m = tl.minimum(first_row + tl.arange(0, C.m), M - 1).to(tl.int64)  # a row too many is the last one again
     column, byte = tl.arange(0, C.k).to(tl.int64), tl.arange(0, C.k // PER).to(tl.int64)
     x_rows, codes = w.x + m[:, None] * w.x0, w.codes + row[:, None] * w.codes0

@@ -309,7 +309,7 @@ def linear(
 
 @gluon.jit(do_not_specialize=["M"])
 def order(X, Y, M, K, x_stride, C: gl.constexpr, BLOCK: gl.constexpr):
-    """x [M, K] -> y [blocks of C.block_m rows, K in pieces of 64, C.block_m, 64]: k in the order of the operands, zeros beyond x."""
+    """x [M, K] -> y [blocks of M, K in pieces of 64, C.block_m, 64]: k in the order of the operands, zeros beyond x."""
     S: gl.constexpr = C.weights[0]
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     if C.use_pdl:
