@@ -84,9 +84,10 @@ def linear(
     """
     call = LinearCall(x, (weight,), (bias,), impl, row_invariant)
     signature = call.signature() if can_bypass_dispatcher(x, bias) else None
-    outs: list[torch.Tensor] | None
-    if signature is not None and (outs := replay(signature)) is not None:
-        return outs[0]
+    if signature is not None:
+        outs: list[torch.Tensor] | None = replay(signature)
+        if outs is not None:
+            return outs[0]
     call.check(("",))
     chosen = _level("linear", impl, x)
     if chosen not in _LEVELS and can_bypass_dispatcher(x, bias):
@@ -132,9 +133,10 @@ def projections(
         raise InvalidArgument(f"{given} were given; pass one to three weights, and a bias or None for each")
     call = LinearCall(x, weights, biases, impl, row_invariant)
     signature = call.signature() if can_bypass_dispatcher(x, *biases) else None
-    outs: list[torch.Tensor] | None
-    if signature is not None and (outs := replay(signature)) is not None:
-        return outs
+    if signature is not None:
+        outs: list[torch.Tensor] | None = replay(signature)
+        if outs is not None:
+            return outs
     call.check(names)
     chosen = _level("qkv_projection", impl, x)
     if chosen not in _LEVELS and can_bypass_dispatcher(x, *biases):

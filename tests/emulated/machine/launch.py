@@ -71,7 +71,7 @@ def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[tor
 def _leaves(values: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
     """What is in tuples within tuples, with the way to it."""
     for i, one in enumerate(values):
-        if isinstance(one, tuple) and type(one) is tuple:
+        if isinstance(one, tuple):
             yield from _leaves(one, (*path, i))
         else:
             yield (*path, i), one
