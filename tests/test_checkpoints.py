@@ -20,7 +20,7 @@ from halfbyte.checkpoints.layer import Layer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
 from halfbyte.packing import unpack_nibbles
-from halfbyte.reference.quantize import block_scales, dynamic_map
+from halfbyte.reference.dequantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
 
 

@@ -31,7 +31,8 @@ from halfbyte.formats import (
     weight_format,
 )
 from halfbyte.packing import pack_nibbles, unpack_nibbles
-from halfbyte.reference.quantize import decode_unit, dynamic_map, e8m0_to_float, encode_unit, quantize
+from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
+from halfbyte.reference.quantize import encode_unit, quantize
 from halfbyte.tensors import QuantTensor, expected_parts
 
 CODES = {

@@ -1,18 +1,17 @@
-"""Stored words as operands of the kernel for small M, without a GPU: its inline PTX is run (ptx.py) on every word that there is."""
+"""Stored words as operands of the kernel for small M, without a GPU: its inline PTX is run on every word (machine/inline.py)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import unpack
 from halfbyte.plans.linear_spec import WeightSpec, weight_spec
-from ptx import Block, on_block
+from machine.inline import Threads, on_block
 
 WORDS = 1 << 16
 
@@ -30,7 +29,7 @@ def codes(per_word: int) -> torch.Tensor:
 
 
 def every_word(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    on_block(Block((WORDS // 2,), 0, np.empty(0, np.uint8)), (unpack,), monkeypatch)
+    on_block(Threads((WORDS // 2,)), (unpack,), monkeypatch)
     return torch.arange(WORDS, dtype=torch.int32).to(torch.int16)
 
 

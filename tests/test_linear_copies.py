@@ -1,4 +1,4 @@
-"""What the few-rows kernel copies into shared memory, without a GPU: its own functions are run, by all threads of a block (ptx.py).
+"""What the few-rows kernel copies into shared memory, without a GPU: its own functions, run by all threads of a block.
 
 After each step every byte of shared memory is compared with what the readers' layouts expect there; what nothing is copied to
 keeps the noise that was in it. Of a step that is not wanted no codes are copied, and x and scales are zero.
@@ -18,7 +18,9 @@ from halfbyte.kernels.linear import async_copy, ring, sync
 from halfbyte.kernels.linear.ring import Weights
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearSpec
-from ptx import MEMORY, Array, Block, on_block
+from machine.arithmetic import Array
+from machine.inline import Threads, on_block
+from machine.memory import SHARED
 
 #: Columns of each format: some whole steps, and a tail that the format allows.
 WIDTHS = {"int4_sym_g128": 2304, "int4_g128": 2560, "int4_g32": 2176, "int4_sym_g32_fp32": 2144, "int4_sym_col": 2144}
@@ -57,7 +59,7 @@ class Tensors:
         return cls(memory, at, {name: memory[at[name] :][: n * size].reshape(n, size) for name, (n, size) in shapes.items()})
 
     def address(self, name: str) -> torch.Tensor:
-        return torch.tensor([[[MEMORY + self.at[name]]]])
+        return torch.tensor([[[self.memory.ctypes.data + self.at[name]]]])
 
 
 def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: LinearSpec) -> None:
@@ -95,10 +97,10 @@ def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, s
 
 
 def expected(
-    block: Block, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: LinearSpec
+    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: LinearSpec
 ) -> Array:
     """Shared memory once a step of a tile of K = k is there. tile: which weight's, and its first row."""
-    shared, weight = block.shared.copy(), spec.weights[0]
+    shared, weight = block.shared.bytes.copy(), spec.weights[0]
     rows = slice(tile[1], tile[1] + spec.tile)
     groups = k // weight.group if weight.group else 0
     expect_codes(shared, tensors.rows["codes" + tile[0]][rows, : 2 * k // weight.codes_per_word], slots[0], step, spec)
@@ -122,8 +124,9 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     spec, width, gap = planned(name, rows, n), WIDTHS[name], 8
     weight, features = spec.weights[0], (2 * spec.tile - 11, spec.tile)
     tensors = Tensors.of(spec, width, rows, features, gap)
-    block = Block((spec.k_slices, spec.warps_m, 32), spec.ring_bytes, tensors.memory)
+    block = Threads((spec.k_slices, spec.warps_m, 32), spec.ring_bytes, torch.from_numpy(tensors.memory))
     on_block(block, (async_copy, ring, sync), monkeypatch)
+    sync.make_barriers(spec)
     addresses: list[tuple[torch.Tensor | None, ...]] = [
         tuple(tensors.address(f"{kind}{i}") for i in range(2)) for kind in ("codes", "scales", "zeros")
     ]
@@ -142,16 +145,18 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
             now = min(steps - 2 + i, steps - 1)
             scale_slot = turn % spec.scale_slots
             shared = expected(block, tensors, tile, (slot, scale_slot), now, width if wanted else 0, spec)
-            block.arrived.clear()
-            block.copied = 0
+            block.meet_all()
             step.fill_(now)
             if weight.groups:
+                before, asked = {at: one.phases for at, one in block.barriers.items()}, block.copies.asked
                 at = async_copy.fetch_scales(torch.full_like(step, turn), at, step, wanted, width, weight, spec)
-                assert block.arrived == {spec.barriers_at + 8 * scale_slot: 32 * spec.warps}
-                assert block.copied == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
+                full = SHARED + spec.barriers_at + 8 * scale_slot
+                assert {at: one.phases for at, one in block.barriers.items()} == before | {full: before[full] + 1}
+                assert all(one.missing == one.count for one in block.barriers.values())
+                assert block.copies.asked - asked == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
             at = async_copy.fetch_codes(slot, at, step, wanted, width, weight, spec)
             async_copy.fetch_x(slot, step, wanted, tensors.address("x"), rows, width, width + gap, spec)
-            wrong = np.flatnonzero(block.shared != shared)
+            wrong = np.flatnonzero(block.shared.bytes != shared)
             assert not wrong.size, f"bytes from {wrong[0]} on; x lies at {spec.x_at}, scales at {spec.scales_at}"
 
 
@@ -159,7 +164,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
 def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tile begins, of a weight of 2^32 columns and rows: nothing is read."""
     spec, width, tile = planned(name, 1, 4096), 1 << 20, 1 << 20
-    block = Block((spec.k_slices, spec.warps_m, 32), 0, np.empty(0, np.uint8))
+    block = Threads((spec.k_slices, spec.warps_m, 32))
     on_block(block, (async_copy, ring, sync), monkeypatch)
     start, nothing = (torch.zeros(1, 1, 1, dtype=torch.int64),) * 2, (None, None)
     number = torch.tensor([[[tile]]], dtype=torch.int32)

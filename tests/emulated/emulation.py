@@ -9,8 +9,6 @@ from unittest import mock
 
 import torch
 from gpu_cases import Call, poisoned
-from machine.block import Order
-from machine.launch import emulated
 
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
@@ -19,6 +17,8 @@ from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan, que
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
+from machine.block import Order
+from machine.launch import emulated
 
 #: Both ends of what is allowed: all warps side by side and copies as late as can be; one warp after the other and copies at once.
 ORDERS = (Order(together=True, early=False), Order(together=False, early=True))

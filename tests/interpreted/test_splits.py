@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import halfbyte
+from accuracy import attention_accuracy, eager_attention, float64_attention
 from halfbyte.bench import splits
-from halfbyte.bench.checks import attention_accuracy, eager_attention, float64_attention
 from halfbyte.bench.decode import DecodeShape
 from halfbyte.bench.session import Options, Session
 from halfbyte.bench.studies import int8_splitk

@@ -22,7 +22,7 @@ from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
 from halfbyte.checkpoints.safetensors_files import json_object
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import BNB_FP4, NF4, WEIGHT_FORMATS, Code, Format
-from halfbyte.reference.quantize import dynamic_map
+from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
 
 _CODES = {"nf4": NF4, "fp4": BNB_FP4}

@@ -16,7 +16,8 @@ from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.reference.quantize import dequantize, e8m0_to_float
+from halfbyte.reference.dequantize import e8m0_to_float
+from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor
 
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import Format
-from halfbyte.kernels.common.codes import e4m3_bits
 from halfbyte.kernels.common.encode import as_dtype
-from halfbyte.reference.quantize import dynamic_map
+from halfbyte.kernels.common.scales import from_e4m3
+from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
 
 #: The interpreter rounds to bf16 by cutting off, which integers do better.
@@ -90,7 +90,7 @@ def _scales(at, seen, w: Weight):
         bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))  # 2^-127 is a subnormal; 255 is NaN
         scale = bits.to(tl.float32, bitcast=True)
     elif w.SCALE == "e4m3":
-        scale = e4m3_bits(stored.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256
+        scale = from_e4m3(stored)
         if w.tensor_scale is not None:
             scale *= tl.load(w.tensor_scale)
     else:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from halfbyte.device import gpu
-from halfbyte.errors import Unsupported
+from halfbyte.errors import Unsupported, warn_once
 from halfbyte.formats import Format
 from halfbyte.ops._launch_cache import Signature, layout, store, with_compiled
-from halfbyte.ops._library import warn_once
 from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops._workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows

@@ -31,9 +31,10 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, launcher, view
+from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.decode.work_split import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
-from halfbyte.kernels.linear.multiply import multiply, to_float
+from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.ring import Weights, place
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
@@ -272,8 +273,8 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none. With spec.use_pdl weights are read
-    before the previous kernel is known to have ended (programmatic dependent launch): docs/linear.md.
+    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With
+    spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
     partials: plan.floats fp32; semaphores: plan.counters int32, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is bypassed then.
     """

@@ -5,7 +5,7 @@ by side in them: x is 0 in the columns of all groups but its own, and the scales
 lanes. With more rows groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
 """
 
-# ruff: noqa: RUF005, RET505
+# ruff: noqa: RUF005
 # Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.operands import (
     column_scale_layout,
     halves,
@@ -43,21 +44,6 @@ def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
     for g in gl.static_range(G):
         made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
     return made
-
-
-@gluon.jit
-def to_float(s, S: gl.constexpr):
-    """A stored scale as a number; E8M0's 255 and E4M3's 127 and 255 are NaN."""
-    if S.scale == "e8m0":
-        # 0 is 2^-127, a subnormal of fp32; 255 is infinity's exponent, and with one more bit NaN.
-        bits = gl.maximum(s.to(gl.int32) << 23, 0x00400000) | (s.to(gl.int32) + 1 >> 8 << 22)
-        return bits.to(gl.float32, bitcast=True)
-    elif S.scale == "e4m3":
-        bits = (s.to(gl.int8, bitcast=True).to(gl.int32) << 20) & -0x78100000  # 0x87F00000: the sign stands in all bits above
-        number = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
-        return gl.where(gl.abs(number) > 448.0, float("nan"), number)
-    else:
-        return s.to(gl.float32)
 
 
 @gluon.jit

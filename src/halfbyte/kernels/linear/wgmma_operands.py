@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.linear.multiply import to_float
+from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.operands import halves, sixteenth_layout
 from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 

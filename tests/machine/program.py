@@ -102,8 +102,22 @@ def parse(text: str) -> Program:
     parameters = tuple((name, WIDTHS[kind]) for kind, name in re.findall(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)", head[2].strip()))
     threads = re.search(r"\.reqntid (\d+)", head[3])
     assert threads
+    registers, labels, instructions = _body(text[head.end() - 1 :])
+    return Program(head[1], parameters, int(threads[1]), registers, labels, instructions)
+
+
+def parse_inline(text: str, operands: dict[int, int], threads: int) -> Program:
+    """Inline PTX as a program of its own. operands: bits of each `$i`, which become registers `%operand<i>`."""
+    text = re.sub(r"\$(\d+)", r"%operand\1", re.sub(r"//[^\n]*", "", text))
+    registers, labels, instructions = _body(f"{{ {text} ; ret; }}")
+    registers |= {f"%operand{i}": bits for i, bits in operands.items()}
+    return Program("inline", (), threads, registers, labels, instructions)
+
+
+def _body(text: str) -> tuple[dict[str, int], dict[str, int], tuple[Instruction, ...]]:
+    """Registers, labels and instructions of what is in braces."""
     scopes, registers, labels, instructions = _Scopes(), dict[str, int](), dict[str, int](), list[Instruction]()
-    for statement in _statements(text[head.end() - 1 :]):
+    for statement in _statements(text):
         if statement == "{":
             scopes.enter()
         elif statement == "}":
@@ -116,7 +130,7 @@ def parse(text: str) -> Program:
             labels[scopes.declare(statement[:-1])] = len(instructions)
         elif not statement.startswith("."):
             instructions.append(_instruction(scopes.rename(statement)))
-    return Program(head[1], parameters, int(threads[1]), registers, labels, tuple(instructions))
+    return registers, labels, tuple(instructions)
 
 
 def _declare(statement: str, scopes: _Scopes, registers: dict[str, int]) -> None:

@@ -112,6 +112,7 @@ class Shared:
         changed = (self.bytes[at] != values).reshape(*words.shape, -1).any(-1)
         assert not (unknown & changed).any(), f"threads write different values to one place: {mine[0]} ..."
         self.bytes[at] = values
+        assert (self.bytes[at] == values).all(), "threads write different values to one place at once"
         self._writer[words] = mine
         self._written[words] = np.stack([self.known[warp, warp], self.epoch[warp]], -1)
 
@@ -152,10 +153,13 @@ class Copies:
         self.memory, self.shared, self.early = memory, shared, early
         self.committed = np.zeros(threads, np.int64)
         self.pending: list[Copy] = []
+        self.asked = 0  # bytes, those that two threads copy counted twice
 
     def ask(self, lanes: Array, to: Array, start: Array, read: Array, size: int) -> Arrivals:
         """Returns the threads that arrive at barriers by it."""
+        assert not (start % np.uint64(size)).any(), "an address that is not aligned"
         self.shared.may_write(to, size, lanes)
+        self.asked += size * lanes.size
         self.pending.append(Copy(lanes, self.committed[lanes], to, start, read, size, np.ones(lanes.size, bool)))
         return self.end(lanes, 0, True) if self.early else NOBODY
 

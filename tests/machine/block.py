@@ -122,7 +122,7 @@ class Block:
             barrier.told = np.maximum(barrier.told, self.shared.known[thread // 32])
             barrier.missing -= 1
             if not barrier.missing:
-                barrier.missing, barrier.parity, barrier.known = barrier.count, barrier.parity ^ 1, barrier.told
+                barrier.missing, barrier.phases, barrier.known = barrier.count, barrier.phases + 1, barrier.told
                 woken = (self.state == AWAITING_COPIES) & (self.awaited[:, 0] == one)
                 self.state[woken] = RUNNING
         self.shared.tell(np.unique(threads // 32))
@@ -134,7 +134,7 @@ class Block:
 
     def passed(self, lanes: Array, barriers: Array, parity: Array) -> Array:
         """Whether the phase of this parity has ended. The others wait, and ask again when one ends."""
-        found = np.array([self.barriers[int(b)].parity != int(p) for b, p in zip(barriers, parity, strict=True)])
+        found = np.array([self.barriers[int(b)].phases % 2 != int(p) for b, p in zip(barriers, parity, strict=True)])
         for thread, barrier in zip(lanes[found] // 32, barriers[found], strict=True):
             self.shared.known[thread] = np.maximum(self.shared.known[thread], self.barriers[int(barrier)].known)
         self.awaited[lanes] = np.stack([barriers, parity], 1)
@@ -144,13 +144,13 @@ class Block:
 
 @dataclass
 class Barrier:
-    """An mbarrier. told: what those know who have arrived by now; known: those of the last phase that ended."""
+    """An mbarrier. told: what those know who have arrived by now; known: those of the last phase that ended, of `phases`."""
 
     count: int
     missing: int
     told: Array
     known: Array
-    parity: int = 0
+    phases: int = 0
 
 
 class Order:
