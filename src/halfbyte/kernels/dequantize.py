@@ -21,7 +21,7 @@ import triton.language as tl
 
 from halfbyte.formats import Format
 from halfbyte.kernels.common.encode import as_dtype
-from halfbyte.kernels.common.scales import from_e4m3
+from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
 
@@ -86,9 +86,7 @@ def _scales(at, seen, w: Weight):
     if w.NESTED:
         scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.NESTED, mask=seen, other=0) + tl.load(w.mean)
     elif w.SCALE == "e8m0":
-        b = stored.to(tl.int32)
-        bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))  # 2^-127 is a subnormal; 255 is NaN
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = from_e8m0(stored)
     elif w.SCALE == "e4m3":
         scale = from_e4m3(stored)
         if w.tensor_scale is not None:
