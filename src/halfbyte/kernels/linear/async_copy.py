@@ -1,16 +1,16 @@
-"""The tuned linear kernel for few rows: how codes, scales, zero points and x of a step come into shared memory.
+"""The linear kernel for small M: how codes, scales, zero points and x of a step come into shared memory.
 
-A stream's warps copy the codes and x that the stream reads, and a part of the scales of all streams (linear/sync.py). They do
-not wait for the block: streams drift apart, and one waits for memory while another computes. A step of a stream:
+A K slice's warps copy the codes and x that the K slice reads, and a part of the scales of all K slices (linear/sync.py). They do
+not wait for the block: K slices drift apart, and one waits for memory while another computes. A step of a K slice:
 
-    wait until its own copies for this step are there; meet the stream's other warps; ask for the step `stages` - 1 further on,
+    wait until its own copies for this step are there; meet the K slice's other warps; ask for the step `stages` - 1 further on,
     whose slot all of them have read by now; wait for the others' copies of this step's scales; compute
 
 The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
 in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).
 
-A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the stream's pieces in the order of shared memory, t its number
-among the T threads of the stream. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
+A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the K slice's pieces in the order of shared memory, t its number
+among the T threads of the K slice. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _code_pieces(S, C):
 
 @gluon.constexpr_function
 def _scale_lanes(S, C, piece):
-    """Lanes of each warp that copy scales (or zero points): all streams' of a row are few pieces."""
+    """Lanes of each warp that copy scales (or zero points): all K slices' of a row are few pieces."""
     return min(32, C.tile * C.columns(S) // piece // C.warps)
 
 
@@ -211,7 +211,7 @@ def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
     """Ask for x of one step, if `wanted`."""
     inside: gl.constexpr = gl.constexpr(
         C.x_rows * C.chunk // 8
-    )  # pieces of a stream; where rows are few, two threads copy the same
+    )  # pieces of a K slice; where rows are few, two threads copy the same
     t = thread_of(C) % inside
     w = k_slice_of(C)
     left = gl.where(wanted, K - step * C.step, 0)

@@ -1,19 +1,19 @@
-"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored.
+"""GEMMs with quantised weights for M up to 16, in Gluon: the weight is read once, as it is stored.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
-*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps,
-which divide the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes
-and x of a stream by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the product
-exactly: a nibble masked in place is a number already (linear/operands.py); what it has too much (128 + 8, say) is a multiple of the
-sum of x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group.
-The streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
+Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one MMA. A *tile* is
+`tile` rows of the weight; a *step* of it is a chunk of K for each of `k_slices` warps (or groups of `warps_m` warps, which divide
+the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes and x of a K
+slice by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the MMA exactly: a
+masked nibble is a number already (linear/operands.py); what it exceeds its value by (128 + 8, say) is a multiple of the sum of x,
+which an MMA with ones gives, or with 16 rows of x is subtracted; the group's scale multiplies fp32 sums of the group. The K slices'
+sums of a tile are added at its end, in the order of the slices: there the whole block meets.
 
-Work is the tiles of all weights that are computed together. A program computes as many whole tiles as there are for each. All
-share the tiles that are left: their steps, one after the other, are cut into equal parts, and a program begins with its part. With
-as many programs as tiles none are left (data-parallel), with n times as many each tile is cut into n (split-K), with as many as
-the GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; else
+Work is the tiles of all weights that are computed together. Each program computes the same number of whole tiles. All share the
+tiles that are left: their steps, one after the other, are divided into equal parts, and a program begins with its part. With as
+many programs as tiles none are left (data-parallel), with n times as many each tile is split into n (split-K), with as many as the
+GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; otherwise
 partial results go to the workspace, and the program that arrives last adds them up, in the order of the programs.
 """
 
@@ -71,7 +71,7 @@ def write_tile(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr)
         v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     v = v.to(out.dtype.element_ty)
     if C.sums > 16:
-        # Warp-group products leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
+        # Warp-group MMAs leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
         v = gl.convert_layout(v, _row_layout(C))
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
@@ -130,18 +130,18 @@ def _program_at(x, each, more):
 def linear(
     X,  # [M, K], strides x_row and 1
     Partials,  # fp32 workspace: two partial results a program
-    Semaphores,  # int32, one a shared tile, zero before and after
+    Semaphores,  # int32, one a split tile, zero before and after
     M,
     K,
     x_stride,
-    weights,  # Weights
+    weights: Weights,
     whole,  # tiles that each program computes alone
-    split_tiles,  # tiles that all of them share
+    split_tiles,  # tiles that all programs share
     each,  # steps of those for each program
     more,  # programs that take one step more
     C: gl.constexpr,
 ):
-    """One program's part of the tiles that are shared, then its own tiles."""
+    """One program's part of the split tiles, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
     sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
@@ -198,7 +198,7 @@ def linear(
     for now in range(end):
         meet(turn, C.stages - 2, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
-        if S.groups > 0:  # scales come first, as other streams wait for them
+        if S.groups > 0:  # scales come first, as other K slices wait for them
             if C.has_empty_barrier:
                 await_free(ahead_turn, C)
             at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)

@@ -1,8 +1,8 @@
-"""The tuned linear kernel: what one step of a tile adds to its sums.
+"""The linear kernel for small M: what one step of a tile adds to its sums.
 
-Scales multiply fp32 sums of a group. With 1 to 4 rows of x an mma has unused columns, and groups of 32 and 16 codes lie side
-by side in them: x is 0 in the columns of all groups but its own, and the scales of several groups are applied at once, by different
-lanes. With more rows groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
+Scales multiply fp32 sums of a group. With 1 to 4 rows of x an MMA has unused columns, which groups of 32 and 16 codes share: x is 0
+in the columns of all groups but its own, and the scales of several groups are applied at once, by different lanes. With more rows
+groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
 """
 
 # ruff: noqa: RUF005
@@ -34,7 +34,7 @@ def _bits(n):
 
 @gluon.jit
 def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
+    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [k_slices, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G)
@@ -68,7 +68,7 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _over_columns(s, C: gl.constexpr):
-    """fp32 [streams, tile, groups of an mma] -> [streams, tile, rows of x]: the rows of x of a group share what it has."""
+    """fp32 [k_slices, tile, groups of an mma] -> [k_slices, tile, rows of x]: the rows of x of a group share what it has."""
     mma: gl.constexpr = mma_layout(C)
     like = gl.reshape(
         gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]
@@ -79,7 +79,7 @@ def _over_columns(s, C: gl.constexpr):
 
 @gluon.jit
 def _rows_alike(c, C: gl.constexpr):
-    """[streams, 16 across, rows of x] with all its rows the same -> [streams, tile, rows of x]; registers only."""
+    """[k_slices, 16 warps_m, rows of x] with all its rows the same -> [k_slices, tile, rows of x]; registers only."""
     for i in gl.static_range(_bits(C.tile // (16 * C.warps_m))):
         c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
         c = gl.reshape(c, [C.k_slices, (32 * C.warps_m) << i, C.block_m])
@@ -108,7 +108,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
-    """sum of x over operands first..last-1, every row of [streams, 16 across, rows of x] the same: a product with ones."""
+    """sum of x over operands first..last-1, every row of [k_slices, 16 warps_m, rows of x] the same: an MMA with ones."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, x[0].dtype, la)
     total = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
@@ -119,7 +119,7 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
-    """acc + one step's products, [streams, tile, rows of x]."""
+    """acc + one step's GEMM, [k_slices, tile, rows of x]."""
     scales = ()
     zeros = ()
     if S.groups_per_mma(C) > 1:

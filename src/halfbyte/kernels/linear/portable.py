@@ -34,14 +34,16 @@ from halfbyte.tensors import QuantTensor
 
 @dataclass(frozen=True)
 class TileSpec:
-    """Everything the kernel is compiled for, its weights aside.
+    """Everything the kernel is compiled for, apart from how its weights are stored.
 
+    weights      how many
     n, m, k      of a tile, and of a step
     even         K is whole steps: nothing is masked
     fold         scales of groups multiply the codes
     split        K is split: partial results are added
     """
 
+    weights: int
     n: int
     m: int
     k: int
@@ -164,9 +166,10 @@ def _tile(tile, number, first_row, M, K, split, splits, share, partials, semapho
 # Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
 @triton.jit(do_not_specialize=["M", "K", "splits", "share"])
 def _linear(weights, partials, semaphores, M, K, splits, share, C: tl.constexpr):
+    WEIGHTS: tl.constexpr = C.weights
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     columns = 0  # tiles over the rows of all weights
-    for i in tl.static_range(len(weights)):
+    for i in tl.static_range(WEIGHTS):
         columns += tl.cdiv(weights[i].n, C.n)
     down = tl.cdiv(M, C.m)
     block = tile // (_TOGETHER * columns)
@@ -174,7 +177,7 @@ def _linear(weights, partials, semaphores, M, K, splits, share, C: tl.constexpr)
     inside = tile - block * _TOGETHER * columns
     first_row = (block * _TOGETHER + inside % height) * C.m
     number = inside // height
-    for i in tl.static_range(len(weights)):
+    for i in tl.static_range(WEIGHTS):
         count = tl.cdiv(weights[i].n, C.n)
         if (number >= 0) & (number < count):
             _tile(tile, number, first_row, M, K, split, splits, share, partials, semaphores, weights[i], C)
@@ -204,6 +207,6 @@ def launch(
     _linear[(count * tiles.splits,)](
         tuple(weight(*each) for each in zip(xs, weights, biases, outs, strict=True)),
         *(partials, semaphores, m, k, tiles.splits, tiles.share),
-        C=TileSpec(*shape, k % tiles.block_k == 0, *options),
+        C=TileSpec(len(weights), *shape, k % tiles.block_k == 0, *options),
         num_warps=tiles.num_warps,
     )

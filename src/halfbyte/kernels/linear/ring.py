@@ -1,5 +1,5 @@
-"""The tuned linear kernels: which weight a tile belongs to, and for warp-group products how codes and scales of a step come into
-shared memory; their zero points come straight to registers. For few rows of x: linear/async_copy.py."""
+"""The linear kernels' weights: which one a tile belongs to, and for warp-group MMA how codes and scales of a step come into shared
+memory; zero points come straight to registers. For small M: linear/async_copy.py."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Tuned products with quantised weights in Gluon, for 17 to 256 rows of x on Hopper: warp-group products.
+"""GEMMs with quantised weights for M from 17 to 256 on Hopper, in Gluon: warp-group MMA.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
 Each warp group computes 64 rows of the weight times 32 or 64 rows of x. Codes come as they are stored into a ring in shared memory
-(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
-group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
-MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
-cores work on those before, from one step to the next.
+(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory.
+Each group is summed separately and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and MXFP4
+for bf16) the scale multiplies the codes. MMAs run asynchronously: the next 64 codes of each row are unpacked while the tensor cores
+work on those before, from one step to the next.
 
-Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
-which a mask takes every fourth (see linear/operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
-ahead writes x in the codes' order (`order`), and what a step reads of it in one piece.
+Inside an MMA the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of which
+a mask takes every fourth (see linear/operands.py); tensor cores read x from shared memory as it lies there, so a small kernel ahead
+writes x in the codes' order (`order`), and what a step reads of it contiguously.
 
-Work is cut and partial results are added as in linear/mma.py.
+Work is divided and partial results are added as in linear/mma.py.
 """
 
 # ruff: noqa: RET505
@@ -76,7 +76,7 @@ def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _x_of(ring, slot, C: gl.constexpr):
-    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
+    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group MMAs read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     shape: gl.constexpr = [C.stages, C.k_blocks, C.block_m, 64]
     return view(ring, 0, dtype_of(C), shape, layout).index(slot)
@@ -163,7 +163,7 @@ def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
-    """One step's products, of which the last is left under way: acc, its sums p, and the scale that these still need.
+    """One step's MMAs, of which the last is left under way: acc, its sums p, and the scale that these still need.
 
     Those of a group are summed by the tensor cores, and scaled when the next are under way.
     """
@@ -208,7 +208,7 @@ def linear(
     Semaphores,  # int32, one a tile, zero before and after
     M,
     K,
-    weights,  # Weights
+    weights: Weights,
     C: gl.constexpr,
 ):
     """One program's share of the steps of all tiles: rows of the weight times C.block_m rows of x, those of x first."""
@@ -270,7 +270,7 @@ def linear(
             async_copy.wait_group(ahead - 1)
             barrier()
             fence_async_shared()
-            # Into the slot of two steps before: products with the step before may still be under way.
+            # Into the slot of two steps before: MMAs of the step before may still be running.
             if at_step + ahead < end:
                 free = gl.where(slot >= 2, slot - 2, slot + ahead)
                 _fetch_x(rings[2], free, X, next_block, next_step, steps, C)
