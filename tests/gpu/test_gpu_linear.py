@@ -15,8 +15,8 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from accuracy import check_product
-from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
+from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops._linear_on_gpu import _plan_of, expands
 from halfbyte.plans.linear import gluon_linear
