@@ -165,7 +165,7 @@ def test_gqa_sweeps_the_splits_that_need_no_other_kernel() -> None:
 def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be launched, without a GPU to launch it."""
     planned = {"auto": tuned(32), "gluon": tuned(32), "triton": portable(32)}
-    monkeypatch.setattr(splits, "planned", lambda q, cache, impl: planned[impl])
+    monkeypatch.setattr(by_plan, "planned", lambda q, cache, impl: planned[impl])
     job, gpu = int4_gqa.BatchJob(32, 8192, splits=(1, 32, 64)), quick(dataclasses.replace(FAKE, kind="cuda"))
     inputs = Inputs.random(SMALL, torch.device("cpu"))
     ways = job._ways(gpu, inputs, None)  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.measure.planned_decode import call_of
 from halfbyte.ops import _workspace
 from halfbyte.ops._decode_on_gpu import plan_of
+from halfbyte.ops.by_plan import call_of
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_spec import Spec
 

@@ -12,8 +12,8 @@ from test_gpu_linear import judge
 import halfbyte as hb
 from halfbyte.device import describe
 from halfbyte.measure.caches import Promise, held_by
-from halfbyte.measure.planned_decode import attend, call_of
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops.by_plan import attend, call_of
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
