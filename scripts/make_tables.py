@@ -26,7 +26,7 @@ from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "column": "row of the weight"}
+SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "row of the weight"}
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
+from halfbyte.measure.planned_decode import attend, call_of
 from test_gpu_graphs import Captured, needs_gpu
 from test_gpu_linear import judge
 

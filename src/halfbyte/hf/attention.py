@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
 )
 
 
-class Layer(Protocol):
+class PackedLayerLike(Protocol):
     """What attention reads of a packed layer: its cache, and the same in pieces, for compiled code."""
 
     kv: KVCache | None
@@ -58,7 +58,7 @@ class Handle:
 
     __slots__ = ("layer", "new", "which")
 
-    def __init__(self, layer: Layer, new: torch.Tensor, which: str) -> None:
+    def __init__(self, layer: PackedLayerLike, new: torch.Tensor, which: str) -> None:
         self.layer, self.new, self.which = layer, new, which
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:

@@ -12,7 +12,7 @@ from halfbyte.cache import KVCache, check_rotation
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
-from halfbyte.hf.model_support import check_family, text_config
+from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
@@ -179,7 +179,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_capacity(capacity)
-        check_family(model_or_config)
+        check_model_support(model_or_config)
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)

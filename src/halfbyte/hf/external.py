@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from halfbyte.checkpoints.layer import Adapter, Layer
+from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.hf.model_support import read_config
@@ -45,7 +45,7 @@ class ExternalCheckpoint:
         formats, act_order = {}, []
         for name, stored in self.layers.items():
             out_features, in_features = self._size(name)
-            weight = self.adapter.convert(Layer(stored, out_features, in_features, self.infos))
+            weight = self.adapter.convert(StoredLayer(stored, out_features, in_features, self.infos))
             formats[name] = weight.format.name
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}

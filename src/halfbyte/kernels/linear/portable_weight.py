@@ -223,7 +223,7 @@ def _is_e2m1(code: Code) -> bool:
 
 def _levels(code: Code, unit: float, dtype: torch.dtype) -> torch.Tensor:
     """All levels / unit in 16 bits, [16]."""
-    return (code.levels().double() / unit).float().to(dtype)
+    return (code.codebook().double() / unit).float().to(dtype)
 
 
 def _in_one_integer(levels: torch.Tensor) -> int:
