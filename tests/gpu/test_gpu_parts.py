@@ -10,7 +10,6 @@ import pytest
 import torch
 from gpu_cases import Call, Case, Variant, build, differs, same_bits
 from gpu_place import PLACE
-from halfbyte.measure.planned_decode import call_of
 from test_gpu_graphs import Captured
 
 import halfbyte as hb

@@ -6,7 +6,6 @@ import pytest
 import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
-from halfbyte.measure.planned_decode import attend, call_of
 from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
