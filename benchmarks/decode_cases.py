@@ -1,4 +1,4 @@
-"""`halfbyte bench decode --bars`: measure every case of `bars.py` on a GPU and hold it against its bars.
+"""`python -m benchmarks decode`: measure every case of `targets.py` on a GPU and hold it against its targets.
 
 Every case is timed in two ways. Alone: calls back to back in a CUDA graph, launches kept apart. Paired: in a graph in which each
 call follows the append of one token to the same cache, launches overlapping, less the time of such a graph of appends alone; the

@@ -1,4 +1,4 @@
-"""`halfbyte bench linear --bars`: measure every case of `linear_bars.py` on a GPU, beside its peers, and hold it against its bars.
+"""`python -m benchmarks linear`: measure every case of `linear_targets.py` on a GPU, and hold it against its targets.
 
 Every call of ours is timed in two ways, each over a rotation of weights larger than the L2 cache: alone, launches kept apart, and
 chained, back to back with launches that may overlap. All candidates of a case are sampled in turn. Each buffer of a rotation must
