@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from checkpoint_files import KINDS, REFUSED, Drawn, awq, bnb, compressed, draw, gptq, mxfp4, nvfp4, pack
 from fuzz import damage_config, mutate
-from halfbyte.checkpoints.adapters import make_adapter, read_quantization
+from halfbyte.checkpoints.adapters import ADAPTERS, make_adapter, read_quantization
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
@@ -218,7 +218,7 @@ def test_refusals_name_the_tensor(make: Any, options: dict[str, Any], change: An
 
 def test_other_methods_are_named(tmp_path: Path) -> None:
     for method in ("hqq", 3, []):
-        with pytest.raises(Unsupported, match=r"(hqq'|3|\[\]); halfbyte reads gptq, awq"):
+        with pytest.raises(Unsupported, match=rf"(hqq'|3|\[\]); halfbyte reads {', '.join(ADAPTERS)}"):
             make_adapter({"quant_method": method})
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_quantization(tmp_path) is None
