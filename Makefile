@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench lint format docs bench pins size wheel clean
+.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -57,7 +57,10 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench all --output results/gpu.jsonl
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks all --output results/gpu.jsonl
+
+study: $(VENV)/.ready-all  ## one study of benchmarks/ with NAME=...; without a name they are listed
+	$(BIN)/python -m benchmarks study $(NAME)
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .
@@ -69,7 +72,7 @@ format: $(VENV)/.ready-test  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.ready-test  ## write the generated tables into README.md and docs/ again
-	$(BIN)/python scripts/make_tables.py
+	PYTHONPATH=. $(BIN)/python scripts/make_tables.py
 
 bench: $(VENV)/.ready-all  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode

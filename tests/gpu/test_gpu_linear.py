@@ -15,8 +15,8 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from accuracy import check_product
-from halfbyte.bench.cupti import names_of
 from halfbyte.errors import Unsupported
+from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec

@@ -6,13 +6,13 @@ import pytest
 import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
+from halfbyte.measure.planned_decode import attend, call_of
 from test_gpu_graphs import Captured, needs_gpu
 from test_gpu_linear import judge
 
 import halfbyte as hb
-from halfbyte.bench.caches import Promise, held_by
-from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
+from halfbyte.measure.caches import Promise, held_by
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear_spec import LinearPlan

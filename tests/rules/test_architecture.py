@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "bench", "evals", "report", "doctor", "memory"},
+    {"hf", "measure", "evals", "report", "doctor", "memory"},
     {"checkpoints"},
     {"cache", "paging", "nn"},
     {"ops"},
@@ -39,9 +39,9 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The heavy or optional packages, and who may import them.
 ONLY = {
-    "transformers": {"hf", "evals", "bench", "cli", "memory"},
-    "matplotlib": {"bench", "report", "cli"},
-    "triton": {"kernels", "device", "bench"},
+    "transformers": {"hf", "evals", "measure", "cli", "memory"},
+    "matplotlib": {"measure", "report", "cli"},
+    "triton": {"kernels", "device", "measure"},
     "typer": {"cli"},
     "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
 }
@@ -81,7 +81,7 @@ def inner(path: Path) -> Iterator[str]:
 def test_imports_point_one_way(path: Path) -> None:
     here = unit(path)
     if path == SOURCE / "__init__.py":
-        assert not {"hf", "cli", "bench", "evals"} & set(inner(path))
+        assert not {"hf", "cli", "measure", "evals"} & set(inner(path))
         return
     if here == "__main__":
         return
@@ -94,6 +94,14 @@ def test_imports_point_one_way(path: Path) -> None:
         if (here, name) == ("tensors", "reference"):
             continue
         assert RANK[name] >= RANK[here], f"{path.relative_to(SOURCE)} imports {name}, which lies above it"
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+def test_the_library_knows_nothing_of_its_benchmarks() -> None:
+    for path in FILES:
+        assert not any(name.split(".")[0] == "benchmarks" for name, _ in imports(path)), path
 
 
 def test_the_levels_keep_to_themselves() -> None:
@@ -143,13 +151,20 @@ def test_the_public_face_is_small_and_complete() -> None:
     assert all(name in halfbyte.__all__ for name in re.findall(r"halfbyte\.([a-z_]+)\(", halfbyte.__doc__ or ""))
 
 
+def test_the_benchmarks_are_in_the_sdist_and_not_in_the_wheel() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"] == {"packages": ["src/halfbyte"]}
+    assert "benchmarks" in targets["sdist"]["include"]
+    assert not list(SOURCE.rglob("benchmarks"))
+
+
 def test_the_version_is_said_twice_alike() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == halfbyte.__version__
     assert project["requires-python"] == ">=3.11"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_documented(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
@@ -197,7 +212,7 @@ def test_kernels_have_seven_rooms_at_most() -> None:
 
 
 #: Files that still have facts about GPUs of their own. Remove a file when it takes them from `halfbyte.device`.
-OWN_FACTS = {"plans/decode_attention.py", "kernels/aot/compiling.py", "bench/decompositions.py"}
+OWN_FACTS = {"plans/decode_attention.py", "kernels/aot/compiling.py"}
 
 
 def test_facts_about_gpus_are_in_one_place() -> None:
