@@ -85,7 +85,7 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_beside(folder: Path) -> dict[str, Any] | None:
-    """What lies beside a config.json that says nothing of quantisation."""
+    """The quantisation described by a file next to a config.json that does not mention it."""
     for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
         found = _read_json(folder / name)
         if method == "modelopt" and isinstance(found, dict):

@@ -23,7 +23,7 @@ FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mi
 
 
 class CompressedTensors(Adapter):
-    """The packed formats. Scales of activations and caches are left out: products are of 16-bit activations here."""
+    """The packed formats. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
     docs = (
         (

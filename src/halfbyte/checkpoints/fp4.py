@@ -1,4 +1,4 @@
-"""The FP4 families with block scales, whoever wrote them: MXFP4 and NVFP4. All keep the even k in the low nibble, as we do.
+"""FP4 with block scales, MXFP4 and NVFP4, of any writer. All store the even k in the low nibble, as we do.
 
 MXFP4   codes uint8 [N, K/2], scales uint8 (E8M0) [N, K/32]                      compressed-tensors, quark
 NVFP4   codes uint8 [N, K/2], scales E4M3 [N, K/16], one fp32 number a tensor    modelopt: a factor; compressed-tensors: a divisor
@@ -52,7 +52,7 @@ def _even_blocks(layer: StoredLayer, part: str, block: int) -> tuple[int, int]:
 
 
 class ModelOpt(Adapter):
-    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: products are of 16-bit activations here."""
+    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
     docs = (("`modelopt`", "NVFP4, from config.json or hf_quant_config.json", "`nvfp4`"),)
     marker = "weight_scale_2"

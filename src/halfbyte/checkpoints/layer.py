@@ -1,4 +1,4 @@
-"""What an adapter reads: the tensors of one linear layer in the files, checked before they are believed; and what it answers to."""
+"""`StoredLayer`, the tensors of one linear layer, checked before they are read; `Adapter`, which makes a QuantTensor of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StoredLayer:
 
 
 class Adapter(ABC):
-    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it believes or refuses.
+    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it checks.
 
     Which layers are quantised is what the files say: those with the tensor `marker`. The lists of modules in configurations are
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.

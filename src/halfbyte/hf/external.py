@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries quantised, onto a transformers model, with nothing but torch.
+"""Loading checkpoints of other libraries into a transformers model, with torch alone.
 
 transformers would ask for the library that wrote them, so it never sees their `quantization_config`: the layers are converted first
 (`halfbyte.checkpoints`), and the model is built from the converted tensors as if halfbyte had saved them.
