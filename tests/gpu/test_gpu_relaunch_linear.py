@@ -75,8 +75,8 @@ def test_a_layer_and_fused_projections_are_launched_again(again: list[Any]) -> N
     with torch.no_grad():
         for seed in range(3):
             x = normal(2, 3, 1024, seed=seed).bfloat16()
-            q, taps = fused(x), fused.taps
-            k, v = taps[0](x), taps[1](x)
+            q, slots = fused(x), fused.slots
+            k, v = slots[0](x), slots[1](x)
             for got, w in zip((q, k, v), weights, strict=True):
                 Call(x.flatten(0, 1), [w], [None]).check((got.flatten(0, 1),))
     assert len(again) == 2
