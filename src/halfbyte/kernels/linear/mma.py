@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.aot.compiling import Configuration
 from halfbyte.kernels.aot.linear_sample import FEW_ROWS, sample_configurations
 from halfbyte.kernels.common.compat import barrier, launcher, view
-from halfbyte.kernels.decode.work_split import quotient
+from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear.multiply import multiply, to_float
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors

@@ -27,8 +27,7 @@ import triton.language as tl
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.common.codes import rounded
-from halfbyte.kernels.decode.kv_args import INTERPRETED
+from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.portable_weight import Weight, numbers, operand, read_scale, read_zero, weight
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
 from halfbyte.tensors import QuantTensor, expected_parts

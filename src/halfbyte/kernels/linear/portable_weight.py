@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import Code
-from halfbyte.kernels.common.codes import e4m3_bits, nearest, power_of_two
-from halfbyte.kernels.decode.kv_args import INTERPRETED
+from halfbyte.kernels.common.codes import INTERPRETED, e4m3_bits, nearest, power_of_two
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.tensors import QuantTensor
 

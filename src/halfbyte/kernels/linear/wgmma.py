@@ -39,7 +39,7 @@ from halfbyte.kernels.aot.compiling import Configuration
 from halfbyte.kernels.aot.linear_sample import WARP_GROUPS, sample_configurations
 from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.common.layouts import code_ring_layout
-from halfbyte.kernels.decode.work_split import program_at, quotient, share
+from halfbyte.kernels.common.shares import program_at, quotient, share
 from halfbyte.kernels.linear.mma import sum_partials, tensors_of, write_tile
 from halfbyte.kernels.linear.multiply import to_float
 from halfbyte.kernels.linear.operands import halves, scale_layout
