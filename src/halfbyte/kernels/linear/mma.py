@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, launcher, view
 from halfbyte.kernels.common.scales import to_float
-from halfbyte.kernels.decode.work_split import quotient
+from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors

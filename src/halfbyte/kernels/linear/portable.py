@@ -25,8 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.common.codes import rounded
-from halfbyte.kernels.decode.kv_args import INTERPRETED
+from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.portable_weight import Weight, numbers, operand, read_scale, read_zero, weight
 from halfbyte.plans.linear_portable import LinearTiles
 from halfbyte.tensors import QuantTensor

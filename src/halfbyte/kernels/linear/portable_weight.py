@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import Code
-from halfbyte.kernels.common.codes import nearest, power_of_two
+from halfbyte.kernels.common.codes import INTERPRETED, nearest, power_of_two
 from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
-from halfbyte.kernels.decode.kv_args import INTERPRETED
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.tensors import QuantTensor
 

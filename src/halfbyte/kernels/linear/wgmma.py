@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.common.scales import to_float
-from halfbyte.kernels.decode.work_split import program_at, quotient, share
+from halfbyte.kernels.common.shares import program_at, quotient, share
 from halfbyte.kernels.linear.mma import sum_partials, write_tile
 from halfbyte.kernels.linear.operands import halves, scale_layout
 from halfbyte.kernels.linear.ring import Weights, fetch_weight, place, weight_at, weight_rings
