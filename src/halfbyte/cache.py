@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 
 from halfbyte.arguments import as_int32, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.kv_buffer import KVBuffer, Rope, new_kv_buffer, outside_inference_mode
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, new_kv_buffer, outside_inference_mode
 from halfbyte.ops._buffers import check_buffers, expanded
 from halfbyte.ops._launch_cache import Signature
-from halfbyte.ops._relaunch_append import signature_of
 from halfbyte.ops._workspace import prepare
-from halfbyte.ops.append import check_new, store
+from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import fixed_scale
@@ -48,17 +47,6 @@ class CacheOptions(TypedDict, total=False):
     device: torch.device | str
     k_scale: float | None
     v_scale: float | None
-
-
-class New(NamedTuple):
-    """What is appended, and what the append may be like."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    counts: torch.Tensor | None
-    rope: Rope | None
-    q: torch.Tensor | None
-    request: Signature | None
 
 
 class KVCache:
@@ -234,18 +222,18 @@ class KVCache:
         beyond the capacity are not written.
         """
         self._check_writable()
-        planes = (self.keys, self.values, self.lengths)
-        request = None if self._measures else signature_of(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
-        if request is None or not request.known:
-            check_new(k, v, *planes, counts, rope, q)
-        return self._append(New(k, v, counts, rope, q, request))
+        where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
+        call = AppendCall(k, v, *where, rope, q, self._measures)
+        signature = signature_of(call)
+        if signature is None or not signature.known:
+            check_new(call)
+        return self._append(call, signature)
 
-    def _append(self, new: New) -> torch.Tensor | None:
-        """`append` of what was checked, now or in a call like this one."""
-        self._check_capacity(new.k.shape[2], new.counts)
-        where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
+    def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
+        """`append` of what was checked, now or in a call of the same signature."""
+        self._check_capacity(call.k.shape[2], call.counts)
         known = self.length_bound is not None
-        rotated = store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
+        rotated = store(call, s=signature)
         self._written = _writes(self.lengths) if known else None
         return rotated
 
