@@ -74,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu(Compiled())
 
     def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
-        return gluon_linear(weights, rows=rows, width=width, half=half, pair=pair, num_sms=132, capability=(9, 0))
+        return gluon_linear(weights, m=rows, width=width, dtype=half, use_pdl=pair, num_sms=132, capability=(9, 0))
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: made.kernel)
     watch_launches(monkeypatch)

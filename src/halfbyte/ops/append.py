@@ -21,6 +21,9 @@ from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
 
+#: For `KVCache`, which asks for it before it checks.
+AppendSignature = Signature
+
 # ------------------------------------------------------------------------------------------------- the torch.library op
 
 _SCHEMA = (

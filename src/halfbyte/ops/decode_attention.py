@@ -9,11 +9,11 @@ import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops import _relaunch
-from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture, warn_once
+from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
 from halfbyte.ops.append import Stored
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference

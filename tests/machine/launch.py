@@ -1,0 +1,77 @@
+"""A launch of a kernel as Triton would make it, with tensors on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.runtime.jit import JITFunction
+
+from halfbyte.kernels.aot.compiling import Configuration, Target, _specialised, build
+from machine.block import Block, Code, Launch, Order
+from machine.memory import Memory
+from machine.program import parse
+
+HOPPER = Target(90)
+
+
+@functools.cache
+def _code(ptx: str) -> Code:
+    return Code(parse(ptx))
+
+
+@contextmanager
+def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[set[int]]:
+    """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order; change: another PTX instead.
+
+    Yields addresses of the storages that the last launch read or wrote before it waited for the kernel before.
+    """
+    early: set[int] = set()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        configuration = _specialised(kernel.__name__, kernel, args, kwargs, {})
+        made = build(configuration, HOPPER)
+        names = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        given = [names[name] for name in kernel.arg_names]
+        tensors, values = _arguments(given, configuration)
+        code = _code(change(made.ptx))
+        values += [0] * (len(code.program.parameters) - len(values))  # scratch memory, which none of these use
+        launch = Launch((*grid, 1, 1)[:3], values, made.shared_bytes)
+        blocks = list(itertools.product(*(range(n) for n in launch.grid[::-1])))
+        memory = Memory(tensors)
+        for block in blocks[::-1] if backwards else blocks:
+            Block(code, memory, launch, block[::-1], order).run()
+        early.clear()
+        early.update(memory.early)
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield early
+
+
+def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors of a call, and what the kernel is passed: addresses and numbers, but those that it was compiled for."""
+    tensors, values = [], []
+    for path, one in _leaves(given):
+        if path in configuration.constexprs:
+            continue
+        if isinstance(one, torch.Tensor):
+            tensors.append(one)
+            values.append(one.data_ptr())
+        else:
+            values.append(int(one) if not isinstance(one, float) else int(np.float32(one).view(np.uint32)))
+    return tensors, values
+
+
+def _leaves(values: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """What is in tuples within tuples, with the way to it."""
+    for i, one in enumerate(values):
+        if isinstance(one, tuple) and type(one) is tuple:
+            yield from _leaves(one, (*path, i))
+        else:
+            yield (*path, i), one
