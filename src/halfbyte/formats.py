@@ -57,6 +57,11 @@ class Code:
         """Codes in one byte of storage: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
 
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether codes are FP8. By what they are and not by identity, which a copy or an unpickled code does not have."""
+        return self.dtype is torch.float8_e4m3fn
+
     def codebook(self) -> torch.Tensor:
         """The value of every code, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
         check(self.bits <= 8, f"code {self.name}: a codebook exists for 4 and 8 bits, not for {self.bits}")
@@ -71,7 +76,7 @@ class Code:
 
     def levels(self) -> torch.Tensor:
         """The old name of `codebook`."""
-        warnings.warn("Code.codebook() is called Code.codebook()", DeprecationWarning, stacklevel=2)
+        warnings.warn("Code.levels() is called Code.codebook()", DeprecationWarning, stacklevel=2)
         return self.codebook()
 
 
@@ -159,7 +164,7 @@ class Format:
     @property
     def storage(self) -> torch.dtype:
         """The dtype codes are stored in. FP8 codes are raw bytes."""
-        return torch.uint8 if self.code is E4M3 else self.code.dtype
+        return torch.uint8 if self.code.is_e4m3 else self.code.dtype
 
     @property
     def offset_dtype(self) -> torch.dtype | None:

@@ -65,8 +65,6 @@ def test_imports_form_no_circle() -> None:
 
 #: Kernels that still import what compiles them ahead of time. Remove a file when it does so no more.
 AHEAD_OF_TIME = {
-    "decode/launch.py",
-    "decode/portable.py",
     "dequantize.py",
     "linear/mma.py",
     "linear/portable.py",

@@ -57,7 +57,7 @@ class BitsAndBytes(Adapter):
     def convert(self, layer: StoredLayer) -> QuantTensor:
         shape, state = (layer.out_features, layer.in_features), _read_state(layer)
         code = _CODES[state.kind]
-        base = next(f for f in WEIGHT_FORMATS.values() if f.code is code and f.scale is not None and f.scale.nested is None)
+        base = next(f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.nested is None)
         assert base.scale is not None and base.scale.group is not None
         if state.block % base.scale.group or shape[1] % base.scale.group:
             raise Unsupported(
@@ -87,7 +87,7 @@ def _nested(layer: StoredLayer, state: _State, base: Format, codes: torch.Tensor
     spread = second.repeat_interleave(state.nested_block)[:count]
     plain = layer.check_scales("weight.absmax", table[absmax.int()] * spread + offset, positive=False)
     for fmt in WEIGHT_FORMATS.values():
-        same = fmt.code is base.code and fmt.scale is not None and fmt.scale.nested == state.nested_block
+        same = fmt.code == base.code and fmt.scale is not None and fmt.scale.nested == state.nested_block
         if same and fmt.group_size(shape[1]) == state.block and torch.equal(table, dynamic_map(table.device)):
             return QuantTensor(fmt, shape, codes, absmax.view(fmt.scale_shape(shape)), nested=torch.cat([second, offset.view(1)]))
     layer.check_scales("weight.absmax", plain)

@@ -74,7 +74,7 @@ def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:
 
 def _format(layer: StoredLayer, code: Code, group: int | None, stored: torch.dtype) -> Format:
     """The format with the widest groups that `group` is a multiple of; whole rows for None, if there is such a format."""
-    fits = [f for f in WEIGHT_FORMATS.values() if f.code is code and f.scale is not None and f.scale.storage is stored]
+    fits = [f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.storage is stored]
     for fmt in fits:
         if group is None and fmt.granularity == "out_channel":
             return fmt

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from halfbyte.formats import E4M3, Code
+from halfbyte.formats import Code
 
 
 def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
@@ -14,7 +14,7 @@ def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
     if code.values is not None:
         out.copy_(_look_up_pairs(codes, code).view(out.shape))
         return
-    if code is E4M3:
+    if code.is_e4m3:
         _e4m3_into(out, codes)
         return
     out.copy_(_nibbles(codes) if code.bits == 4 else codes)

@@ -176,7 +176,7 @@ def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
     if code.kind == "affine":
         q = unit.round().clamp(code.lo, code.hi) + code.bias
         return q.to(torch.int8) if code.dtype is torch.int8 else pack_nibbles(q.to(torch.uint8))
-    if code is E4M3:
+    if code.is_e4m3:
         return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
     return pack_nibbles(_nearest(unit, code))
 
