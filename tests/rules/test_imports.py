@@ -53,17 +53,6 @@ def test_imports_form_no_circle() -> None:
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
-#: Kernels that still import what compiles them ahead of time. Remove a file when it does so no more.
-AHEAD_OF_TIME = {
-    "decode/launch.py",
-    "decode/portable.py",
-    "dequantize.py",
-    "linear/mma.py",
-    "linear/portable.py",
-    "linear/wgmma.py",
-}
-
-
 def test_kernels_import_nothing_of_ahead_of_time_compiling() -> None:
     kernels = SOURCE / "kernels"
     files = [path for path in kernels.rglob("*.py") if "aot" not in path.parts]
@@ -72,8 +61,7 @@ def test_kernels_import_nothing_of_ahead_of_time_compiling() -> None:
         for path in files
         if any(name.startswith(("halfbyte.kernels.aot", "unittest")) for name in imported(path))
     }
-    assert sorted(found - AHEAD_OF_TIME) == []
-    assert sorted(AHEAD_OF_TIME - found) == [], "they import nothing of it any more: remove them from AHEAD_OF_TIME"
+    assert not found
 
 
 def package(path: Path) -> str:
