@@ -14,7 +14,8 @@ from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, i
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
-from halfbyte.ops.append import AppendSignature, check_new, signature_of, store
+from halfbyte.ops.append import check_new, signature_of, store
+from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
@@ -230,7 +231,7 @@ class KVCache:
             check_new(call)
         return self._append(call, signature)
 
-    def _append(self, call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
+    def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
         """`append` of checked arguments; `PagedKVCache` allocates pages here."""
         self._check_capacity(call.k.shape[2], call.counts)
         certain = self.length_bound is not None

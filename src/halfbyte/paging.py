@@ -17,7 +17,7 @@ from halfbyte.cache import KEYS, CacheOptions, KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, outside_inference_mode
-from halfbyte.ops.append import AppendSignature
+from halfbyte.ops.launch_cache import Signature
 
 
 class PagedKVCache(KVCache):
@@ -71,7 +71,7 @@ class PagedKVCache(KVCache):
         """Pages of the pool that no sequence holds."""
         return len(self._free)
 
-    def _append(self, call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
+    def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
         """`append` takes the pages that it needs first. `CapacityError` when the pool has too few; then nothing changes."""
         if self._capturing():
             raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
@@ -84,7 +84,7 @@ class PagedKVCache(KVCache):
         self._tokens, self._spare = after, self._spare - tokens
         return rotated
 
-    def _append_with_pages(self, counts: list[int], call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
+    def _append_with_pages(self, counts: list[int], call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
         """Take the pages for so many more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
         before = {b: list(self._held[b]) for b, count in enumerate(counts) if self._lacks_room(b, count)}
         try:

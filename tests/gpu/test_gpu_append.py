@@ -14,7 +14,7 @@ import halfbyte as hb
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
-from relaunching import watch_launches
+from pretended_gpu import watch_launches
 
 pytestmark = pytest.mark.compile_first
 

@@ -12,8 +12,7 @@ from gpu_place import PLACE
 
 import halfbyte as hb
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
-from halfbyte.ops import _launch_cache
-from relaunching import watch_launches
+from pretended_gpu import forget_launches, watch_launches
 
 pytestmark = pytest.mark.compile_first
 needs_gpu = pytest.mark.skipif(PLACE.dry, reason="a CPU launches nothing")
@@ -27,15 +26,6 @@ LENGTHS = (PLACE.size(3000, 90), 5, 0)
 TUNED = Variant("int8", "int4_g32", options=frozenset({"sinks"}))
 
 
-def watch(relaunch: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Results of the calls that a module launches like an earlier one from now on."""
-    found: list[Any] = []
-    launch = relaunch._launch
-    monkeypatch.setattr(relaunch, "_launch", lambda *args: found.append(launch(*args)) or found[-1])
-    monkeypatch.setattr(relaunch, "_known", {})
-    return found
-
-
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return watch_launches(monkeypatch).results
@@ -43,7 +33,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def anew(call: Call, impl: str) -> Any:
     """The call as if it were the first one."""
-    _launch_cache._launches.clear()
+    forget_launches()
     return call.run(impl)
 
 

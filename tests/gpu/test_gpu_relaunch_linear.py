@@ -16,8 +16,7 @@ from test_gpu_relaunch import moved
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.nn import FusedProjections, QuantLinear
-from halfbyte.ops import _launch_cache
-from relaunching import watch_launches
+from pretended_gpu import forget_launches, watch_launches
 
 CASES = [*MARKED, *(replace(case, act_order=False) for case in drawn(PLACE.size(40, 6), seed=5))]
 TUNED = Case(("int4_g64",), (PLACE.size(2000, 40),), 4, PLACE.size(4096, 256), bias=True)
@@ -30,8 +29,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def anew(call: Call, impl: str) -> tuple[torch.Tensor, ...]:
     """The call as if it were the first one."""
-    _launch_cache._launches.clear()
-    _launch_cache._compiled.clear()
+    forget_launches()
     return call.run(impl)
 
 

@@ -13,7 +13,7 @@ DECODE_PLAN = "plans/decode_attention.py"
 PAGING = "paging.py"
 DECODE_OP = "ops/decode_attention.py"
 LINEAR_CALL, LINEAR_ON_GPU = "ops/_linear_call.py", "ops/_linear_on_gpu.py"
-LAUNCH_CACHE = "ops/_launch_cache.py"
+LAUNCH_CACHE = "ops/launch_cache.py"
 DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
 APPEND_OP = "ops/append.py"
@@ -23,9 +23,7 @@ attention = tests_of("test_attention_reference.py")
 plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
 ops = tests_of("test_ops.py")
-attend_again = tests_of("test_relaunch.py")
-multiply_again = tests_of("test_relaunch_linear.py")
-append_again = tests_of("test_relaunch_append.py")
+launches = tests_of("test_launch_cache.py")
 
 STATE = [
     # -- caches
@@ -179,83 +177,83 @@ STATE = [
         LAUNCH_CACHE,
         "signature",
         Rewrite("(*_b, _t.stride(), *_a)", "(*_b, *_a)"),
-        attend_again("test_every_fact_makes_another_call"),
+        launches("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "alignment is no fact",
         LAUNCH_CACHE,
         "signature",
         Rewrite("(*_b, _p % 16)", "(*_b,)"),
-        attend_again("test_every_fact_makes_another_call"),
+        launches("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "devices are no fact",
         LAUNCH_CACHE,
         "signature",
         Rewrite("(*_b, _t.get_device(), *_a)", "(*_b, *_a)"),
-        attend_again("test_a_tensor_of_another_device_makes_another_call"),
+        launches("test_a_tensor_of_another_device_makes_another_call"),
     ),
     Mutant(
         "formats by name",
         LAUNCH_CACHE,
         "signature",
         Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
-        attend_again("test_every_fact_makes_another_call"),
+        launches("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "converted tensors remembered",
         DECODE_ON_GPU,
         "run",
         Rewrite("signature.covers(_t)", "True"),
-        attend_again("test_what_was_converted_on_the_way_is_not_remembered"),
+        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[attention: starts of 64 bits]"),
     ),
     Mutant(
         "the environment is no fact",
         LAUNCH_CACHE,
         "signature",
         Rewrite("[*_b, *as_set(), *_a]", "[*_b, *_a]"),
-        attend_again("test_the_environment_makes_another_call"),
+        launches("test_the_environment_makes_another_call"),
     ),
     Mutant(
         "the tail of an earlier call",
         KV_BUFFER,
         "DecodeCall.tensors",
         Rewrite("(*_b, _k.tail, *_a)", "(*_b, None, *_a)"),
-        attend_again("test_a_tail_is_that_of_each_call"),
+        launches("test_the_same_arguments_at_other_addresses[attention: a tail]"),
     ),
     Mutant(
         "formats of products by name",
         LAUNCH_CACHE,
         "signature",
         Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
-        multiply_again("test_every_fact_makes_another_call"),
+        launches("test_every_fact_makes_another_call[projections: a format of the same name]"),
     ),
     Mutant(
         "a product remembered that was converted",
         LINEAR_ON_GPU,
         "_run_plan",
         Rewrite("_s.covers(_u)", "True"),
-        multiply_again("test_what_was_converted_on_the_way_is_not_remembered"),
+        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[linear: x not contiguous]"),
     ),
     Mutant(
         "act-order remembered",
         LINEAR_CALL,
         "LinearCall.signature",
         Rewrite("_w.perm is not None", "False"),
-        multiply_again("test_what_is_never_like_another"),
+        launches("test_what_is_never_like_another[linear: act-order]"),
     ),
     Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",
         Rewrite("(_c.rotate_keys,)", "()"),
-        append_again("test_every_fact_makes_another_append"),
+        launches("test_every_fact_makes_another_call[append: rotated keys]"),
     ),
     Mutant(
         "an append of converted tensors remembered",
         APPEND_OP,
         "_launch",
         Rewrite("_s.covers(_t)", "True"),
-        append_again("test_what_needs_more_than_one_launch_is_not_remembered"),
+        launches("test_what_was_converted_or_needs_other_launches_is_not_stored[append: counts of 64 bits]"),
     ),
 ]

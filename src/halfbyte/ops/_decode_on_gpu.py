@@ -18,7 +18,7 @@ from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops._decode_blocks import blocks_of, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
-from halfbyte.ops._launch_cache import Signature, layout, replay, signature, store
+from halfbyte.ops.launch_cache import Signature, layout, replay, signature, store
 from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan

@@ -11,7 +11,7 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import check
 from halfbyte.formats import weight_format
-from halfbyte.ops._launch_cache import Signature, signature
+from halfbyte.ops.launch_cache import Signature, signature
 from halfbyte.tensors import QuantTensor, weight_of
 
 #: Tensors of a weight and its bias, in the order of a signature: codes, scales, zero points, bias, scale of the whole tensor.

@@ -13,16 +13,13 @@ from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
-from halfbyte.ops._launch_cache import Signature, layout, replay, signature
-from halfbyte.ops._launch_cache import store as store_launch
 from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops.launch_cache import Signature, layout, replay, signature
+from halfbyte.ops.launch_cache import store as store_launch
 from halfbyte.ops.workspace import stream_of
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
-
-#: For `KVCache`, which asks for it before it checks.
-AppendSignature = Signature
 
 # ------------------------------------------------------------------------------------------------- the torch.library op
 

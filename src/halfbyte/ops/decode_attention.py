@@ -12,10 +12,10 @@ from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops._launch_cache import Signature, replay, signature
 from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
 from halfbyte.ops._per_sequence import attend_per_sequence
 from halfbyte.ops.append import Stored
+from halfbyte.ops.launch_cache import Signature, replay, signature
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size

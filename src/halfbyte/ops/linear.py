@@ -11,9 +11,9 @@ import torch
 from halfbyte.cpu import linear as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops._launch_cache import replay
 from halfbyte.ops._library import can_bypass_dispatcher, define, level
 from halfbyte.ops._linear_call import LinearCall, flattened, unflattened
+from halfbyte.ops.launch_cache import replay
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor
 

@@ -1,0 +1,126 @@
+"""A CPU that stands in for a GPU: eager calls run up to their launches, and no kernel is compiled or run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from halfbyte import KVCache
+from halfbyte.ops import _decode_on_gpu, _linear_on_gpu, launch_cache
+from halfbyte.ops import append as append_op
+from halfbyte.ops import decode_attention as attention_op
+from halfbyte.ops import linear as linear_op
+from halfbyte.plans.linear_wgmma import tuned_linear
+
+
+class Launches(dict[Any, Any]):
+    """A launch cache that records the results of replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        launch, formats = entry
+        super().__setitem__(key, (lambda *args: self.results.append(launch(*args)) or self.results[-1], formats))
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """An empty launch cache from now on, to look into."""
+    launches = Launches()
+    monkeypatch.setattr(launch_cache, "_launches", launches)
+    monkeypatch.setattr(launch_cache, "_compiled", {})
+    return launches
+
+
+def forget_launches() -> None:
+    """From now on every call is the first of its signature."""
+    launch_cache._launches.clear()
+    launch_cache._compiled.clear()
+
+
+@dataclass
+class Compiled:
+    """A compiled kernel as Triton hands it out. `replayed`: arguments of `run`; `hooked`: of launches that call hooks."""
+
+    replayed: list[tuple[Any, ...]] = field(default_factory=list)
+    hooked: list[tuple[Any, ...]] = field(default_factory=list)
+    function: int = 11
+    packed_metadata: tuple[int, ...] = (4, 1, 100)
+
+    def run(self, *args: Any) -> None:
+        self.replayed.append(args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, stream=None: self.hooked.append((grid, stream, args))
+
+
+@dataclass
+class Gpu:
+    """The launches of an H200. `first`: arguments and grids of those that passed every check, a plan and the JIT."""
+
+    kernel: Compiled = field(default_factory=Compiled)
+    first: list[tuple[Any, Any]] = field(default_factory=list)
+    floats: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 18))
+    counters: torch.Tensor = field(default_factory=lambda: torch.zeros(1 << 12, dtype=torch.int32))
+    recording: bool = False
+
+    @property
+    def replayed(self) -> list[tuple[Any, ...]]:
+        return self.kernel.replayed
+
+    @property
+    def unreplayed(self) -> int:
+        """Launches that the launch cache did not make, or made by way of hooks."""
+        return len(self.first) + len(self.kernel.hooked)
+
+    def shared(self, device: torch.device, floats: int, counters: int) -> Any:
+        assert floats <= self.floats.numel()
+        assert counters <= self.counters.numel()
+        return None if self.recording else (7, self.floats, self.counters)
+
+    def jit(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
+        constants = [kwargs[name] for name in ("C", "BLOCK") if name in kwargs]
+        self.first.append(((*args, *constants), (*grid, 1, 1)[:3]))
+        return self.kernel
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Tensors of the CPU say that they are on a GPU from now on, whose launches are written down."""
+    gpu = Gpu()
+
+    def plan(weights: Any, m: int, width: int, dtype: str, device: Any, use_pdl: bool) -> Any:
+        return tuned_linear(weights, m=m, width=width, dtype=dtype, use_pdl=use_pdl, num_sms=132, capability=(9, 0))
+
+    watch_launches(monkeypatch)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: gpu.jit(kernel, *args, **kwargs))
+    for module, portable in ((_decode_on_gpu, "_launch_portable"), (_linear_on_gpu, "_run_portable")):
+        monkeypatch.setattr(module, portable, lambda *_: gpu.first.append(((), ())))
+        monkeypatch.setattr(module, "shared", gpu.shared)
+        monkeypatch.setattr(module, "floats", lambda *_: gpu.floats)
+        monkeypatch.setattr(module, "counters", lambda *_: gpu.counters)
+    monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
+    monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
+    monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
+    monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
+    monkeypatch.setattr(append_op, "stream_of", lambda device: 7)
+    monkeypatch.setattr(append_op, "_supports_pdl", lambda device: True)
+    monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
+    return gpu
+
+
+@contextmanager
+def cuda_tensors(are: bool) -> Iterator[None]:
+    """What tensors say of themselves for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", are)
+        yield
