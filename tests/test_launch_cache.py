@@ -1,10 +1,11 @@
-"""Eager calls that are launched like an earlier one, of every op: what makes them alike, and that no other call is taken for one."""
+"""Eager calls that are launched like an earlier one, op by op: what makes them alike, and that no other is taken for one."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from triton import knobs
 from halfbyte import prefill_attention
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.kernels.common.compat import launcher
-from halfbyte.ops import launch_cache, workspace
+from halfbyte.ops import launch_cache
 from launch_cache_ops import (
     ATTENTION,
     FACTS,
@@ -32,29 +33,33 @@ from launch_cache_ops import (
     changed,
     misaligned,
     query,
-    to,
     token,
-)  # fmt: skip
+)
 from pretended_gpu import Compiled, Gpu, forget_launches, pretend_gpu
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-with_workspace = pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in OPS.items() if op.workspace])
 
 
-def of_ops(name: str, cases: Callable[[Op], dict[str, Any] | Iterable[str]]) -> pytest.MarkDecorator:
-    """Every op with each of its cases: of a dict its values, with their names as ids."""
-    found = []
-    for op_name, op in OPS.items():
-        each = cases(op)
-        named = each if isinstance(each, dict) else {case: case for case in each}
-        found += [pytest.param(op, case, id=f"{op_name}: {key}") for key, case in named.items()]
+def of_ops(name: str, cases: Callable[[Op], dict[str, Any]]) -> pytest.MarkDecorator:
+    """Every op with each of its cases."""
+    found = [pytest.param(op, case, id=f"{of}: {key}") for of, op in OPS.items() for key, case in cases(op).items()]
     return pytest.mark.parametrize(("op", name), found)
+
+
+def each_tensor(op: Op) -> dict[str, str]:
+    return {path: path for path in op.tensors}
+
+
+def same_calls(op: Op) -> dict[str, Change]:
+    """A query must be no parameter: the dispatcher has to see it."""
+    frozen = {path: changed(path, lambda t: torch.nn.Parameter(t, requires_grad=False)) for path in op.tensors if path != "q"}
+    return {"other addresses": lambda call: call, **{f"{path} a parameter": change for path, change in frozen.items()}, **op.same}
 
 
 def other_calls(op: Op) -> dict[str, Change]:
     return {
         **{f"{path}: {name}": changed(path, fact) for path in op.tensors for name, fact in FACTS.items()},
-        **{f"no {path}": to(path, None) for path in op.optional},
+        **{f"no {path[:-1]}": changed(path[:-1], None) for path in op.paths.split() if path.endswith("?")},
         **op.others,
     }
 
@@ -66,26 +71,14 @@ def unlike_any(op: Op) -> dict[str, Change]:
 # ------------------------------------------------------------------------------------------------------------ signatures
 
 
-@every_op
-def test_other_addresses_are_the_same_call(op: Op) -> None:
-    one, other = op.signature(op.full()), op.signature(op.full())
+@of_ops("change", same_calls)
+def test_other_addresses_and_numbers_are_the_same_call(op: Op, change: Change) -> None:
+    one, other = op.signature(op.full()), op.signature(change(op.full()))
     assert one is not None
     assert other is not None
     assert one.key == other.key
     assert hash(one.key) == hash(other.key)
     assert not {a for a in one.addresses if a} & {a for a in other.addresses if a}
-
-
-@of_ops("change", lambda op: op.same)
-def test_other_numbers_are_the_same_call(op: Op, change: Change) -> None:
-    call = op.full()
-    assert op.key(change(call)) == op.key(call)
-
-
-@of_ops("path", lambda op: [path for path in op.tensors if path != "q"])
-def test_a_parameter_is_a_tensor(op: Op, path: str) -> None:
-    call = op.full()
-    assert op.key(changed(path, lambda t: torch.nn.Parameter(t, requires_grad=False))(call)) == op.key(call)
 
 
 @of_ops("change", other_calls)
@@ -94,7 +87,14 @@ def test_every_fact_makes_another_call(op: Op, change: Change) -> None:
     assert op.key(change(call)) != op.key(call)
 
 
-@of_ops("path", lambda op: op.tensors)
+@every_op
+def test_no_fact_is_taken_for_another(op: Op) -> None:
+    call = op.full()
+    calls = [call, *(change(call) for change in other_calls(op).values())]  # alive together, as their formats are facts by id
+    assert len({op.key(c) for c in calls}) == len(calls)
+
+
+@of_ops("path", each_tensor)
 def test_a_tensor_of_another_device_makes_another_call(op: Op, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were on GPU 5, its address as it is."""
     call = op.full()
@@ -189,51 +189,40 @@ def test_what_was_converted_or_needs_other_launches_is_not_stored(op: Op, extra:
 
 
 @of_ops("bad", lambda op: op.bad)
-def test_wrong_arguments_raise_after_a_right_call(op: Op, bad: tuple[Given, str], gpu: Gpu) -> None:
+def test_wrong_arguments_raise_after_a_right_call(op: Op, bad: tuple[Arguments, str], gpu: Gpu) -> None:
     right, (wrong, message) = op.right(), bad
     for _ in range(2):
         op.run(**right)
     assert len(gpu.replayed) == 1
     with pytest.raises(InvalidArgument, match=message):
-        op.run(**right | wrong())
+        op.run(**right | wrong)
     assert len(gpu.replayed) == 1
 
 
-def check_falls_back(op: Op, given: Arguments, gpu: Gpu) -> None:
-    """This call takes the long way, now."""
-    before, replayed = gpu.unreplayed, len(gpu.replayed)
-    op.run(**given)
-    assert gpu.unreplayed == before + 1
-    assert len(gpu.replayed) == replayed
+new_empty_strided = torch.Tensor.new_empty_strided
+#: What a call meets that has been launched before: by name, how.
+IN_THE_WAY: dict[str, Callable[[Gpu, pytest.MonkeyPatch], None]] = {
+    "a profiler": lambda _, patch: patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "results that are not aligned": lambda _, patch: patch.setattr(
+        torch.Tensor, "new_empty_strided", lambda *of, **options: misaligned(new_empty_strided(*of, **options))
+    ),
+    "no workspace, as while a graph is recorded": lambda gpu, patch: patch.setattr(gpu, "recording", True),
+    "a workspace whose floats are not aligned": lambda gpu, patch: patch.setattr(gpu, "floats", gpu.floats[1:]),
+    "a workspace whose counters are not aligned": lambda gpu, patch: patch.setattr(gpu, "counters", gpu.counters[1:]),
+}
 
 
-@with_workspace
-def test_while_a_graph_is_recorded_calls_take_the_long_way(op: Op, gpu: Gpu) -> None:
-    """As they do where the workspace is too small by now."""
+@of_ops("meet", lambda op: {name: meet for name, meet in IN_THE_WAY.items() if op.workspace or "workspace" not in name})
+def test_what_cannot_be_replayed_now_takes_the_long_way(op: Op, meet: Callable[[Gpu, pytest.MonkeyPatch], None], gpu: Gpu) -> None:
     given = op.right()
     op.run(**given)
-    gpu.recording = True
-    check_falls_back(op, given, gpu)
-    gpu.recording = False
+    with pytest.MonkeyPatch.context() as patch:
+        meet(gpu, patch)
+        op.run(**given)
+    assert gpu.unreplayed == 2
+    assert not gpu.replayed
     op.run(**given)
     assert len(gpu.replayed) == 1
-
-
-@pytest.mark.parametrize("memory", ["floats", "counters"])
-@with_workspace
-def test_a_workspace_that_is_not_aligned_takes_the_long_way(op: Op, memory: str, gpu: Gpu) -> None:
-    given = op.right()
-    op.run(**given)
-    setattr(gpu, memory, getattr(gpu, memory)[1:])
-    check_falls_back(op, given, gpu)
-
-
-@every_op
-def test_results_that_are_not_aligned_take_the_long_way(op: Op, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, made = op.right(), torch.Tensor.new_empty_strided
-    op.run(**given)
-    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *args, **options: misaligned(made(*args, **options)))
-    check_falls_back(op, given, gpu)
 
 
 @every_op
@@ -248,7 +237,7 @@ def test_another_device_is_made_the_current_one(op: Op, gpu: Gpu, monkeypatch: p
     assert len(gpu.replayed) == 1
 
 
-@of_ops("path", lambda op: op.gradients)
+@of_ops("path", lambda op: {path: path for path in op.gradients})
 def test_what_wants_a_gradient_takes_the_long_way(op: Op, path: str, gpu: Gpu) -> None:
     given = op.right()
     op.run(**given)
@@ -264,8 +253,10 @@ def test_what_wants_a_gradient_takes_the_long_way(op: Op, path: str, gpu: Gpu) -
 @every_op
 def test_a_subclass_takes_the_long_way(op: Op, gpu: Gpu) -> None:
     given = op.right()
-    op.run(**given)
-    check_falls_back(op, changed(op.first, lambda t: t.as_subclass(Watched))(given), gpu)
+    for seen in (given, changed(op.first, lambda t: t.as_subclass(Watched))(given)):
+        op.run(**seen)
+    assert gpu.unreplayed == 2
+    assert not gpu.replayed
 
 
 @every_op
@@ -273,18 +264,10 @@ def test_compiled_code_does_not_look_for_earlier_calls(op: Op, gpu: Gpu, monkeyp
     given = op.right()
     op.run(**given)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    check_falls_back(op, given, gpu)
-    assert not gpu.kernel.hooked
-
-
-@every_op
-def test_a_profiler_sees_every_launch(op: Op, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = op.right()
     op.run(**given)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    op.run(**given)
-    assert len(gpu.first) == len(gpu.kernel.hooked) == 1
+    assert len(gpu.first) == 2
     assert not gpu.replayed
+    assert not gpu.kernel.hooked
 
 
 @every_op
@@ -303,15 +286,15 @@ def test_nothing_keeps_a_tensor_alive(op: Op, gpu: Gpu) -> None:
 
 def test_so_many_calls_are_kept_and_then_none(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "_CAPACITY", 3)
-    held = cache()
+    held, numbers = cache(), itertools.count(1)
     for tokens in (1, 2, 3):
         ATTENTION.run(q=query(tokens), cache=held)
-        launch_cache.with_compiled((tokens,), lambda found: found or tokens)
+        launch_cache.with_compiled((tokens,), lambda found: found or next(numbers))
     assert len(launch_cache._launches) == len(launch_cache._compiled) == 3
     ATTENTION.run(q=query(4), cache=held)
     assert len(launch_cache._launches) == 1
-    assert launch_cache.with_compiled((3,), lambda found: found) == 3
-    launch_cache.with_compiled((4,), lambda found: found or 4)
+    assert launch_cache.with_compiled((3,), lambda found: found or next(numbers)) == 3
+    launch_cache.with_compiled((4,), lambda found: found or next(numbers))
     assert launch_cache._compiled == {(4,): 4}
 
 
@@ -382,25 +365,3 @@ def test_hooks_of_a_profiler_are_called(monkeypatch: pytest.MonkeyPatch) -> None
     launch(7, 7, 8)
     assert kernel.replayed == [(3, 1, 1, 7, 11, (4, 1, 100), None, None, None, *pair) for pair in ((1, 2), (7, 8))]
     assert kernel.hooked == [((3, 1, 1), 7, pair) for pair in ((3, 4), (5, 6))]
-
-
-def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, recording = torch.device("cuda", 1), False
-    part, count = torch.zeros(100), torch.zeros(10, dtype=torch.int32)
-    monkeypatch.setattr(workspace, "_floats", {(device, 7): part})
-    monkeypatch.setattr(workspace, "_counters", {(device, 7): count})
-    monkeypatch.setattr(workspace, "stream_of", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
-    stream = 7
-    found = workspace.shared(device, 100, 10)
-    assert found is not None
-    assert found[0] == 7
-    assert found[1] is part
-    assert found[2] is count
-    assert workspace.shared(device, 101, 10) is None
-    assert workspace.shared(device, 100, 11) is None
-    assert workspace.shared(torch.device("cuda", 0), 100, 10) is None
-    stream = 8
-    assert workspace.shared(device, 100, 10) is None
-    stream, recording = 7, True
-    assert workspace.shared(device, 100, 10) is None
