@@ -15,9 +15,10 @@ import torch
 pytest.importorskip("triton")
 from triton import knobs
 
-from halfbyte import prefill_attention
+from halfbyte import KVCache, QuantTensor, prefill_attention
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.kernels.common.compat import launcher
+from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops import launch_cache
 from launch_cache_ops import (
     ATTENTION,
@@ -148,6 +149,17 @@ def flat(arguments: Any) -> Iterator[Any]:
         yield from flat(one) if isinstance(one, tuple) else [one]
 
 
+def tensors_in(owner: Any) -> Iterator[torch.Tensor]:
+    """What a kernel reads and writes of an argument."""
+    if isinstance(owner, torch.Tensor):
+        yield owner
+    elif isinstance(owner, KVCache):
+        yield from tensors_in((owner.keys, owner.values, owner.lengths, owner.page_table))
+    elif isinstance(owner, tuple | list | KVBuffer | QuantTensor):
+        for part in owner if isinstance(owner, tuple | list) else vars(owner).values():
+            yield from tensors_in(part)
+
+
 def check_replay(op: Op, first: Arguments, given: Arguments, gpu: Gpu) -> None:
     """`given` is launched like `first`, with the arguments and results that it would have had without it."""
     op.run(**first)
@@ -163,6 +175,8 @@ def check_replay(op: Op, first: Arguments, given: Arguments, gpu: Gpu) -> None:
     for (arguments, grid), replayed in zip(gpu.first[launches:], gpu.replayed, strict=True):
         assert replayed[:9] == (*grid, 7, 11, (4, 1, 100), None, None, None)
         assert replayed[9:] == addresses(arguments, moved)
+    launched = {a for replayed in gpu.replayed for a in flat(replayed[9:])}
+    assert launched >= {t.data_ptr() for t in tensors_in([*given.values(), *results])}
     assert [(tuple(r.shape), r.dtype) for r in results] == [(tuple(shape), dtype) for shape, dtype in op.results(given)]
     assert all(r.is_contiguous() for r in results)
 
@@ -272,15 +286,14 @@ def test_compiled_code_does_not_look_for_earlier_calls(op: Op, gpu: Gpu, monkeyp
 
 @every_op
 def test_nothing_keeps_a_tensor_alive(op: Op, gpu: Gpu) -> None:
-    given = op.plain()
+    given = op.right()
     for _ in range(2):
         op.run(**given)
-    store = given.get("weight") or (given["weights"][1] if "weights" in given else given["cache"].values)
-    kept = [weakref.ref(t) for t in (given[op.first], store.codes, store.scales)]
+    kept = [weakref.ref(t) for t in tensors_in(list(given.values()))]
     gpu.first.clear()
-    del given, store
+    del given
     gc.collect()
-    assert [t() for t in kept] == [None] * 3
+    assert all(t() is None for t in kept)
     assert len(launch_cache._launches) == len(gpu.replayed) == 1
 
 
