@@ -23,7 +23,9 @@ from halfbyte.ops import launch_cache
 from launch_cache_ops import (
     ATTENTION,
     FACTS,
+    LINEAR,
     OPS,
+    PROJECTIONS,
     Arguments,
     Change,
     Given,
@@ -335,6 +337,13 @@ def test_32_bits_are_not_stored(name: str, gpu: Gpu) -> None:
         with pytest.raises(Unsupported, match="takes float16 and bfloat16"):
             op.run(**changed(op.first, torch.Tensor.float)(op.plain()))
     assert not launch_cache._launches
+
+
+@pytest.mark.parametrize("op", [LINEAR, PROJECTIONS], ids=["linear", "projections"])
+def test_a_gemm_that_is_not_stored_is_compiled_once(op: Op, gpu: Gpu) -> None:
+    for _ in range(2):
+        op.run(**op.plain() | op.unstored["x not aligned"]())
+    assert len(gpu.first) == len(gpu.kernel.hooked) == 1
 
 
 def test_a_full_cache_is_refused_as_ever(gpu: Gpu) -> None:
