@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from halfbyte.kv_buffer import KVBuffer, Rope
 from halfbyte.ops._launch_cache import Signature, layout, signature, store
@@ -28,7 +29,13 @@ def signature_of(
     q: torch.Tensor | None,
 ) -> Signature | None:
     """The signature of an append; None where it needs more than one launch. Nothing need have been checked."""
-    if torch.compiler.is_compiling() or not lengths.is_cuda or keys.tail is not None or not isinstance(rope, tuple | None):
+    if (
+        torch.compiler.is_compiling()
+        or not lengths.is_cuda
+        or forward_ad._current_level >= 0
+        or keys.tail is not None
+        or not isinstance(rope, tuple | None)
+    ):
         return None
     cos, sin = (None, None) if rope is None or len(rope) != 2 else rope
     if (rope is None) != (cos is None) or (torch.is_grad_enabled() and getattr(q, "requires_grad", False)):

@@ -15,6 +15,7 @@ from halfbyte.kv_buffer import KVBuffer, Rope
 from halfbyte.ops._launch_cache import Signature, replay
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops._relaunch_append import remember
+from halfbyte.ops._transforms import refuse_transforms
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
@@ -214,6 +215,8 @@ def check_new(
     q: torch.Tensor | None = None,
 ) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
+    if not torch.compiler.is_compiling():
+        refuse_transforms("append", (k, v, q))
     batch = lengths.shape[0]
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
