@@ -64,6 +64,10 @@ class KVCache:
 
     Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
     up to whole blocks of tokens.
+
+    Threads: a cache belongs to one thread at a time. `append`, `crop`, `reset`, `reorder`, and attention while one of them runs,
+    need a lock around them that the threads share; without it tokens are lost in silence. Different caches need none, and any
+    number of threads may attend over a cache that none changes.
     """
 
     page_table: torch.Tensor | None = None
