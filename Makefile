@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench lint format docs bench pins size wheel clean
+.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -23,15 +23,16 @@ demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, H
 
 # The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The tuned kernels, which it cannot
 # run, are compiled for a GPU and emulated. The GPU's suite runs dry here, in small and on the CPU, so that it does not rot between the
-# machines that have a GPU.
+# machines that have a GPU. Each suite takes two processes with a thread each: most tests are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
-	$(BIN)/python -m pytest tests/emulated
-	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+	$(PYTEST) tests/emulated
+	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants
@@ -57,7 +58,10 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench all --output results/gpu.jsonl
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks all --output results/gpu.jsonl
+
+study: $(VENV)/.ready-all  ## one study of benchmarks/ with NAME=...; without a name they are listed
+	$(BIN)/python -m benchmarks study $(NAME)
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .
@@ -69,7 +73,7 @@ format: $(VENV)/.ready-test  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.ready-test  ## write the generated tables into README.md and docs/ again
-	$(BIN)/python scripts/make_tables.py
+	PYTHONPATH=. $(BIN)/python scripts/make_tables.py
 
 bench: $(VENV)/.ready-all  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode

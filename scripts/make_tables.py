@@ -16,16 +16,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench import bars, charts, compare, linear_bars, quoted, records, run_qkv, studies
-from halfbyte.bench.page import by_machine
-from halfbyte.bench.records import Record
-from halfbyte.bench.studies import QUESTIONS
+from benchmarks import linear_targets, literature, qkv_cases, studies, targets
+from benchmarks.studies import QUESTIONS
+from halfbyte.checkpoints.adapters import ADAPTERS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.model_support import REFUSED, TESTED
+from halfbyte.measure import charts, compare, records, tables
+from halfbyte.measure.page import by_machine
+from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "column": "row of the weight"}
+SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "row of the weight"}
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -63,6 +65,11 @@ def models() -> str:
     rows = [("run in the tests", ", ".join(TESTED))]
     rows += [(f"refused: {reason}", ", ".join(sorted(names))) for reason, names in reasons.items()]
     return markdown(("", "model types"), rows)
+
+
+def checkpoints() -> str:
+    """What each adapter reads, in its own words."""
+    return markdown(("`quant_method`", "what loads", "becomes"), [row for adapter in ADAPTERS.values() for row in adapter.docs])
 
 
 def quality() -> str:
@@ -128,14 +135,14 @@ CHART = "docs/decode_attention.svg"
 
 def gpu() -> str:
     """Every measured time of attention on a GPU that has a bar, in short, the chart, and a few times of linear layers."""
-    measured, layers = gpu_records(), linear_bars.latest(every_gpu_record())
+    measured, layers = gpu_records(), linear_targets.latest(every_gpu_record())
     rows = [_gpu_cells(r) for r in measured if r.seconds and r.implementation.startswith("halfbyte")]
-    rows += [_gpu_cells(r) for r in layers if r.implementation == OURS and r.formats == linear_bars.INT4 and _is_shown(r)]
+    rows += [_gpu_cells(r) for r in layers if r.implementation == OURS and r.formats == linear_targets.INT4 and _is_shown(r)]
     if not rows:
         return NOTHING
     table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
-    picture = f"\n\n![Share of the read roof, case by case]({CHART})" if bars.shares(measured)[0] else ""
-    if linear_bars.shares(layers):
+    picture = f"\n\n![Share of the read roof, case by case]({CHART})" if targets.shares(measured)[0] else ""
+    if linear_targets.shares(layers):
         picture += f"\n\n![Linear layers: share of the read roof by rows]({LINEAR_CHART})"
     return f"{_where([*measured, *layers])}\n\n{table}{picture}"
 
@@ -145,15 +152,15 @@ def all_bars() -> str:
     measured = gpu_records()
     if not measured:
         return NOTHING
-    rows = [[cell.replace("\n", "<br>") for cell in row] for row in bars.table_rows(measured)]
-    left = len(bars.BARS) - sum(len(r.bars) for r in measured)
+    rows = [[cell.replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+    left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
     missing = f"; {left} more are not in these records" if left > 0 else ""
-    return f"{_where(measured)} {bars.count_text(measured)}{missing}.\n\n{markdown(bars.HEADERS, rows)}"
+    return f"{_where(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
 
 
 def gpu_records() -> list[Record]:
     """The last record of each case that has bars."""
-    return bars.latest(every_gpu_record())
+    return targets.latest(every_gpu_record())
 
 
 def every_gpu_record() -> list[Record]:
@@ -185,7 +192,7 @@ OURS = "halfbyte auto"
 
 def linear() -> str:
     """Each layer and number of rows: our times by format, and those of the peers."""
-    measured = [r for r in linear_bars.latest(every_gpu_record()) if r.seconds]
+    measured = [r for r in linear_targets.latest(every_gpu_record()) if r.seconds]
     cases = [
         case
         for case in dict.fromkeys(r.case for r in measured)
@@ -196,25 +203,27 @@ def linear() -> str:
     rows = [_linear_cells(case, [r for r in measured if r.case == case]) for case in cases]
     headers = (
         "case",
-        *linear_bars.FORMATS,
+        *linear_targets.FORMATS,
         "cuBLAS bf16",
         "tinygemm",
         "published split-K",
         "dequantise first",
         "fastest quoted int4",
     )
-    text = f"{_where(measured)} Microseconds, launches overlapping, and share of the roof; quoted: {quoted.SOURCE}."
+    text = f"{_where(measured)} Microseconds, launches overlapping, and share of the roof; quoted: {literature.SOURCE}."
     picture = f"![Share of the read roof by rows, beside peers]({Path(LINEAR_CHART).name})"
     return f"{text}\n\n{markdown(headers, rows)}\n\n{picture}"
 
 
 def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     ours = {r.formats: r for r in found if r.implementation == OURS}
-    peers = {r.implementation: bars.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
-    cells = [f"{bars.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_bars.FORMATS]
+    peers = {r.implementation: tables.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
+    cells = [
+        f"{tables.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_targets.FORMATS
+    ]
     shape = found[0].shape
-    other = quoted.fastest(shape["N"], shape["K"], shape["M"], linear_bars.INT4)
-    names = ("cuBLAS", "tinygemm", linear_bars.PUBLISHED, "dequantise, then cuBLAS")
+    other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
+    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantise, then cuBLAS")
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
     return [case, *cells, *(peers.get(name, "") for name in names), best]
 
@@ -223,24 +232,24 @@ def quoted_figures() -> str:
     """The literature values that ours stand beside."""
     rows = [
         (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
-        for (n, k), found in quoted.MICROSECONDS.items()
+        for (n, k), found in literature.MICROSECONDS.items()
         for (peer, code), times in found.items()
     ]
-    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in quoted.ROWS))
-    return f"Microseconds, {quoted.SOURCE}.\n\n{markdown(headers, rows)}"
+    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in literature.ROWS))
+    return f"Microseconds, {literature.SOURCE}.\n\n{markdown(headers, rows)}"
 
 
 def linear_verdicts() -> str:
     """How many bars of linear layers were met, and each that was missed."""
-    measured = linear_bars.latest(every_gpu_record())
+    measured = linear_targets.latest(every_gpu_record())
     if not measured:
         return NOTHING
     missed = [(r, v) for r in measured for v in r.bars if not v.met]
-    rows = [(r.case, r.formats, bars.bound_text(v), bars.verdict_text(v)) for r, v in missed]
-    left = len(linear_bars.every_bar()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
+    rows = [(r.case, r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
+    left = len(linear_targets.every_target()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
     missing = f"; {left} more are not in these records" if left > 0 else ""
     table = f"\n\n{markdown(('case', 'format', 'bar', 'measured'), rows)}" if rows else ""
-    return f"{bars.count_text(measured)}{missing}.{table}"
+    return f"{tables.count_text(measured)}{missing}.{table}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- studies
@@ -279,8 +288,8 @@ def study_records(name: str) -> list[Record]:
 
 
 def _marked(r: Record) -> Record:
-    """Those of `halfbyte bench qkv` belong to a study, and earlier ones do not say so."""
-    return replace(r, study="fused-qkv") if r.op in (run_qkv.OP, run_qkv.FUSED_OP) else r
+    """Those of `python -m benchmarks qkv` belong to a study, and earlier ones do not say so."""
+    return replace(r, study="fused-qkv") if r.op in (qkv_cases.OP, qkv_cases.FUSED_OP) else r
 
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
@@ -298,7 +307,7 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
 def _notes(measured: Sequence[Record], said: str) -> list[str]:
     """What records note of their cases, unless that is said already, and how many bars were met."""
     notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in measured if r.note and r.note[1:] not in said)
-    return [*notes, *([f"{bars.count_text(measured)}."] if any(r.bars for r in measured) else [])]
+    return [*notes, *([f"{tables.count_text(measured)}."] if any(r.bars for r in measured) else [])]
 
 
 def folded(summary: str, text: str) -> str:
@@ -323,11 +332,11 @@ def _where(measured: Sequence[Record]) -> str:
 
 def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
-    reached, asked = bars.shares(gpu_records())
+    reached, asked = targets.shares(gpu_records())
     if reached:
         svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
-    for svg in linear_bars.figures(every_gpu_record()):
+    for svg in linear_targets.figures(every_gpu_record()):
         (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():
@@ -340,6 +349,7 @@ def write_charts() -> None:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
+    "docs/checkpoints.md": {"checkpoints": checkpoints},
     "docs/decode_attention.md": {"bars": all_bars},
     "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures},
     "docs/studies.md": {name: partial(study, name) for name in QUESTIONS},
@@ -348,10 +358,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 def main() -> int:
     stale = 0
-    for page, tables in TABLES.items():
+    for page, generated in TABLES.items():
         path = ROOT / page
         before = after = path.read_text(encoding="utf-8")
-        for name, make in tables.items():
+        for name, make in generated.items():
             block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             if not block.search(after):
                 print(f"{page} has no table <!-- {name} -->", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.bench.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
+from halfbyte.measure.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
 from halfbyte.tensors import QuantTensor
 
 __all__ = [

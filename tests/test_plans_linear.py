@@ -180,7 +180,7 @@ def test_codebooks_that_no_unit_makes_exact_have_no_mean_error(dtype: str, torch
     """With x of one sign a mean error of 2e-4 (NF4 rounded as it is) would be ten times that of a 16-bit weight at K = 8192."""
     weight = quantize(torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)), "nf4")
     codes = unpack_nibbles(weight.codes).long()
-    exact, unit = weight.format.code.levels().double(), unit_of_codebook(weight.format.code, dtype)
+    exact, unit = weight.format.code.codebook().double(), unit_of_codebook(weight.format.code, dtype)
     rounded = (exact / unit).to(torch_dtype).double() * unit
     assert abs(float((rounded - exact)[codes].mean())) < 2e-6
     assert float((rounded - exact)[codes].square().mean().sqrt()) < 4.1e-4
@@ -205,7 +205,7 @@ def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, s
     operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(torch_dtype).double()
     factor = weight.x_factor(spec) * (weight.scale_factor(spec) if weight.operands_scaled(spec) else 1.0)
     assert not weight.codebook
-    assert torch.equal(operands * factor / weight.unit(dtype), WEIGHT_FORMATS[name].code.levels().double())
+    assert torch.equal(operands * factor / weight.unit(dtype), WEIGHT_FORMATS[name].code.codebook().double())
 
 
 # ----------------------------------------------------------------------------------------------------- warp-group products

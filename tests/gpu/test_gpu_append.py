@@ -11,8 +11,8 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.bench.cupti import names_of
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
 from relaunching import watch_launches
 

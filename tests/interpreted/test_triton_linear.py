@@ -165,7 +165,7 @@ def executed(ptx: str, word: int) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_instructions_of_a_table(dtype: torch.dtype) -> None:
     """What a GPU runs instead of what the interpreter does: every code in every place."""
-    levels = WEIGHT_FORMATS["nf4"].code.levels().to(dtype)
+    levels = WEIGHT_FORMATS["nf4"].code.codebook().to(dtype)
     ptx = look_up_ptx(levels)
     for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xC3D2E1F0, 0xFFFFFFFF, 0, 0x89ABCDEF):
         codes = [word >> (4 * i) & 15 for i in range(8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,16 +12,16 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.bench.studies import QUESTIONS
+from benchmarks.studies import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
 def test_the_tables_are_what_the_script_writes() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_tables.py"), "--check"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(ROOT / "scripts" / "make_tables.py"), "--check"]
+    where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # benchmarks/ lies beside src/
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": where})
     assert done.returncode == 0, done.stderr
 
 
@@ -28,8 +29,9 @@ def test_the_tables_are_what_the_script_writes() -> None:
 def test_named_files_exist(page: Path) -> None:
     """Paths in backquotes and relative links lead somewhere."""
     text = page.read_text()
-    named = re.findall(r"`((?:src|tests|docs|scripts|examples|results)/[\w./-]*)", text) + re.findall(r"\]\(([\w./-]+)\)", text)
-    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|bench)/\w+\.py)`", text)]
+    folders = "src|benchmarks|tests|docs|scripts|examples|results"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)", text) + re.findall(r"\]\(([\w./-]+)\)", text)
+    named += [f"src/halfbyte/{path}" for path in re.findall(r"`((?:reference|cpu|ops|hf|evals|measure)/\w+\.py)`", text)]
     missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
     assert not missing
 
@@ -63,5 +65,5 @@ def test_every_study_has_its_section() -> None:
     sections = (ROOT / "docs" / "studies.md").read_text().split("\n## ")[1:]
     heads = [section.split("\n\n")[:3] for section in sections]
     assert heads == [
-        [name, f"{asks[:1].upper()}{asks[1:]}.", f"    halfbyte bench study {name}"] for name, asks in QUESTIONS.items()
+        [name, f"{asks[:1].upper()}{asks[1:]}.", f"    python -m benchmarks study {name}"] for name, asks in QUESTIONS.items()
     ]

@@ -8,35 +8,27 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "halfbyte"
-FILES = sorted(SOURCE.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "halfbyte"
+BENCHMARKS = ROOT / "benchmarks"
+FILES = [*sorted(SOURCE.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
 
 
 def dotted(path: Path) -> str:
     """The module's name as it is imported."""
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    parts = path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {dotted(path): path for path in FILES}
 
 #: Imports that close a circle and are to go. Remove a line when its import is gone.
-CIRCLES: set[tuple[str, str]] = {
-    ("halfbyte.bench.peers.attention", "halfbyte.bench.peers"),
-    ("halfbyte.bench.peers.linear", "halfbyte.bench.peers"),
-    ("halfbyte.bench.run_bars", "halfbyte.bench.run_append"),
-    ("halfbyte.bench.telling", "halfbyte.bench.page"),
-    ("halfbyte.bench.telling", "halfbyte.bench.run_qkv"),
-    ("halfbyte.bench.telling", "halfbyte.bench.studies"),
-}
+CIRCLES: set[tuple[str, str]] = set()
 #: (package that uses, "" for the files at the top; private name) that are to go. Remove an entry when its use is gone.
 PRIVATES: set[tuple[str, str]] = {
     ("", "_launch_cache"),
     ("", "_relaunch_append"),
     ("", "_workspace"),
-    ("bench", "_workspace"),
-    ("bench", "_decode_on_gpu"),
-    ("bench", "_linear_on_gpu"),
 }
 
 
@@ -75,6 +67,8 @@ def test_imports_form_no_circle() -> None:
 
 def package(path: Path) -> str:
     """The folder that a file is in, below halfbyte; "" for the files at the top."""
+    if SOURCE not in path.parents:
+        return path.parent.relative_to(ROOT).as_posix().replace("/", ".")
     return path.parent.relative_to(SOURCE).as_posix().replace("/", ".").removeprefix(".")
 
 

@@ -1,4 +1,4 @@
-"""The FP4 families with block scales, whoever wrote them: MXFP4 and NVFP4. All keep the even k in the low nibble, as we do.
+"""FP4 with block scales, MXFP4 and NVFP4, of any writer. All store the even k in the low nibble, as we do.
 
 MXFP4   codes uint8 [N, K/2], scales uint8 (E8M0) [N, K/32]                      compressed-tensors, quark
 NVFP4   codes uint8 [N, K/2], scales E4M3 [N, K/16], one fp32 number a tensor    modelopt: a factor; compressed-tensors: a divisor
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
+from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
@@ -23,7 +23,7 @@ from halfbyte.tensors import QuantTensor
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
 
 
-def mxfp4_weight(layer: Layer, codes: str, scales: str) -> QuantTensor:
+def mxfp4_weight(layer: StoredLayer, codes: str, scales: str) -> QuantTensor:
     """From the tensors of these names below the layer."""
     n, k = _even_blocks(layer, codes, 32)
     stored = layer.tensor(scales, (n, k // 32), torch.uint8)
@@ -31,7 +31,7 @@ def mxfp4_weight(layer: Layer, codes: str, scales: str) -> QuantTensor:
     return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored)
 
 
-def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
+def nvfp4_weight(layer: StoredLayer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
     """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
     n, k = _even_blocks(layer, codes, 16)
     stored = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
@@ -45,15 +45,16 @@ def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, di
     return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
 
 
-def _even_blocks(layer: Layer, part: str, block: int) -> tuple[int, int]:
+def _even_blocks(layer: StoredLayer, part: str, block: int) -> tuple[int, int]:
     if layer.in_features % block:
         layer.refuse(part, f"cannot have {layer.in_features} in features in blocks of {block}")
     return layer.out_features, layer.in_features
 
 
 class ModelOpt(Adapter):
-    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: products are of 16-bit activations here."""
+    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
+    docs = (("`modelopt`", "NVFP4, from config.json or hf_quant_config.json", "`nvfp4`"),)
     marker = "weight_scale_2"
     parts = ("weight", "weight_scale", "weight_scale_2")
     unused = ("input_scale", "k_scale", "v_scale")
@@ -62,7 +63,7 @@ class ModelOpt(Adapter):
         algorithm = setting(config, "quant_algo", str, "")
         only({"quant_algo": algorithm.upper()}, "quant_algo", ("NVFP4",), None, "a modelopt checkpoint")
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         if layer.info("pre_quant_scale") is not None:
             raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
         return nvfp4_weight(layer, "weight", "weight_scale", "weight_scale_2", divides=False)
@@ -71,6 +72,7 @@ class ModelOpt(Adapter):
 class Quark(Adapter):
     """AMD's quark, MXFP4."""
 
+    docs = (("`quark`", "MXFP4", "`mxfp4`"),)
     marker = "weight_scale"
     parts = ("weight", "weight_scale")
     unused = ("input_scale",)
@@ -82,12 +84,21 @@ class Quark(Adapter):
         only(weight, "group_size", (32,), 32, name)
         only(weight, "scale_format", ("e8m0",), "e8m0", name)
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         return mxfp4_weight(layer, "weight", "weight_scale")
 
 
 class GptOss(Quark):
     """OpenAI's gpt-oss: stacks of experts in MXFP4, which transformers holds in 16 bits; all else is bf16 in the files."""
+
+    docs = (
+        (
+            "`mxfp4`",
+            "gpt-oss. Its experts are no linear layers: they are expanded to the model's 16-bit type, exactly, and take 4 times "
+            "the memory",
+            "16 bits",
+        ),
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Nothing in this configuration changes the layout."""

@@ -1,4 +1,4 @@
-"""What an adapter reads: the tensors of one linear layer in the files, checked before they are believed; and what it answers to."""
+"""`StoredLayer`, the tensors of one linear layer, checked before they are read; `Adapter`, which makes a QuantTensor of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Layer:
+class StoredLayer:
     """The tensors below `name` in the files, of a layer that has `out_features` and `in_features` in the model."""
 
     name: str
@@ -67,12 +67,14 @@ class Layer:
 
 
 class Adapter(ABC):
-    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it believes or refuses.
+    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it checks.
 
     Which layers are quantised is what the files say: those with the tensor `marker`. The lists of modules in configurations are
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
+    #: Rows of the table in docs/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
+    docs: ClassVar[tuple[tuple[str, str, str], ...]]
     #: Names below a layer: a tensor that only a quantised layer has; those of its weight; those that are not needed anywhere.
     marker: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
@@ -83,7 +85,7 @@ class Adapter(ABC):
         """Raises `CheckpointError` for a damaged configuration, `Unsupported` for one that is not read."""
 
     @abstractmethod
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
 
     def layers(self, names: Iterable[str]) -> list[str]:

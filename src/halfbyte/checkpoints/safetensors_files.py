@@ -290,5 +290,5 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
 
 def overflows(scales: torch.Tensor, fmt: Format) -> bool:
     """Whether fp32 scales make a weight of some code infinite in fp32."""
-    largest = fmt.code.levels().abs().max().item() + (255 if fmt.offset == "int" else 0)
+    largest = fmt.code.codebook().abs().max().item() + (255 if fmt.offset == "int" else 0)
     return bool((scales.double().abs() * largest > torch.finfo(torch.float32).max).any())

@@ -48,6 +48,6 @@ def _look_up_pairs(packed: torch.Tensor, code: Code) -> torch.Tensor:
 @functools.cache
 def _pair_table(code: Code, device: torch.device) -> torch.Tensor:
     """The two float32 values of every byte, low nibble first, as one int64: [256]."""
-    levels = code.levels()
-    pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=-1)  # [256, 2]
+    values = code.codebook()
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]
     return pairs.view(torch.int64).flatten().to(device)

@@ -1,12 +1,12 @@
-"""Tensor parallelism in transformers: which tensor of a quantised layer is cut along which axis, and what cannot be cut.
+"""Tensor parallelism in transformers: how each tensor of a quantised layer is sharded, and what cannot be.
 
     column-parallel (q, k, v, gate, up)   a rank has some out features: codes, scales and offsets are cut along N;
-                                          perm and tensor_scale belong to every rank
+                                          perm and tensor_scale are replicated
     row-parallel (o, down)                a rank has some in features: codes, scales and offsets are cut along K, between groups;
-                                          the scales of whole rows, and tensor_scale, belong to every rank
+                                          scales per out channel, and tensor_scale, are replicated
 
-A row-parallel layer in act-order is refused: a rank has the activations of neighbouring columns, but its stored columns would come
-from all over. So are nested scales, whose blocks run across rows.
+Refused: a row-parallel layer in act-order, whose stored columns need activations of every rank, and nested
+scales, whose blocks span rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[s
     styles = dict.fromkeys(parts, style)
     if style in _ROW:
         _check_rows(layer, shared, ranks)
-        if fmt.granularity == "column":
+        if fmt.granularity == "out_channel":
             styles |= dict.fromkeys(parts & {"scales", "offsets"}, WHOLE)
     return styles | dict.fromkeys(parts & {"perm", "tensor_scale"}, WHOLE)
 
@@ -68,6 +68,6 @@ def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[s
 def _check_rows(layer: QuantLinear, shared: str, ranks: int) -> None:
     if layer.weight.perm is not None:
         raise Unsupported(f"{shared} by its in features: it is in act-order, and the columns of a rank would come from all over")
-    size = layer.format.code.per_byte if layer.format.granularity == "column" else layer.format.group_size(layer.in_features)
+    size = layer.format.code.per_byte if layer.format.granularity == "out_channel" else layer.format.group_size(layer.in_features)
     if layer.in_features % (size * ranks):
         raise Unsupported(f"{shared} by its {layer.in_features} in features: that would cut groups of {size}")

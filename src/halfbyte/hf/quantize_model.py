@@ -15,7 +15,7 @@ from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import half_type, head_dims, layer_formats
 from halfbyte.hf.default_cache import CacheSettings, make_default
 from halfbyte.hf.key_bias import check_key_bias
-from halfbyte.hf.model_support import check_family, text_config
+from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.hf.quantizer import mark_quantized
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
@@ -101,7 +101,7 @@ def _cache_settings(
             not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
         )
         return None
-    check_family(model)
+    check_model_support(model)
     plain = "fp16" if half_type(model) is torch.float16 else "bf16"
     settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
     layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halfbyte.device import Capability
 from halfbyte.formats import Format
+from halfbyte.plans.decode_attention import DecodeProblem, format_of
 
+#: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
+_FIXED_CHUNK = 1024
 #: Programs that keep one multiprocessor busy, warps counted: beyond them more splits only cost.
 _WARPS_PER_SM = 16
 
@@ -27,6 +31,32 @@ class TritonTiles:
     num_stages: int
     pdl: bool = False
 
+    def describe(self, p: DecodeProblem) -> dict[str, str]:
+        """The tiles in words, for a problem that they are for."""
+        share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
+        return {
+            "kernel": "triton, the portable one",
+            "tile": f"{self.block_tokens} tokens by {self.block_rows} query rows, {self.num_warps} warps, {self.num_stages} stages",
+            "programs": f"{p.batch * p.heads * self.splits * -(-p.rows // self.block_rows)}",
+            "splits": f"{self.splits} a work item, {share}; a second kernel adds them up in their order",
+        }
+
+
+def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> TritonTiles:
+    """How the portable kernel runs a problem."""
+    return triton_tiles(
+        format_of(p.keys),
+        format_of(p.values),
+        batch=p.batch,
+        heads=p.heads,
+        rows=p.rows,
+        capacity=p.capacity,
+        dim=max(p.dim, p.value_dim),
+        num_sms=num_sms,
+        capability=capability,
+        chunk=_FIXED_CHUNK if p.deterministic_batch else 0,
+    )
+
 
 def triton_tiles(
     keys: Format,
@@ -38,7 +68,7 @@ def triton_tiles(
     capacity: int,
     dim: int,
     num_sms: int,
-    capability: tuple[int, int] = (8, 0),
+    capability: Capability = (8, 0),
     chunk: int = 0,
 ) -> TritonTiles:
     """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.

@@ -45,7 +45,7 @@ def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
     if code.bits == 4:
         codes = unpack_nibbles(codes)
     if code.values is not None:
-        return code.levels().to(codes.device)[codes.int()]
+        return code.codebook().to(codes.device)[codes.int()]
     if code.kind == "float":
         return codes.view(code.dtype).float()
     return codes.float() - code.bias
@@ -61,7 +61,7 @@ def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tens
             return scales.unsqueeze(-2).unsqueeze(-1)
         case "head":
             return scales.unsqueeze(-1)
-        case "column":
+        case "out_channel":
             return scales
         case "group":
             return scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)

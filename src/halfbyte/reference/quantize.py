@@ -115,7 +115,7 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
             return x.reshape(1, -1), (1,)
         case "token":
             return x, (-3, -1)
-        case "head" | "column":
+        case "head" | "out_channel":
             return x, (-1,)
         case "group":
             return x.unflatten(-1, (-1, fmt.group_size(x.shape[-1]))), (-1,)
@@ -134,7 +134,7 @@ def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | 
         scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
         return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
     reach = torch.full((), fmt.code.reach, device=x.device)  # a Python number would be divided by as its reciprocal on a GPU
-    keep = fmt.granularity == "column"
+    keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
         return (blocks.abs().amax(axes, keepdim=keep) / reach).clamp_min(floor).to(stored), None
