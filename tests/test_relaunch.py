@@ -76,19 +76,24 @@ def full() -> Asked:
     )
 
 
+def with_fields(owner: Any, **changes: Any) -> Any:
+    """Of a dataclass or a NamedTuple."""
+    return owner._replace(**changes) if isinstance(owner, tuple) else replace(owner, **changes)
+
+
 def part(where: str, name: str, change: Callable[[torch.Tensor], Any]) -> Change:
     """One tensor of a call changed: a field of it, of a plane or of the options."""
 
     def changed(asked: Asked) -> Asked:
         owner = getattr(asked, where) if where else asked
-        made = replace(owner, **{name: change(getattr(owner, name))})
+        made = with_fields(owner, **{name: change(getattr(owner, name))})
         return replace(asked, **{where: made}) if where else made
 
     return changed
 
 
 def option(**changes: Any) -> Change:
-    return lambda asked: replace(asked, options=replace(asked.options, **changes))
+    return lambda asked: replace(asked, options=asked.options._replace(**changes))
 
 
 TENSORS = [
