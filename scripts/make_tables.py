@@ -1,18 +1,12 @@
-"""Write the generated tables of README.md and docs/: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
-
-python scripts/make_tables.py            rewrite the tables, and the charts of the records
-python scripts/make_tables.py --check    exit 1 if a table is out of date
-"""
+"""Tables and charts of records, of formats and of model families, as Markdown. `make_docs.py` puts them into the pages."""
 
 from __future__ import annotations
 
 import html
 import json
-import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +117,7 @@ def _records(name: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------------- the GPU
 
 NOTHING = "Nothing was measured yet."
-CHART = "docs/decode_attention.svg"
-
-
-def gpu() -> str:
-    """Every measured time of attention on a GPU that has a bar, in short, the chart, and a few times of linear layers."""
-    measured, layers = gpu_records(), linear_bars.latest(every_gpu_record())
-    rows = [_gpu_cells(r) for r in measured if r.seconds and r.implementation.startswith("halfbyte")]
-    rows += [_gpu_cells(r) for r in layers if r.implementation == OURS and r.formats == linear_bars.INT4 and _is_shown(r)]
-    if not rows:
-        return NOTHING
-    table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
-    picture = f"\n\n![Share of the read roof, case by case]({CHART})" if bars.shares(measured)[0] else ""
-    if linear_bars.shares(layers):
-        picture += f"\n\n![Linear layers: share of the read roof by rows]({LINEAR_CHART})"
-    return f"{_where([*measured, *layers])}\n\n{table}{picture}"
+CHART = "docs/performance/attention.svg"
 
 
 def all_bars() -> str:
@@ -166,20 +146,9 @@ def _read(name: str) -> list[Record]:
     return records.read(path).records if path.exists() else []
 
 
-def _is_shown(r: Record) -> bool:
-    """Whether a linear layer is in the short table."""
-    return r.seconds is not None and r.shape["M"] in (1, 16, 64) and r.shape["N"] in (4096, 6144, 8192, 10240, 16384)
-
-
-def _gpu_cells(r: Record) -> tuple[str, ...]:
-    share = "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %"
-    faster = f"{r.peer_seconds / r.seconds:.2f}x" if r.op in ("decode_attention", "linear") and r.peer_seconds and r.seconds else ""
-    return r.case, r.formats, f"{1e6 * (r.seconds or 0.0):.1f} us", share, faster
-
-
 # ------------------------------------------------------------------------------------------------------------- linear layers
 
-LINEAR_CHART = "docs/linear.svg"
+LINEAR_CHART = "docs/performance/linear.svg"
 OURS = "halfbyte auto"
 
 
@@ -245,7 +214,7 @@ def linear_verdicts() -> str:
 
 # ------------------------------------------------------------------------------------------------------------------- studies
 
-STUDIES = "docs/studies"
+STUDIES = "docs/performance/studies"
 #: Longer tables are folded.
 SHOWN_ROWS = 32
 
@@ -303,7 +272,7 @@ def _notes(measured: Sequence[Record], said: str) -> list[str]:
 
 def folded(summary: str, text: str) -> str:
     """Markdown that a reader opens."""
-    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
@@ -336,37 +305,3 @@ def write_charts() -> None:
     for path in folder.glob("*.svg"):
         if path.name not in drawn:  # of records that tell it no more
             path.unlink()
-
-
-TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
-    "docs/decode_attention.md": {"bars": all_bars},
-    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures},
-    "docs/studies.md": {name: partial(study, name) for name in QUESTIONS},
-}
-
-
-def main() -> int:
-    stale = 0
-    for page, tables in TABLES.items():
-        path = ROOT / page
-        before = after = path.read_text(encoding="utf-8")
-        for name, make in tables.items():
-            block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-            if not block.search(after):
-                print(f"{page} has no table <!-- {name} -->", file=sys.stderr)
-                return 1
-            text = make()
-            after = block.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", after)  # type: ignore[misc]
-        if "--check" not in sys.argv[1:]:
-            path.write_text(after, encoding="utf-8")
-        elif after != before:
-            print(f"{page} is out of date; run `make docs`", file=sys.stderr)
-            stale = 1
-    if "--check" not in sys.argv[1:]:
-        write_charts()
-    return stale
-
-
-if __name__ == "__main__":
-    sys.exit(main())
