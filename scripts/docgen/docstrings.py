@@ -10,10 +10,10 @@ import griffe
 _ENTRY = re.compile(r"^(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*) {2,}(?P<text>\S.*)$")
 
 
-class AlignedLists(griffe.Extension):
+class AlignedLists(griffe.Extension):  # type: ignore[misc]
     """Rewrites the docstring of everything that is documented, before it is rendered."""
 
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+    def on_instance(self, *, obj: Any, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
 

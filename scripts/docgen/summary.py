@@ -122,26 +122,21 @@ def _cpu_slowdown(op: str) -> str:
     return _range(ratios)
 
 
-def _large_int4(m: int) -> str:
-    """Speed-up of symmetric INT4 over cuBLAS, for 8192 x 8192 and larger."""
-    ours = [r for r in linear() if r.formats == "int4_sym_g128" and r.shape["M"] == m and r.shape["N"] * r.shape["K"] >= 8192**2]
-    return _range((speedup(r) for r in ours), 2)
-
-
 def _demo_minutes() -> str:
     """Time of the evaluations of `halfbyte demo`, as its own records have it."""
     measured: list[dict[str, Any]] = demo()
     return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
 
 
+def _host_time() -> str:
+    """Host time of an eager call, from the fastest op to the slowest."""
+    times = sorted(1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds)
+    return f"{times[0]:.0f}-{times[-1]:.0f} us"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_linear": lambda: _cpu_slowdown("linear"),
-    "int4_m1": lambda: _large_int4(1),
-    "int4_m32": lambda: _large_int4(32),
-    "int4_m64": lambda: _large_int4(64),
     "demo_minutes": _demo_minutes,
-    "mqa32_int4": lambda: f"{100 * (find(attention(), 'MQA 32/1', 'int4').roof_share or 0):.0f} %",
-    "rows128_int4": lambda: f"{speedup(find(attention(), '128 rows, 128/1', 'int4')):.2f}x",
-    "rows64_int4": lambda: f"{speedup(find(attention(), '64 rows, 64/1', 'int4')):.2f}x",
+    "host_us": _host_time,
 }
