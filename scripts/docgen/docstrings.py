@@ -1,13 +1,16 @@
-"""Docstrings for mkdocstrings: lines such as `name  what it is`, aligned in columns, become a list."""
+"""An extension of griffe, by which mkdocstrings renders docstrings with aligned columns as lists."""
 
 from __future__ import annotations
 
-import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
-_ENTRY = re.compile(r"^(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*) {2,}(?P<text>\S.*)$")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docgen.docstrings_text import as_markdown
 
 
 class AlignedLists(griffe.Extension):  # type: ignore[misc]
@@ -16,22 +19,3 @@ class AlignedLists(griffe.Extension):  # type: ignore[misc]
     def on_instance(self, *, obj: Any, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
-
-
-def as_markdown(text: str) -> str:
-    """The docstring with aligned columns as a Markdown list; indented lines behind an entry go on with it."""
-    lines: list[str] = []
-    in_list = False
-    for line in text.splitlines():
-        if entry := _ENTRY.match(line):
-            names = ", ".join(f"`{name}`" for name in entry["names"].split(", "))
-            lines += [*([] if in_list else [""]), f"- {names}: {entry['text']}"]
-            in_list = True
-        elif in_list and line.startswith("  ") and line.strip():
-            lines[-1] += " " + line.strip()
-        else:
-            if in_list and line.strip():
-                lines.append("")
-            in_list = False
-            lines.append(line)
-    return "\n".join(lines)

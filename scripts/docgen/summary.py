@@ -62,27 +62,25 @@ def results() -> str:
 
 def case_name(case: str) -> str:
     """A case of a linear layer in the words of a GEMM: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`."""
-    size, _, rows = case.partition(", ")
-    return f"{size}, M = {rows.split()[0]}"
+    size, _, rows = case.rpartition(", ")
+    return f"{size.removeprefix('prefill, ')}, M = {rows.split()[0]}"
 
 
 def choice() -> str:
     """Four answers to 'which format': size and quality of the shipped model, speed of the kernels."""
     rows = [
-        ("Safe", 'keys="int8", values="int8"', _quality("int8"), _cached("int8")),
-        ("Default", 'keys="int8", values="int4_g32"', _quality("int8 / int4_g32"), _cached("int8+int4_g32")),
-        ("Smallest cache", 'keys="int4_channel", values="int4"', _quality("int4_channel / int4"), _channel()),
-        ("Weights", 'weights="int4_g128"', _quality("bf16", "int4_g128"), f"{_layer('int4_g128')}, M = 1"),
+        ("Safe", "`int8` keys, `int8` values", *_quality("int8"), _cached("int8")),
+        ("Default", "`int8` keys, `int4_g32` values", *_quality("int8 / int4_g32"), _cached("int8+int4_g32")),
+        ("Smallest", "`int4_channel` keys, `int4` values", *_quality("int4_channel / int4"), _channel()),
+        ("Weights", "`int4_g128`", *_quality("bf16", "int4_g128"), _layer("int4_g128")),
     ]
-    return markdown(
-        ("", "arguments", "size", "perplexity", "speed-up"), [(name, f"`{given}`", *said, fast) for name, given, said, fast in rows]
-    )
+    return markdown(("", "format", "smaller", "perplexity", "faster"), rows)
 
 
 def _quality(kv: str, weights: str | None = None) -> tuple[str, str]:
     measured: list[dict[str, Any]] = demo()
     (found,) = [r for r in measured if r["kv"] == kv and r["weights"] == weights]
-    return f"1/{tables._sizes(found, measured[0]).rstrip('x')}", f"{found['change']:+.2f} %"
+    return tables._sizes(found, measured[0]), f"{found['change']:+.2f} %"
 
 
 def _cached(formats: str) -> str:
