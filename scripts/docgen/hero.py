@@ -9,7 +9,7 @@ from html import escape
 from docgen.sources import Record, attention, linear
 
 #: x of the first pixel of a bar, pixels for 1x, and pixels of a row.
-LEFT, UNIT, ROW, WIDTH = 250, 118, 26, 760
+LEFT, UNIT, ROW, WIDTH = 178, 138, 26, 740
 
 
 @dataclass(frozen=True)
@@ -82,30 +82,30 @@ def draw(theme: Theme) -> str:
     y = 10
     for heading, bars in sections():
         y += 24
-        parts.append(f'<text x="12" y="{y}" fill="{theme.ink}" font-size="14" font-weight="600">{escape(heading)}</text>')
+        parts.append(f'<text x="12" y="{y}" fill="{theme.ink}" font-size="15" font-weight="600">{escape(heading)}</text>')
         y += 12
         top = y
         for bar in bars:
             long, middle = bar.speedup * UNIT, y + ROW / 2 + 5
             parts.append(
-                f'<text x="{LEFT - 12}" y="{middle}" fill="{theme.ink}" font-size="13" text-anchor="end">{bar.label}</text>'
+                f'<text x="{LEFT - 12}" y="{middle}" fill="{theme.ink}" font-size="14" text-anchor="end">{bar.label}</text>'
             )
             parts.append(
                 f'<rect x="{LEFT}" y="{y + 4}" width="{long:.1f}" height="{ROW - 8}" rx="3" fill="{theme.series[bar.series]}"/>'
             )
             parts.append(
-                f'<text x="{LEFT + long + 8:.1f}" y="{middle}" fill="{theme.ink}" font-size="13">{bar.speedup:.2f}x</text>'
+                f'<text x="{LEFT + long + 8:.1f}" y="{middle}" fill="{theme.ink}" font-size="14">{bar.speedup:.2f}x</text>'
             )
             y += ROW
         parts.append(
             f'<line x1="{LEFT + UNIT}" x2="{LEFT + UNIT}" y1="{top}" y2="{y}" stroke="{theme.line}" stroke-dasharray="4 3"/>'
         )
         parts.append(
-            f'<text x="{LEFT + UNIT}" y="{y + 13}" fill="{theme.quiet}" font-size="11" text-anchor="middle">16 bits</text>'
+            f'<text x="{LEFT + UNIT}" y="{y + 13}" fill="{theme.quiet}" font-size="12" text-anchor="middle">16 bits</text>'
         )
         y += 16
     y += 20
-    parts.append(f'<text x="12" y="{y}" fill="{theme.quiet}" font-size="11">{escape(conditions())}</text>')
+    parts.append(f'<text x="12" y="{y}" fill="{theme.quiet}" font-size="12">{escape(conditions())}</text>')
     size = f'width="{WIDTH}" height="{y + 12}" viewBox="0 0 {WIDTH} {y + 12}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n' + "\n".join(parts) + "\n</svg>\n"
 

@@ -71,7 +71,7 @@ def choice() -> str:
     rows = [
         ("Safe", "`int8` keys, `int8` values", *_quality("int8"), _cached("int8")),
         ("Default", "`int8` keys, `int4_g32` values", *_quality("int8 / int4_g32"), _cached("int8+int4_g32")),
-        ("Smallest", "`int4_channel` keys, `int4` values", *_quality("int4_channel / int4"), _channel()),
+        ("Smallest", "`int4` keys, `int4` values", *_quality("int4"), _cached("int4")),
         ("Weights", "`int4_g128`", *_quality("bf16", "int4_g128"), _layer("int4_g128")),
     ]
     return markdown(("", "format", "smaller", "perplexity", "faster"), rows)
@@ -89,15 +89,6 @@ def _cached(formats: str) -> str:
 
 def _layer(formats: str) -> str:
     return f"{speedup(find(linear(), '8192 x 8192, 1 row', formats)):.2f}x"
-
-
-def _channel() -> str:
-    """Per-channel keys are timed by `halfbyte bench decode --formats ...`, whose records have no case."""
-    shape = {"B": 128, "D": 128, "H": 1, "Hq": 8, "T": 8192}
-    timed = [r for r in tables.every_gpu_record() if r.op == "decode_attention" and r.shape == shape and r.seconds]
-    ours = [r for r in timed if r.formats == "int4_channel+int4" and r.implementation == "halfbyte auto"][-1]
-    same_run = [r for r in timed if r.environment.commit == ours.environment.commit and r.formats == "bf16"]
-    return f"{min(r.seconds for r in same_run) / ours.seconds:.2f}x"
 
 
 # ------------------------------------------------------------------------------------------------------- figures in sentences

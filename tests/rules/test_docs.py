@@ -82,7 +82,8 @@ def test_commands_in_the_pages_exist() -> None:
 
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     text = "\n".join(page.read_text() for page in PAGES)
-    code = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE) + re.findall(r"^ {4}(halfbyte .*)$", text, re.MULTILINE)
+    code = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    code += re.findall(r"^ {4}(halfbyte .*)$", text, re.MULTILINE)
     used = set(re.findall(r"^halfbyte (\w+)", "\n".join(code), re.MULTILINE))
     assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor", "explain", "tune"}
     assert used <= known
