@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-check gpu-test gpu-sanitize gpu-bench lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -33,11 +33,14 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/python -m pytest tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
 
+mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
+	$(BIN)/python -m pytest tests/mutants
+
 compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills
 	$(BIN)/python scripts/compile_check.py
 
 # On a machine with a GPU nothing is installed: PYTHON has torch, triton, pytest, pytest-timeout and hypothesis, and sees src/.
-ON_GPU := PYTHONPATH=src HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+ON_GPU := PYTHONPATH=src:tests HALFBYTE_GPU_TESTS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 # Compiling takes most of the time: the drawn calls use all cores by themselves, the other tests with pytest-xdist, if it is there.
 SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n auto --dist worksteal -p no:benchmark")' 2>/dev/null)
@@ -54,7 +57,10 @@ gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl
-	PYTHONPATH=src $(PYTHON) -m halfbyte bench all --output results/gpu.jsonl
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks all --output results/gpu.jsonl
+
+study: $(VENV)/.ready-all  ## one study of benchmarks/ with NAME=...; without a name they are listed
+	$(BIN)/python -m benchmarks study $(NAME)
 
 lint: $(VENV)/.ready-test  ## ruff and mypy alone
 	$(BIN)/ruff check .

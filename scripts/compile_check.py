@@ -9,6 +9,7 @@ and what spills is shown but fails nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -17,17 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import manifest
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from triton.runtime.jit import JITFunction
 
 import halfbyte.kernels
 from halfbyte.kernels.aot.compiling import TARGETS, Binary, Configuration, Target, build
@@ -65,15 +68,24 @@ class Job:
 
 
 def kernel_modules() -> list[str]:
-    """The modules that ship kernels. One that has a `launch` and no `configurations` would never be checked: an error."""
+    """The modules that list variants of kernels. A kernel that none of them lists would never be checked: an error."""
     names = [found.name for found in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels.")]
     modules = {name: importlib.import_module(name) for name in names}
-    launching = [name for name, module in modules.items() if callable(getattr(module, "launch", None))]
-    if forgotten := [name for name in launching if not hasattr(modules[name], "configurations")]:
-        raise SystemExit(f"{', '.join(forgotten)}: no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
-    return [name for name, module in modules.items() if hasattr(module, "configurations")]
+    listing = [name for name, module in modules.items() if hasattr(module, "configurations")]
+    listed = {c.kernel for name in listing for c in configurations(name).values()}
+    if forgotten := [kernel.__name__ for kernel in kernels(modules.values()) if kernel not in listed]:
+        raise SystemExit(f"{', '.join(forgotten)}: in no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
+    return listing
 
 
+def kernels(modules: Iterable[ModuleType]) -> list[JITFunction[Any]]:
+    """The kernels that these modules launch: what the JIT compiles and no other device code calls."""
+    found = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
+    called = {id(f.fn.__globals__.get(name)) for f in found for name in f.fn.__code__.co_names}
+    return list(dict.fromkeys(f for f in found if id(f) not in called))
+
+
+@functools.cache
 def configurations(module: str) -> dict[str, Configuration]:
     """The variants of a module by their names, which must differ."""
     found: list[Configuration] = list(importlib.import_module(module).configurations())

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
+
 import make_tables as tables
 from docgen import hero, performance, reference, summary
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
 
 ROOT = Path(__file__).parent.parent
+
 #: Most words written by hand: of the README, of everything but the lab notes, and of the lab notes.
 MOST_WORDS = {"README.md": 1200, "all but docs/internals/log": 18000, "docs/internals/log": 6000}
 LOG = "docs/internals/log"

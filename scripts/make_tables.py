@@ -10,16 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench import bars, charts, compare, linear_bars, quoted, records, run_qkv, studies
-from halfbyte.bench.page import by_machine
-from halfbyte.bench.records import Record
-from halfbyte.bench.studies import QUESTIONS
+from benchmarks import linear_targets, literature, qkv_cases, studies, targets
+from benchmarks.studies import QUESTIONS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.model_support import REFUSED, TESTED
+from halfbyte.measure import charts, compare, records, tables
+from halfbyte.measure.page import by_machine
+from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "column": "row of the weight"}
+SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -62,7 +63,7 @@ def models() -> str:
 def quality() -> str:
     """Selected rows of the demo's own record."""
     shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
-    records = _records("demo.jsonl")
+    records = json_lines("demo.jsonl")
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
     rows = [
@@ -72,14 +73,14 @@ def quality() -> str:
             f"{r['change']:+.2f} %",
             f"{r['kl_mean']:.1e}",
             f"{100 * r['top1']:.1f} %",
-            _sizes(r, records[0]),
+            size_ratio(r, records[0]),
         )
         for r in [*caches, *weights]
     ]
     return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
 
 
-def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
+def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:
     key = "weight_bytes" if record["weights"] else "kv_bytes_per_token"
     return f"{base[key] / record[key]:.2f}x"
 
@@ -87,7 +88,7 @@ def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
 def speed() -> str:
     """The CPU benchmark's records, each beside the fastest 16-bit operator of torch on the same shape in the same run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in _records("cpu.jsonl"):
+    for record in json_lines("cpu.jsonl"):
         if record["seconds"] is not None:
             case = " ".join(f"{name}={size}" for name, size in record["shape"].items())
             groups.setdefault((record["op"], case), []).append(record)
@@ -110,7 +111,7 @@ def _speed_cells(record: dict[str, Any], peer: dict[str, Any]) -> tuple[str, ...
     )
 
 
-def _records(name: str) -> list[dict[str, Any]]:
+def json_lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
@@ -125,15 +126,15 @@ def all_bars() -> str:
     measured = gpu_records()
     if not measured:
         return NOTHING
-    rows = [[cell.replace("\n", "<br>") for cell in row] for row in bars.table_rows(measured)]
-    left = len(bars.BARS) - sum(len(r.bars) for r in measured)
+    rows = [[cell.replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+    left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
     missing = f"; {left} more are not in these records" if left > 0 else ""
-    return f"{_where(measured)} {bars.count_text(measured)}{missing}.\n\n{markdown(bars.HEADERS, rows)}"
+    return f"{where_text(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
 
 
 def gpu_records() -> list[Record]:
     """The last record of each case that has bars."""
-    return bars.latest(every_gpu_record())
+    return targets.latest(every_gpu_record())
 
 
 def every_gpu_record() -> list[Record]:
@@ -154,7 +155,7 @@ OURS = "halfbyte auto"
 
 def linear() -> str:
     """Each layer and number of rows: our times by format, and those of the peers."""
-    measured = [r for r in linear_bars.latest(every_gpu_record()) if r.seconds]
+    measured = [r for r in linear_targets.latest(every_gpu_record()) if r.seconds]
     cases = [
         case
         for case in dict.fromkeys(r.case for r in measured)
@@ -165,25 +166,27 @@ def linear() -> str:
     rows = [_linear_cells(case, [r for r in measured if r.case == case]) for case in cases]
     headers = (
         "case",
-        *linear_bars.FORMATS,
+        *linear_targets.FORMATS,
         "cuBLAS bf16",
         "tinygemm",
         "published split-K",
-        "dequantise first",
-        "fastest quoted int4",
+        "dequantize first",
+        "fastest INT4 in the literature",
     )
-    text = f"{_where(measured)} Microseconds, launches overlapping, and share of the roof; quoted: {quoted.SOURCE}."
-    picture = f"![Share of the read roof by rows, beside peers]({Path(LINEAR_CHART).name})"
+    text = f"{where_text(measured)} Microseconds, overlapping launches, and share of the roofline; literature: {literature.SOURCE}."
+    picture = f"![Share of the read roofline by batch size M, with baselines]({Path(LINEAR_CHART).name})"
     return f"{text}\n\n{markdown(headers, rows)}\n\n{picture}"
 
 
 def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     ours = {r.formats: r for r in found if r.implementation == OURS}
-    peers = {r.implementation: bars.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
-    cells = [f"{bars.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_bars.FORMATS]
+    peers = {r.implementation: tables.us(r.seconds) for r in found if not r.implementation.startswith("halfbyte")}
+    cells = [
+        f"{tables.us(r.seconds)}, {100 * (r.roof_share or 0):.0f} %" if (r := ours.get(f)) else "" for f in linear_targets.FORMATS
+    ]
     shape = found[0].shape
-    other = quoted.fastest(shape["N"], shape["K"], shape["M"], linear_bars.INT4)
-    names = ("cuBLAS", "tinygemm", linear_bars.PUBLISHED, "dequantise, then cuBLAS")
+    other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
+    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantise, then cuBLAS")
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
     return [case, *cells, *(peers.get(name, "") for name in names), best]
 
@@ -192,24 +195,24 @@ def quoted_figures() -> str:
     """The literature values that ours stand beside."""
     rows = [
         (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
-        for (n, k), found in quoted.MICROSECONDS.items()
+        for (n, k), found in literature.MICROSECONDS.items()
         for (peer, code), times in found.items()
     ]
-    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in quoted.ROWS))
-    return f"Microseconds, {quoted.SOURCE}.\n\n{markdown(headers, rows)}"
+    headers = ("weight", "library", "code", *(f"M = {rows}" for rows in literature.ROWS))
+    return f"Microseconds, {literature.SOURCE}.\n\n{markdown(headers, rows)}"
 
 
 def linear_verdicts() -> str:
     """How many bars of linear layers were met, and each that was missed."""
-    measured = linear_bars.latest(every_gpu_record())
+    measured = linear_targets.latest(every_gpu_record())
     if not measured:
         return NOTHING
     missed = [(r, v) for r in measured for v in r.bars if not v.met]
-    rows = [(r.case, r.formats, bars.bound_text(v), bars.verdict_text(v)) for r, v in missed]
-    left = len(linear_bars.every_bar()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
+    rows = [(r.case, r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
+    left = len(linear_targets.every_target()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
     missing = f"; {left} more are not in these records" if left > 0 else ""
-    table = f"\n\n{markdown(('case', 'format', 'bar', 'measured'), rows)}" if rows else ""
-    return f"{bars.count_text(measured)}{missing}.{table}"
+    table = f"\n\n{markdown(('case', 'format', 'target', 'measured'), rows)}" if rows else ""
+    return f"{tables.count_text(measured)}{missing}.{table}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- studies
@@ -248,8 +251,8 @@ def study_records(name: str) -> list[Record]:
 
 
 def _marked(r: Record) -> Record:
-    """Those of `halfbyte bench qkv` belong to a study, and earlier ones do not say so."""
-    return replace(r, study="fused-qkv") if r.op in (run_qkv.OP, run_qkv.FUSED_OP) else r
+    """Those of `python -m benchmarks qkv` belong to a study, and earlier ones do not say so."""
+    return replace(r, study="fused-qkv") if r.op in (qkv_cases.OP, qkv_cases.FUSED_OP) else r
 
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
@@ -257,7 +260,7 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     headers, rows = found.table(measured)
     table = markdown(headers, [[cell.replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
-    told = [" ".join([_where(measured), *_notes(measured, " ".join(said))]), *said]
+    told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
     told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
     if refused := dict.fromkeys(r.refused for r in measured if r.refused):
         told.append(folded("What has no figure, and why", "\n".join(f"- {why}" for why in refused)))
@@ -267,7 +270,7 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
 def _notes(measured: Sequence[Record], said: str) -> list[str]:
     """What records note of their cases, unless that is said already, and how many bars were met."""
     notes = dict.fromkeys(f"{r.case}: {r.note.partition(';')[0]}." for r in measured if r.note and r.note[1:] not in said)
-    return [*notes, *([f"{bars.count_text(measured)}."] if any(r.bars for r in measured) else [])]
+    return [*notes, *([f"{tables.count_text(measured)}."] if any(r.bars for r in measured) else [])]
 
 
 def folded(summary: str, text: str) -> str:
@@ -281,7 +284,7 @@ def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
     return [f"![{text}]({Path(STUDIES).name}/{name}-{i}.svg)" for i, text in enumerate(described, first)]
 
 
-def _where(measured: Sequence[Record]) -> str:
+def where_text(measured: Sequence[Record]) -> str:
     """The machines, versions and days of the records."""
     where = [r.environment for r in measured]
     devices = ", ".join(sorted({e.device for e in where}))
@@ -292,11 +295,11 @@ def _where(measured: Sequence[Record]) -> str:
 
 def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
-    reached, asked = bars.shares(gpu_records())
+    reached, asked = targets.shares(gpu_records())
     if reached:
-        svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
+        svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
-    for svg in linear_bars.figures(every_gpu_record()):
+    for svg in linear_targets.figures(every_gpu_record()):
         (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
     drawn, folder = study_charts(), ROOT / STUDIES
     for name, svg in drawn.items():

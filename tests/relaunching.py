@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from halfbyte import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
+from halfbyte.ops import _launch_cache
 
 
 class Watched(torch.Tensor):
@@ -47,6 +49,25 @@ ENVIRONMENT = [("HALFBYTE_PDL", "0"), ("HALFBYTE_IMPL", "triton")]
 def pages(fmt: str) -> KVBuffer:
     """A small plane of pages."""
     return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
+
+
+class Launches(dict[Any, Any]):
+    """A launch cache that writes down the results of replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        launch, formats = entry
+        super().__setitem__(key, (lambda *args: self.results.append(launch(*args)) or self.results[-1], formats))
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """An empty launch cache from now on, to look into."""
+    launches = Launches()
+    monkeypatch.setattr(_launch_cache, "_launches", launches)
+    return launches
 
 
 @dataclass

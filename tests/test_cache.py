@@ -501,6 +501,54 @@ def test_select_and_repeat_copy(keys: str) -> None:
     assert cache.select(torch.tensor([], dtype=torch.long)).batch == 0
 
 
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_cache_that_grew_holds_the_same(keys: str) -> None:
+    cache = KVCache(3, 2, 64, 64, keys=keys, dtype=torch.float16)
+    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    before = snapshot(cache)
+    made = cache.grown(100)
+    assert made.capacity == (128 if cache.keys.tail is not None else 100)
+    assert all(same_bits(s, t) for b in range(3) for s, t in zip(stored(made, b), stored(cache, b), strict=True))
+    for c in (made, KVCache(3, 2, 64, 200, keys=keys, dtype=torch.float16).grown(1)):
+        c.reset()
+        c.append(*tokens(3, 2, 64, 64, 2))
+    made.append(*tokens(3, 2, 30, 64, 3))
+    assert made.lengths.tolist() == [94, 94, 94]
+    assert_unchanged(cache, before)  # its own memory
+    assert cache.grown(1).capacity == cache.capacity
+    with pytest.raises(InvalidArgument, match="capacity=0"):
+        cache.grown(0)
+
+
+def test_what_is_fixed_stays_fixed_in_a_cache_that_grew() -> None:
+    cache = KVCache(1, 1, 64, 64, keys="int8_tensor", values="int8_tensor", k_scale=0.5).grown(128)
+    cache.append(*tokens(1, 1, 4, 64))
+    cache.reset()
+    assert cache.keys.scales is not None
+    assert cache.values.scales is not None
+    assert (cache.keys.scales.item(), cache.values.scales.item()) == (0.5, 0)  # the other one is measured again
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_the_host_counts_in_a_cache_that_grew(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts on from the tokens held, so that growing costs no read; unless replays of a graph appended unseen."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr("halfbyte.cache.prepare", lambda device: None)
+    cache, new = KVCache(2, 2, 64, 64), torch.randn(2, 2, 5, 64)
+    cache.append(new, new)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    reads: list[int] = []
+    monkeypatch.setattr("halfbyte.cache.check_capacity", lambda lengths, *rest: reads.append(1))
+    made = cache.grown(128)
+    assert made.length_bound is None  # somebody wrote its lengths
+    made.append(new, new)
+    assert len(reads) == captured
+    made.forget_length_bound()
+    made.append(new, new)
+    assert len(reads) == captured + 1
+
+
 # ----------------------------------------------------------------------------------------------------- memory of an engine
 
 
@@ -619,7 +667,7 @@ def test_memory_that_sequences_share_can_be_read_only(which: str) -> None:
         shared.append(*tokens(3, 2, 1, 64))
     assert_unchanged(shared, before)
     for change in (lambda: shared.crop(1), shared.reset, lambda: shared.reorder(torch.tensor([1, 0, 2]))):
-        with pytest.raises(InvalidArgument, match="read only"):
+        with pytest.raises(InvalidArgument, match="read-only"):
             change()
     assert_unchanged(shared, before)
     own = shared.select(torch.tensor([0, 2]))

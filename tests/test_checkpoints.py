@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from checkpoint_files import KINDS, Drawn, awq, bnb, compressed, draw, gptq, mxfp4, nvfp4, pack
 from fuzz import damage_config, mutate
 from halfbyte.checkpoints.adapters import make_adapter, read_quantization
-from halfbyte.checkpoints.layer import Layer
+from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
 from halfbyte.packing import unpack_nibbles
-from halfbyte.reference.quantize import block_scales, dynamic_map
+from halfbyte.reference.dequantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
 
 
@@ -31,7 +31,7 @@ def convert(drawn: Drawn, folder: Path, shape: tuple[int, int] | None = None) ->
     adapter = make_adapter(drawn.config)
     assert adapter.layers(infos) == ["a.b"]
     assert set(infos) <= adapter.consumed("a.b")
-    return adapter.convert(Layer("a.b", *(shape or drawn.values.shape), infos))
+    return adapter.convert(StoredLayer("a.b", *(shape or drawn.values.shape), infos))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,7 +331,7 @@ def test_refusals_name_the_tensor(make: Any, options: dict[str, Any], change: An
     drawn = edit(make(8, 128, **options), change)
     save_file({f"a.b.{name}": t.contiguous() for name, t in drawn.tensors.items()}, tmp_path / "x.safetensors")
     with pytest.raises((CheckpointError, Unsupported), match=message):
-        make_adapter(drawn.config).convert(Layer("a.b", 8, 128, read_header(tmp_path / "x.safetensors")))
+        make_adapter(drawn.config).convert(StoredLayer("a.b", 8, 128, read_header(tmp_path / "x.safetensors")))
 
 
 def test_other_methods_are_named(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_fuzzed_layers(tmp_path: Path) -> None:
             file.write_bytes(mutate(file.read_bytes(), rng))
         try:
             described = {**config, "quant_method": drawn.config["quant_method"]} if isinstance(config, dict) else drawn.config
-            weight = make_adapter(described).convert(Layer("a.b", 8, 128, read_header(file)))
+            weight = make_adapter(described).convert(StoredLayer("a.b", 8, 128, read_header(file)))
             assert weight.shape == (8, 128)
             assert bool(block_scales(weight).isfinite().all())
         except HalfbyteError:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import halfbyte
 from halfbyte import cli
-from halfbyte.bench import records, session
-from halfbyte.bench.timing import Effort
 from halfbyte.cli.shared import human_bytes
+from halfbyte.measure import records, session
+from halfbyte.measure.timing import Effort
 
 
 def run(*arguments: str) -> int:
@@ -72,12 +70,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
         (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
         (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
-        (["bench", "peers", "--threads", "1"], "--kernels and --html need --measure"),
-        (["bench", "study", "memory", "-o", "."], "--output '.' is a folder"),
-        (["bench", "study", "memory", "-o", "/proc/no/file"], "--output '/proc/no/file' cannot be written"),
-        (["bench", "study", "memory", "--html", "/dev/null"], "--html '/dev/null' is no ordinary file"),
-        (["bench", "study", "memory", "--html", "/proc/it.html"], "--html '/proc/it.html' cannot be written"),
-        (["bench", "study", "memory", "--threads", "9" * 400], "expected 1 to 1024"),
         (["eval", "demo", "-o", "/proc/file"], "--output '/proc/file' cannot be written"),
         (["eval", "demo", "--windows", "0"], "windows=0"),
         (["bench", "decode", "--threads", "99999999"], "threads=99999999; expected 1 to 1024"),
@@ -87,10 +79,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
-        (["bench", "study", "memory", "other"], "study 'other'; choose one of: "),
-        (["bench", "linear", "--bars", "--device", "cpu"], "fixed cases on a GPU"),
-        (["bench", "qkv", "--weights", "/no/such/folder"], "holds no extract"),
-        (["bench", "qkv", "--impl", "fast", "--device", "cpu"], "impl='fast' does not exist"),
+        (["bench", "peers", "--measure"], "`python -m benchmarks baselines` now"),
+        (["bench", "study", "memory", "-o", "."], "`python -m benchmarks study` now"),
+        (["bench", "all"], "`python -m benchmarks all` now"),
+        (["bench", "qkv", "--weights", "x"], "`python -m benchmarks qkv` now"),
+        (["bench", "overhead"], "`python -m benchmarks overhead` now"),
+        (["bench", "decode", "--bars"], "`python -m benchmarks decode`"),
+        (["bench", "linear", "--bars"], "`python -m benchmarks linear`"),
+        (["bench", "linear", "-o", "."], "--output '.' is a folder"),
+        (["bench", "linear", "-o", "/proc/no/file"], "--output '/proc/no/file' cannot be written"),
+        (["bench", "linear", "--html", "/dev/null"], "--html '/dev/null' is no ordinary file"),
+        (["bench", "linear", "--html", "/proc/it.html"], "--html '/proc/it.html' cannot be written"),
+        (["bench", "linear", "--threads", "9" * 400], "expected 1 to 1024"),
+        (["bench", "roofline", "--mib", "x"], "--mib 'x'"),
         (["extract", "./no-such-folder", "-o", "./never-made"], "there is no folder"),
         (["extract", "demo", "-o", "."], "output='.' exists"),
         (["quantize", "demo", "--weights", "nf4", "-o", "./no-such-folder/it"], "the folder it would lie in"),
@@ -107,21 +108,6 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
     assert output.err.startswith("halfbyte: ")
     assert output.err.count("\n") == 1
     assert named in output.err
-
-
-def test_a_narrow_terminal_cuts_no_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("halfbyte.cli.shared.console", lambda: Console(width=40))
-    assert run("bench", "peers", "--device", "cpu") == 0
-    assert "\u2026" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
-def test_what_is_no_text_is_shown_and_recorded(encoding: str, tmp_path: Path) -> None:
-    file = tmp_path / "r\udcff\u00e9.jsonl"
-    command = [sys.executable, "-m", "halfbyte", "bench", "study", "memory", "--filter", "8B, nf4", "-o", str(file)]
-    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": encoding})
-    assert b"records appended to" in done.stdout
-    assert "\\udcff" in records.read(file).records[0].environment.command
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,34 +171,6 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert len(records.read(output).records) == 4  # appended
 
 
-@pytest.mark.usefixtures("brief")
-def test_several_studies_are_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run("bench", "study", "memory", "int4-ladder", "memory", "--quick", "--device", "cpu", "--filter", "ladder|8B", "--json")
-        == 0
-    )
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {record["study"] for record in records} == {"memory", "int4-ladder"}
-
-
-@pytest.mark.usefixtures("brief")
-def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, page = tmp_path / "layer", tmp_path / "p.html"
-    assert run("extract", "demo", "--layer", "-1", "--head", "5", "-o", str(folder)) == 0
-    assert "layer 5 of demo: q [64, 256], k [64, 256], v [64, 256]; biases are zero" in capsys.readouterr().out
-    command = ["bench", "qkv", "--weights", str(folder), "--quick", "--device", "cpu", "--threads", "1"]
-    assert run(*command, "--filter", "demo layer 5 head 5 nf4", "--html", str(page)) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("naive", "projection-fused", "semi-fused", "two-kernel"))
-    assert "weights of demo, layer 5" in shown
-    assert "two-kernel" in page.read_text()
-
-
-def test_bench_whose_every_result_is_refused_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("bench", "overhead", "--device", "cpu", "--json") == 1
-    assert "which needs a GPU" in capsys.readouterr().out
-
-
 def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "bench",
@@ -230,6 +188,22 @@ def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[s
     ]
     assert run(*command) == 1
     assert "leaves nothing to measure" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
+    assert "Roofs at 1 MiB: read " in capsys.readouterr().out
+    before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    where = records.Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
+    for file, seconds in ((before, 1e-3), (after, 2e-3)):
+        records.append(file, [records.Record("linear", {"M": 1}, "nf4", "halfbyte cpu", 1, where, seconds, seconds, seconds)])
+    assert run("bench", "compare", str(before), str(before)) == 0
+    assert capsys.readouterr().out == "0 of 1 changed\n"
+    assert run("bench", "compare", str(before), str(after)) == 0
+    shown = capsys.readouterr().out
+    assert "slower" in shown
+    assert "1 of 1 changed" in shown
 
 
 @pytest.mark.parametrize(("value", "text"), [(999, "999 B"), (1500, "1.50 kB"), (24e9, "24.00 GB"), (3.2e15, "3200.00 TB")])

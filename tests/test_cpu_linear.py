@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accuracy import linear_accuracy, products
 from halfbyte.cpu import codes
 from halfbyte.cpu import linear as cpu
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Code
 from halfbyte.reference import linear as reference
-from halfbyte.reference.quantize import decode_unit, quantize
+from halfbyte.reference.dequantize import decode_unit
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 CODES = {f.code.name: f.code for f in (*KV_FORMATS.values(), *WEIGHT_FORMATS.values())}
@@ -34,24 +36,23 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
 
 
 def check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, block: int = cpu.BLOCK) -> None:
-    """The promise: twice the relative L2 error of torch's own product with the dequantised weight in x's dtype.
-
-    That product rounds the weight to 16 bits first. In fp32 it rounds only its sums, in another order than ours, so there the
-    bound is the roundings that a sum of K terms can see.
+    """Within the promise. Torch's own product rounds the weight to 16 bits first. In fp32 it rounds only its sums, in another order
+    than ours, so there the bound is the roundings that a sum of K terms can see.
     """
     with mock.patch.object(cpu, "BLOCK", block):
         y = cpu.linear(x, weight, bias)
-    full = weight.dequantize(torch.float64)
-    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
-    base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    truth, base = products(x, weight, bias)
     assert y.dtype is x.dtype
     assert y.shape == truth.shape
     size = truth.norm().item()
-    allowed = 2 * (base.double() - truth).norm().item() / size if size else 0.0
+    if not size:
+        assert not y.any()
+        return
+    promise, more = linear_accuracy(y, base, truth), 0.0
     if x.dtype in (torch.float32, torch.float64):
-        terms = x.double().abs() @ full.abs().mT  # the size of what is summed
-        allowed += weight.shape[1] ** 0.5 * torch.finfo(x.dtype).eps * terms.norm().item() / size if size else 0.0
-    assert (y.double() - truth).norm().item() <= allowed * size
+        terms = x.double().abs() @ weight.dequantize(torch.float64).abs().mT  # the size of what is summed
+        more = weight.shape[1] ** 0.5 * torch.finfo(x.dtype).eps * terms.norm().item() / size
+    assert promise.error <= promise.allowed + more
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)

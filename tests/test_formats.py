@@ -31,7 +31,8 @@ from halfbyte.formats import (
     weight_format,
 )
 from halfbyte.packing import pack_nibbles, unpack_nibbles
-from halfbyte.reference.quantize import decode_unit, dynamic_map, e8m0_to_float, encode_unit, quantize
+from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
+from halfbyte.reference.quantize import encode_unit, quantize
 from halfbyte.tensors import QuantTensor, expected_parts
 
 CODES = {
@@ -71,12 +72,12 @@ KV_TABLE = {
 }
 WEIGHT_TABLE = {
     **{f"int4_g{g}": (4, "group", g, "int", torch.float16, torch.uint8) for g in (32, 64, 128)},
-    "int4_col": (4, "column", None, "int", torch.float16, torch.uint8),
+    "int4_col": (4, "out_channel", None, "int", torch.float16, torch.uint8),
     **{f"int4_sym_g{g}": (4, "group", g, "none", torch.float16, torch.uint8) for g in (32, 64, 128)},
-    "int4_sym_col": (4, "column", None, "none", torch.float16, torch.uint8),
+    "int4_sym_col": (4, "out_channel", None, "none", torch.float16, torch.uint8),
     "int4_g32_fp32": (4, "group", 32, "int", torch.float32, torch.uint8),
     "int4_sym_g32_fp32": (4, "group", 32, "none", torch.float32, torch.uint8),
-    "int8_col": (8, "column", None, "none", torch.float16, torch.int8),
+    "int8_col": (8, "out_channel", None, "none", torch.float16, torch.int8),
     "int8_g128": (8, "group", 128, "none", torch.float16, torch.int8),
     "nf4": (4, "group", 64, "none", torch.float32, torch.uint8),
     "nf4_dq": (4, "group", 64, "none", torch.uint8, torch.uint8),
@@ -106,9 +107,9 @@ def encoded(values: torch.Tensor, code: Code) -> torch.Tensor:
 @pytest.mark.parametrize("name", CODES)
 def test_every_code_means_what_the_format_says(name: str) -> None:
     code, expected = CODES[name], np.array(LEVELS[name], np.float32)
-    np.testing.assert_array_equal(code.levels().numpy(), expected)
+    np.testing.assert_array_equal(code.codebook().numpy(), expected)
     real = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(code.levels().numpy()[real]), np.signbit(expected[real]))
+    np.testing.assert_array_equal(np.signbit(code.codebook().numpy()[real]), np.signbit(expected[real]))
     packed = pack_nibbles(stored(code)) if code.bits == 4 else stored(code)
     np.testing.assert_array_equal(decode_unit(packed, code).numpy(), expected)
 
@@ -120,11 +121,11 @@ def test_the_cpu_level_decodes_every_code_alike(name: str) -> None:
     out = torch.full((2**code.bits,), torch.nan)
     unpack_into(out, packed, code)
     real = ~torch.tensor(LEVELS[name]).isnan()
-    assert torch.equal(out[real], code.levels()[real])
+    assert torch.equal(out[real], code.codebook()[real])
 
 
 def test_e4m3_has_its_landmarks() -> None:
-    levels = E4M3.levels()
+    levels = E4M3.codebook()
     assert levels[0x7E] == 448
     assert levels[0xFE] == -448
     assert levels[0x01] == 2.0**-9
@@ -135,7 +136,7 @@ def test_e4m3_has_its_landmarks() -> None:
 @pytest.mark.parametrize("name", CODES)
 def test_encode_undoes_decode(name: str) -> None:
     code = CODES[name]
-    found = encoded(code.levels().nan_to_num(0), code)
+    found = encoded(code.codebook().nan_to_num(0), code)
     expected = stored(code).view(torch.uint8).clone()
     if code is INT8:
         expected[128] = 129  # -128 is never written: -127
@@ -168,11 +169,11 @@ def test_e2m1_ties_go_to_the_even_code() -> None:
     ties = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
     x = torch.tensor([*ties, *(-t for t in ties), 0.0])
     expected = torch.tensor([*ties.values(), *(-v for v in ties.values()), 0.0])
-    assert torch.equal(E2M1.levels()[encoded(x, E2M1).int()], expected)
+    assert torch.equal(E2M1.codebook()[encoded(x, E2M1).int()], expected)
     above, below = x[:7] * (1 + 2**-22), x[:7] * (1 - 2**-22)
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    assert torch.equal(E2M1.levels()[encoded(above, E2M1).int()], levels[1:])
-    assert torch.equal(E2M1.levels()[encoded(below, E2M1).int()], levels[:-1])
+    assert torch.equal(E2M1.codebook()[encoded(above, E2M1).int()], levels[1:])
+    assert torch.equal(E2M1.codebook()[encoded(below, E2M1).int()], levels[:-1])
 
 
 def test_e4m3_ties_go_to_the_even_code() -> None:
@@ -188,7 +189,7 @@ def test_e4m3_ties_go_to_the_even_code() -> None:
 def test_integer_ties_go_to_even(name: str) -> None:
     code = CODES[name]
     x = torch.arange(code.lo, code.hi, dtype=torch.float32) + 0.5
-    values = code.levels()[encoded(x, code).int()]
+    values = code.codebook()[encoded(x, code).int()]
     assert torch.equal(values, torch.tensor([round(v) for v in x.tolist()], dtype=torch.float32))
     assert not (values % 2).any()
 
@@ -390,5 +391,5 @@ def test_plain_formats() -> None:
 
 def test_there_is_no_table_of_a_sixteen_bit_code() -> None:
     with pytest.raises(InvalidArgument, match="fp16"):
-        FP16.levels()
+        FP16.codebook()
     assert all(math.isfinite(v) for v in NF4.values or ())

@@ -24,7 +24,7 @@ from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.tensors import expected_parts
-from relaunching import Compiled, Gpu
+from relaunching import Compiled, Gpu, watch_launches
 
 #: (Python instructions, calls of Python functions, calls of C functions) inside halfbyte's own files.
 LIMITS = {
@@ -74,10 +74,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu(Compiled())
 
     def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
-        return gluon_linear(weights, rows=rows, width=width, half=half, pair=pair, num_sms=132, capability=(9, 0))
+        return gluon_linear(weights, m=rows, width=width, dtype=half, use_pdl=pair, num_sms=132, capability=(9, 0))
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: made.kernel)
-    for module in (_relaunch, _relaunch_linear, _relaunch_append):
+    watch_launches(monkeypatch)
+    for module in (_relaunch, _relaunch_linear):
         monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(_relaunch, "shared", made.shared)
     monkeypatch.setattr(_relaunch_linear, "shared", made.shared)

@@ -1,4 +1,4 @@
-"""What the few-rows kernel copies into shared memory, without a GPU: its own functions are run, by all threads of a block (ptx.py).
+"""What the few-rows kernel copies into shared memory, without a GPU: its own functions, run by all threads of a block.
 
 After each step every byte of shared memory is compared with what the readers' layouts expect there; what nothing is copied to
 keeps the noise that was in it. Of a step that is not wanted no codes are copied, and x and scales are zero.
@@ -15,20 +15,23 @@ import torch
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear import async_copy, ring, sync
-from halfbyte.plans.linear import Spec, gluon_linear
-from ptx import MEMORY, Array, Block, on_block
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearSpec
+from machine.arithmetic import Array
+from machine.inline import Threads, on_block
+from machine.memory import SHARED
 
 #: Columns of each format: some whole steps, and a tail that the format allows.
 WIDTHS = {"int4_sym_g128": 2304, "int4_g128": 2560, "int4_g32": 2176, "int4_sym_g32_fp32": 2144, "int4_sym_col": 2144}
 WIDTHS |= {"int8_col": 2256, "int8_g128": 2304, "nf4": 2240, "mxfp4": 2176, "nvfp4": 2112}
 
 
-def planned(name: str, rows: int, n: int) -> Spec:
+def planned(name: str, rows: int, n: int) -> LinearSpec:
     """For two weights of n / 2 rows."""
     weight = (WEIGHT_FORMATS[name], n // 2)
-    found = gluon_linear([weight, weight], rows=rows, width=WIDTHS[name], half="bf16", num_sms=132, capability=(9, 0), pair=True)
+    found = gluon_linear([weight, weight], m=rows, width=WIDTHS[name], dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, Spec)
+    assert isinstance(found.spec, LinearSpec)
     return found.spec
 
 
@@ -41,12 +44,12 @@ class Tensors:
     rows: dict[str, Array]
 
     @classmethod
-    def of(cls, spec: Spec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
+    def of(cls, spec: LinearSpec, width: int, rows: int, features: tuple[int, ...], gap: int) -> Tensors:
         weight = spec.weights[0]
         groups = width // weight.group if weight.group else 0
         shapes = {"x": (rows, 2 * (width + gap))}
         for i, n in enumerate(features):
-            shapes |= {f"codes{i}": (n, 2 * width // weight.planes), f"scales{i}": (n, groups * weight.scale_bytes)}
+            shapes |= {f"codes{i}": (n, 2 * width // weight.codes_per_word), f"scales{i}": (n, groups * weight.scale_bytes)}
             shapes |= {f"zeros{i}": (n, groups * weight.zero)}
         at, end = {}, 128
         for name, (n, size) in shapes.items():
@@ -55,35 +58,35 @@ class Tensors:
         return cls(memory, at, {name: memory[at[name] :][: n * size].reshape(n, size) for name, (n, size) in shapes.items()})
 
     def address(self, name: str) -> torch.Tensor:
-        return torch.tensor([[[MEMORY + self.at[name]]]])
+        return torch.tensor([[[self.memory.ctypes.data + self.at[name]]]])
 
 
-def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: Spec) -> None:
+def expect_codes(shared: Array, codes: Array, slot: int, step: int, spec: LinearSpec) -> None:
     """codes: bytes of the rows of a tile, up to where K ends."""
     words = spec.weights[0].words(spec)
     layout = code_ring_layout(words)
-    ring = shared[: spec.x_at].view(np.int16).reshape(-1, spec.streams, spec.tile, words)
+    ring = shared[: spec.x_at].view(np.int16).reshape(-1, spec.k_slices, spec.tile, words)
     row, column = np.indices((spec.tile, words))
     phase = row // layout.per_phase % layout.max_phase
     swizzled = (column // layout.vec ^ phase) * layout.vec + column % layout.vec
-    for w in range(spec.streams):
-        first = (step * spec.streams + w) * words
+    for w in range(spec.k_slices):
+        first = (step * spec.k_slices + w) * words
         there = codes.view(np.int16)[:, first : first + words]
         inside = tuple(slice(0, n) for n in there.shape)
         ring[slot, w][row[inside], swizzled[inside]] = there
 
 
-def expect_x(shared: Array, x: Array, slot: int, step: int, spec: Spec) -> None:
+def expect_x(shared: Array, x: Array, slot: int, step: int, spec: LinearSpec) -> None:
     """x: bytes of its rows, up to where K ends."""
-    shape = (spec.stages, spec.streams, spec.x_high, spec.chunk // 32, spec.x_low, 32)
+    shape = (spec.stages, spec.k_slices, spec.x_high, spec.chunk // 32, spec.x_low, 32)
     ring = shared[spec.x_at : spec.scales_at].view(np.int16).reshape(shape)
     there = x.view(np.int16)[:, step * spec.step : (step + 1) * spec.step]
     for m, row in enumerate(there):
         whole = np.pad(row, (0, spec.step - row.size))
-        ring[slot, :, m // spec.x_low, :, m % spec.x_low, :] = whole.reshape(spec.streams, -1, 32)
+        ring[slot, :, m // spec.x_low, :, m % spec.x_low, :] = whole.reshape(spec.k_slices, -1, 32)
 
 
-def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: Spec) -> None:
+def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, spec: LinearSpec) -> None:
     """Scales (or zero points) of `size` bytes: those of the rows of a tile, up to where K ends."""
     each = spec.columns(spec.weights[0]) * size
     there = scales[:, step * each : (step + 1) * each]
@@ -92,12 +95,14 @@ def expect_scales(ring: Array, scales: Array, slot: int, step: int, size: int, s
     )
 
 
-def expected(block: Block, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: Spec) -> Array:
+def expected(
+    block: Threads, tensors: Tensors, tile: tuple[str, int], slots: tuple[int, int], step: int, k: int, spec: LinearSpec
+) -> Array:
     """Shared memory once a step of a tile of K = k is there. tile: which weight's, and its first row."""
-    shared, weight = block.shared.copy(), spec.weights[0]
+    shared, weight = block.shared.bytes.copy(), spec.weights[0]
     rows = slice(tile[1], tile[1] + spec.tile)
     groups = k // weight.group if weight.group else 0
-    expect_codes(shared, tensors.rows["codes" + tile[0]][rows, : 2 * k // weight.planes], slots[0], step, spec)
+    expect_codes(shared, tensors.rows["codes" + tile[0]][rows, : 2 * k // weight.codes_per_word], slots[0], step, spec)
     expect_x(shared, tensors.rows["x"][:, : 2 * k], slots[0], step, spec)
     if weight.groups:
         scales = tensors.rows["scales" + tile[0]][rows, : groups * weight.scale_bytes]
@@ -118,8 +123,9 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     spec, width, gap = planned(name, rows, n), WIDTHS[name], 8
     weight, features = spec.weights[0], (2 * spec.tile - 11, spec.tile)
     tensors = Tensors.of(spec, width, rows, features, gap)
-    block = Block((spec.streams, spec.across, 32), spec.ring_bytes, tensors.memory)
+    block = Threads((spec.k_slices, spec.warps_m, 32), spec.ring_bytes, torch.from_numpy(tensors.memory))
     on_block(block, (async_copy, ring, sync), monkeypatch)
+    sync.make_barriers(spec)
     addresses: list[tuple[torch.Tensor | None, ...]] = [
         tuple(tensors.address(f"{kind}{i}") for i in range(2)) for kind in ("codes", "scales", "zeros")
     ]
@@ -137,16 +143,18 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
             now = min(steps - 2 + i, steps - 1)
             scale_slot = turn % spec.scale_slots
             shared = expected(block, tensors, tile, (slot, scale_slot), now, width if wanted else 0, spec)
-            block.arrived.clear()
-            block.copied = 0
+            block.meet_all()
             step.fill_(now)
             if weight.groups:
+                before, asked = {at: one.phases for at, one in block.barriers.items()}, block.copies.asked
                 at = async_copy.fetch_scales(torch.full_like(step, turn), at, step, wanted, width, weight, spec)
-                assert block.arrived == {spec.barriers_at + 8 * scale_slot: 32 * spec.warps}
-                assert block.copied == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
+                full = SHARED + spec.barriers_at + 8 * scale_slot
+                assert {at: one.phases for at, one in block.barriers.items()} == before | {full: before[full] + 1}
+                assert all(one.missing == one.count for one in block.barriers.values())
+                assert block.copies.asked - asked == there * spec.columns(weight) * (weight.scale_bytes + weight.zero), "once each"
             at = async_copy.fetch_codes(slot, at, step, wanted, width, weight, spec)
             async_copy.fetch_x(slot, step, wanted, tensors.address("x"), rows, width, width + gap, spec)
-            wrong = np.flatnonzero(block.shared != shared)
+            wrong = np.flatnonzero(block.shared.bytes != shared)
             assert not wrong.size, f"bytes from {wrong[0]} on; x lies at {spec.x_at}, scales at {spec.scales_at}"
 
 
@@ -154,7 +162,7 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
 def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tile begins, of a weight of 2^32 columns and rows: nothing is read."""
     spec, width, tile = planned(name, 1, 4096), 1 << 20, 1 << 20
-    block = Block((spec.streams, spec.across, 32), 0, np.empty(0, np.uint8))
+    block = Threads((spec.k_slices, spec.warps_m, 32))
     on_block(block, (async_copy, ring, sync), monkeypatch)
     start, nothing = (torch.zeros(1, 1, 1, dtype=torch.int64),) * 2, (None, None)
     number = torch.tensor([[[tile]]], dtype=torch.int32)
@@ -163,7 +171,7 @@ def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest
     at = async_copy.weight_at(number, 0, start, start, zeros, nothing, nothing, start, many, width, weight, spec)
     row = tile * spec.tile
     groups = width // weight.group if weight.group else 0
-    assert int(at[0].min()) == row * width // weight.planes * 2
+    assert int(at[0].min()) == row * width // weight.codes_per_word * 2
     assert int(at[1].min()) == row * groups * weight.scale_bytes
     assert int(at[2].min()) == (row * groups if weight.zero else 0)
 
@@ -176,4 +184,4 @@ def test_rings_lie_one_behind_the_other(name: str, rows: int, n: int) -> None:
     assert 0 < spec.x_at < spec.scales_at <= spec.zeros_at <= spec.barriers_at <= spec.ring_bytes <= spec.shared_bytes
     assert not any(at % 128 for at in (spec.x_at, spec.scales_at, spec.zeros_at, spec.barriers_at, spec.ring_bytes))
     if not spec.separate_reduce_smem:
-        assert 4 * spec.streams * spec.part_floats <= weight.slot_bytes(spec)
+        assert 4 * spec.k_slices * spec.partial_floats <= weight.slot_bytes(spec)

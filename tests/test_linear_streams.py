@@ -1,7 +1,7 @@
 """How streams of warps wait for each other's copies of scales, without a GPU: every order in which they can run is tried.
 
 The model is the loop of kernels/linear/mma.py. Where a step's scales lie and which barrier is waited for, with which parity,
-say the kernel's own functions. That who arrives at a barrier is as many as it counts is seen by running them (ptx.py).
+say the kernel's own functions. That who arrives at a barrier is as many as it counts is seen by running them (machine/inline.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import sync
-from halfbyte.plans.linear import Spec, _scale_slots, gluon_linear
-from ptx import Block, on_block
+from halfbyte.plans.linear import _scale_slots, gluon_linear
+from halfbyte.plans.linear_spec import LinearSpec
+from machine.inline import Threads, on_block
+from machine.memory import SHARED
 
 STREAMS = 2
 NEVER = 1000  # steps of a tile: more than are tried
@@ -46,7 +47,7 @@ class Rules:
     free: list[tuple[int, int]] | None
 
 
-def rules_of(spec: Spec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
+def rules_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch, tile: int) -> Rules:
     """What the kernel's functions say, which count with tensors as they do with the compiler's values."""
     waited: list[tuple[int, int, int]] = []
 
@@ -149,12 +150,12 @@ KEPT = [
 ]
 
 
-def kept(stages: int, slots: int, rows: int = 1) -> Spec:
+def kept(stages: int, slots: int, rows: int = 1) -> LinearSpec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear([(weight, 8192)], rows=rows, width=8192, half="bf16", num_sms=132, capability=(9, 0), pair=True)
+    found = gluon_linear([(weight, 8192)], m=rows, width=8192, dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
     assert not isinstance(found, str), found
-    assert isinstance(found.spec, Spec)
+    assert isinstance(found.spec, LinearSpec)
     return replace(found.spec, stages=stages, scale_slots=slots)
 
 
@@ -208,11 +209,11 @@ def test_the_model_finds_what_is_wrong(broken: str, what: str, monkeypatch: pyte
         explored(rules)
 
 
-def threads_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Block:
+def threads_of(spec: LinearSpec, monkeypatch: pytest.MonkeyPatch) -> Threads:
     layout = sync.thread_layout(spec)
     assert [layout.size_per_thread, layout.threads_per_warp] == [[1, 1, 1], [1, 1, 32]]
-    assert [layout.warps_per_cta, layout.order] == [[spec.streams, spec.across, 1], [2, 1, 0]]
-    block = Block((spec.streams, spec.across, 32), spec.ring_bytes, np.empty(0, np.uint8))
+    assert [layout.warps_per_cta, layout.order] == [[spec.k_slices, spec.warps_m, 1], [2, 1, 0]]
+    block = Threads((spec.k_slices, spec.warps_m, 32), spec.ring_bytes)
     on_block(block, (sync,), monkeypatch)
     return block
 
@@ -224,13 +225,15 @@ def test_barriers_count_who_arrives(stages: int, slots: int, rows: int, monkeypa
     spec = kept(stages, slots, rows)
     block = threads_of(spec, monkeypatch)
     sync.make_barriers(spec)
-    assert sorted(block.barriers) == [spec.barriers_at + 8 * i for i in range(slots * (1 + spec.has_empty_barrier))]
+    assert sorted(at - SHARED for at in block.barriers) == [
+        spec.barriers_at + 8 * i for i in range(slots * (1 + spec.has_empty_barrier))
+    ]
     turn = torch.tensor(0, dtype=torch.int32)
     for _ in range(slots):
         sync.filled(sync.slot_of(turn, spec), spec)
         sync.meet(turn, stages - 2, spec)
         turn = sync.after(turn, spec)
-    assert block.arrived == block.barriers
+    assert all((one.phases, one.missing) == (1, one.count) for one in block.barriers.values())
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -238,16 +241,16 @@ def test_a_stream_meets_behind_its_copies_and_apart_from_others(rows: int, monke
     """Each warp alone, or each stream at a barrier of its own, none of which is the block's: 0."""
     spec = kept(2, 3, rows)
     block = threads_of(spec, monkeypatch)
+    sync.make_barriers(spec)
     sync.meet(torch.tensor(0, dtype=torch.int32), 1, spec)
-    (first, (groups,)), (how, operands), (last, _) = block.events
-    assert [first, last] == ["cp.async.wait_group", "mbarrier.arrive.shared.b64"]
-    assert (groups == 1).all()
-    if spec.across == 1:
-        assert how == "bar.warp.sync"
-        assert (operands[0] == 0xFFFFFFFF).all()
+    waits = [one for one in block.ran[-1].instructions if one.name.startswith(("cp.async", "bar", "mbarrier"))]
+    meets = "bar.warp.sync" if spec.warps_m == 1 else "bar.sync"
+    assert [one.name for one in waits] == ["cp.async.wait_group", meets, "mbarrier.arrive.shared.b64"]
+    assert waits[0].operands == ("1",)
+    if spec.warps_m == 1:
+        assert waits[1].operands == ("0xffffffff",)
         return
-    assert how == "bar.sync"
-    number, count = (one.reshape(spec.streams, -1) for one in operands)
+    number, count = (one.reshape(spec.k_slices, -1) for one in block.met[-1])
     assert (number == number[:, :1]).all()
-    assert sorted({*number[:, 0].tolist()}) == [*range(1, spec.streams + 1)]
+    assert sorted({*number[:, 0].tolist()}) == [*range(1, spec.k_slices + 1)]
     assert (count == number.shape[1]).all()

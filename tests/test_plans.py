@@ -28,8 +28,9 @@ from halfbyte.plans.decode_attention import (
 from halfbyte.plans.decode_portable import triton_tiles
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
-from halfbyte.plans.linear import LinearPlan, gluon_linear
+from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
+from halfbyte.plans.linear_spec import LinearPlan
 
 H200 = (132, (9, 0))
 LAYER = Problem(
@@ -411,7 +412,7 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     assert "data-parallel" in facts["cut"]
     assert "13.17 MB" in facts["bytes"]  # 6144 * 4096 / 2 of codes, 3 bytes for each 128
     plan = gluon_linear(
-        [(WEIGHT_FORMATS["int4_g128"], 6144)], rows=1, width=4096, half="bf16", num_sms=132, capability=(9, 0), pair=True
+        [(WEIGHT_FORMATS["int4_g128"], 6144)], m=1, width=4096, dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True
     )
     assert isinstance(plan, LinearPlan)
     assert facts["programs"].startswith(f"{plan.programs}, ")
@@ -420,7 +421,7 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     facts = explained((4096, 1024, 1024), 64, "int4_g64", "nf4", "nvfp4")
     assert facts["kernel"].startswith("triton")
     assert "several formats" in facts["not gluon"]
-    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], rows=64, width=4096, num_sms=132)
+    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], m=64, width=4096, num_sms=132)
     assert facts["programs"] == f"{96 * tiles.splits} for 96 tiles"
     assert "nvfp4 [1024, 4096]" in facts["work"]
 
@@ -463,7 +464,7 @@ def test_an_explanation_of_no_product_is_refused(
 def portable(
     name: str = "int4_g128", n: int = 4096, rows: int = 1, width: int = 4096, num_sms: int = 132, **more: Any
 ) -> LinearTiles:
-    return linear_tiles([(WEIGHT_FORMATS[name], n)], rows=rows, width=width, num_sms=num_sms, **more)
+    return linear_tiles([(WEIGHT_FORMATS[name], n)], m=rows, width=width, num_sms=num_sms, **more)
 
 
 @given(
@@ -478,7 +479,7 @@ def test_the_splits_of_a_product_cover_its_columns(
     weights: list[tuple[Format, int]], rows: int, width: int, num_sms: int, capability: tuple[int, int], invariant: bool
 ) -> None:
     """All of them, none twice, and no split without any; exact sums never mix groups that have scales of their own."""
-    t = linear_tiles(weights, rows=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=invariant)
+    t = linear_tiles(weights, m=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=invariant)
     steps = -(-width // t.block_k)
     assert (t.splits - 1) * t.share < steps <= t.splits * t.share
     assert t.splits <= 32

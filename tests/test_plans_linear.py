@@ -11,20 +11,20 @@ from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_nibbles
 from halfbyte.plans import toolchain
-from halfbyte.plans.codebooks import level_of
-from halfbyte.plans.linear import LinearPlan, Spec, gluon_linear, shares
-from halfbyte.plans.linear_wgmma import LinearWgmmaSpec, tuned_linear
-from halfbyte.plans.weight_spec import TABLE_BYTES
+from halfbyte.plans.codebooks import unit_of_codebook
+from halfbyte.plans.linear import gluon_linear, shares
+from halfbyte.plans.linear_spec import CODEBOOK_BYTES, LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_wgmma import tuned_linear
 
-H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "pair": True}
+H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
 EVERYTHING = {(8, 0): 164 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
 DRIVER = 1024
 
 
-def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, half: str = "bf16", **device: Any) -> LinearPlan | str:
+def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
     features = n if isinstance(n, tuple) else (n,)
-    return gluon_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
+    return gluon_linear([(WEIGHT_FORMATS[name], one) for one in features], m=rows, width=k, dtype=dtype, **(H200 | device))
 
 
 def tuned(*args: Any, **more: Any) -> LinearPlan:
@@ -46,12 +46,12 @@ def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability:
             assert capability == (8, 9), found
             continue
         taken = found.spec.shared_bytes + DRIVER
-        assert found.blocks * taken <= EVERYTHING[capability] < (found.blocks + 1) * taken
+        assert found.programs_per_sm * taken <= EVERYTHING[capability] < (found.programs_per_sm + 1) * taken
         assert found.spec.stages >= 2
-        if found.spec.weights[0].table:  # the table begins at a multiple of its size, behind the stages, within the ring
+        if found.spec.weights[0].codebook:  # the table begins at a multiple of its size, behind the stages, within the ring
             weight, spec = found.spec.weights[0], found.spec
-            assert weight.table_at(spec) >= spec.stages * weight.slot_bytes(spec)
-            assert weight.table_at(spec) + TABLE_BYTES <= weight.slots(spec) * weight.slot_bytes(spec)
+            assert weight.codebook_at(spec) >= spec.stages * weight.slot_bytes(spec)
+            assert weight.codebook_at(spec) + CODEBOOK_BYTES <= weight.slots(spec) * weight.slot_bytes(spec)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_every_program_has_a_step(n: int, k: int, rows: int) -> None:
         assert found.tiles * found.spec.tile >= n > (found.tiles - 1) * found.spec.tile
         assert found.steps * found.spec.step >= k > (found.steps - 1) * found.spec.step
         shared = found.tiles % found.programs  # else nothing is added up
-        assert found.floats == (2 * found.programs * found.spec.tile * found.spec.rows if shared else 1)
+        assert found.floats == (2 * found.programs * found.spec.tile * found.spec.block_m if shared else 1)
         assert found.counters == shared
 
 
@@ -120,7 +120,7 @@ def test_every_step_is_computed_once(tiles: int, steps: int, programs: int) -> N
 )
 def test_few_rows_leave_columns_for_more_groups(name: str, rows: int, groups_per_mma: int, halved: bool, columns: int) -> None:
     spec = tuned(name, 4096, 4096, rows).spec
-    assert isinstance(spec, Spec)
+    assert isinstance(spec, LinearSpec)
     weight = spec.weights[0]
     assert (weight.groups_per_mma(spec), weight.halved(spec), spec.sums) == (groups_per_mma, halved, columns)
     assert weight.operands_scaled(spec) == (name == "nvfp4" and rows > 4)
@@ -149,94 +149,94 @@ def test_what_is_left_to_the_portable_kernel(name: str, n: int, k: int, rows: in
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
     mixed = [(WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)]
-    assert "several formats" in str(gluon_linear(mixed, rows=1, width=4096, half="bf16", **H200))
+    assert "several formats" in str(gluon_linear(mixed, m=1, width=4096, dtype="bf16", **H200))
     assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
-    assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.pair
+    assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.use_pdl
 
 
 def test_a_triton_that_sees_equal_parts_only_has_no_rings_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
     assert planned("nf4", 64, 4096) == toolchain.EQUAL_PARTS
     weights = [(WEIGHT_FORMATS["nf4"], 4096)]
-    assert isinstance(tuned_linear(weights, rows=32, width=4096, half="bf16", **H200), LinearPlan)  # another kernel
+    assert isinstance(tuned_linear(weights, m=32, width=4096, dtype="bf16", **H200), LinearPlan)  # another kernel
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
     assert isinstance(planned("nf4", 64, 4096), LinearPlan)
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
-def test_what_operands_have_too_much(half: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_operands_have_too_much(dtype: str) -> None:
     """code -> operand is code * unit + shift, but for zero points; tables hold the values themselves."""
     for name, code, operand in (
-        ("int4_sym_g128", 8, 128 + 8 if half == "bf16" else 8 * 2.0**-24),
-        ("int8_col", 0, 0 if half == "bf16" else 128 * 2.0**-24),
+        ("int4_sym_g128", 8, 128 + 8 if dtype == "bf16" else 8 * 2.0**-24),
+        ("int8_col", 0, 0 if dtype == "bf16" else 128 * 2.0**-24),
         ("nf4", 0, 0),
     ):
-        weight = tuned(name, 64, 4096, half=half).spec.weights[0]
-        assert operand == (code - weight.bias) * weight.unit(half) + weight.shift(half)
+        weight = tuned(name, 64, 4096, dtype=dtype).spec.weights[0]
+        assert operand == (code - weight.bias) * weight.unit(dtype) + weight.shift(dtype)
 
 
-@pytest.mark.parametrize(("half", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_levels_that_no_factor_makes_exact_have_no_mean_error(half: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_codebooks_that_no_unit_makes_exact_have_no_mean_error(dtype: str, torch_dtype: torch.dtype) -> None:
     """With x of one sign a mean error of 2e-4 (NF4 rounded as it is) would be ten times that of a 16-bit weight at K = 8192."""
     weight = quantize(torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)), "nf4")
     codes = unpack_nibbles(weight.codes).long()
-    exact, level = weight.format.code.levels().double(), level_of(weight.format.code, half)
-    rounded = (exact / level).to(dtype).double() * level
+    exact, unit = weight.format.code.codebook().double(), unit_of_codebook(weight.format.code, dtype)
+    rounded = (exact / unit).to(torch_dtype).double() * unit
     assert abs(float((rounded - exact)[codes].mean())) < 2e-6
     assert float((rounded - exact)[codes].square().mean().sqrt()) < 4.1e-4
-    assert level_of(WEIGHT_FORMATS["fp4_bnb"].code, half) == 1 / 3  # all exact
+    assert unit_of_codebook(WEIGHT_FORMATS["fp4_bnb"].code, dtype) == 1 / 3  # all exact
 
 
-def test_tables_hold_the_nearest_16_bit_numbers() -> None:
-    thirds = tuned("fp4_bnb", 64, 4096).spec.weights[0].table
+def test_codebooks_hold_the_nearest_16_bit_numbers() -> None:
+    thirds = tuned("fp4_bnb", 64, 4096).spec.weights[0].codebook
     assert thirds[:8] == (0x0000, 0x3C80, 0x4000, 0x4040, 0x3F80, 0x3FC0, 0x3F00, 0x3F40)
     assert thirds[8:] == tuple(bits | 0x8000 for bits in thirds[:8])
-    assert tuned("fp4_bnb", 64, 4096, half="fp16").spec.weights[0].table[1:3] == (0x2400, 0x4000)
+    assert tuned("fp4_bnb", 64, 4096, dtype="fp16").spec.weights[0].codebook[1:3] == (0x2400, 0x4000)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-@pytest.mark.parametrize(("half", "dtype", "shift"), [("bf16", torch.bfloat16, 6), ("fp16", torch.float16, 9)])
-def test_the_bits_of_e2m1_are_the_number(half: str, dtype: torch.dtype, shift: int, name: str, rows: int) -> None:
+@pytest.mark.parametrize(("dtype", "torch_dtype", "shift"), [("bf16", torch.bfloat16, 6), ("fp16", torch.float16, 9)])
+def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, shift: int, name: str, rows: int) -> None:
     """Operand times what x and scales were multiplied by is the value in units."""
-    spec = tuned(name, 64, 4096, rows, half).spec
-    assert isinstance(spec, Spec)
+    spec = tuned(name, 64, 4096, rows, dtype).spec
+    assert isinstance(spec, LinearSpec)
     weight, code = spec.weights[0], torch.arange(16, dtype=torch.int32)
-    operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(dtype).double()
+    operands = (((code & 7) << shift) | ((code & 8) << 12)).to(torch.int16).view(torch_dtype).double()
     factor = weight.x_factor(spec) * (weight.scale_factor(spec) if weight.operands_scaled(spec) else 1.0)
-    assert not weight.table
-    assert torch.equal(operands * factor / weight.unit(half), WEIGHT_FORMATS[name].code.levels().double())
+    assert not weight.codebook
+    assert torch.equal(operands * factor / weight.unit(dtype), WEIGHT_FORMATS[name].code.codebook().double())
 
 
 # ----------------------------------------------------------------------------------------------------- warp-group products
 
 
-def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, half: str = "bf16", **device: Any) -> LinearPlan | str:
+def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
     features = n if isinstance(n, tuple) else (n,)
-    return tuned_linear([(WEIGHT_FORMATS[name], one) for one in features], rows=rows, width=k, half=half, **(H200 | device))
+    return tuned_linear([(WEIGHT_FORMATS[name], one) for one in features], m=rows, width=k, dtype=dtype, **(H200 | device))
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("rows", [17, 32, 33, 64, 65])
 @pytest.mark.parametrize(
     "name", ["int4_sym_g128", "int4_g128", "int4_g64", "int4_g32", "int4_sym_col", "int8_col", "int8_g128", "nf4", "mxfp4", "nvfp4"]
 )
-def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, half: str) -> None:
+def test_warp_groups_fill_a_multiprocessor(name: str, rows: int, dtype: str) -> None:
     for n, k in ((1024, 4096), (4096, 11008), (8192, 8192), ((4096, 1024, 1024), 4096), (28672, 4096)):
-        found = on_hopper(name, n, k, rows, half)
+        found = on_hopper(name, n, k, rows, dtype)
         if isinstance(found, str):
             pytest.fail(found)
         spec = found.spec
         assert isinstance(spec, LinearWgmmaSpec)
-        assert found.blocks == 1
+        assert found.programs_per_sm == 1
         assert spec.shared_bytes + DRIVER <= EVERYTHING[9, 0] < 2 * (spec.shared_bytes + DRIVER)
-        assert spec.rows == (32 if rows <= 32 else 64)
+        assert spec.block_m == (32 if rows <= 32 else 64)
         assert spec.stages >= 3  # one is read by products that still run, one is worked on
 
 
 def test_rows_choose_the_kernel() -> None:
     kernels = {rows: getattr(on_hopper("int4_sym_g128", 8192, 8192, rows), "spec", None) for rows in (16, 17, 256, 257)}
-    assert isinstance(kernels[16], Spec)
+    assert isinstance(kernels[16], LinearSpec)
     assert isinstance(kernels[17], LinearWgmmaSpec)
     assert isinstance(kernels[256], LinearWgmmaSpec)
     assert kernels[257] is None

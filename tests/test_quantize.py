@@ -12,7 +12,8 @@ import decoders
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.packing import unpack_nibbles
-from halfbyte.reference.quantize import block_scales, decode, dequantize, dynamic_map, encode, measure, quantize
+from halfbyte.reference.dequantize import block_scales, decode, dynamic_map
+from halfbyte.reference.quantize import dequantize, encode, measure, quantize
 from halfbyte.tensors import QuantTensor
 
 F32, F16 = np.float32, np.float16

@@ -18,9 +18,9 @@ from triton.runtime.jit import JITFunction
 from halfbyte import KV_FORMATS, KVCache, PagedKVCache
 from halfbyte.errors import CapacityError, InvalidArgument
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.ops import _relaunch_append
+from halfbyte.ops import _launch_cache, _relaunch_append
 from halfbyte.ops import append as public
-from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages, watch_launches
 
 Change = Callable[["Asked"], "Asked"]
 Options = dict[str, Any]
@@ -41,10 +41,10 @@ class Asked:
     rope: Any
     q: torch.Tensor | None
 
-    def request(self) -> _relaunch_append.Request | None:
+    def request(self) -> _launch_cache.Signature | None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "is_cuda", True)
-            return _relaunch_append.request(**{f.name: getattr(self, f.name) for f in fields(self)})
+            return _relaunch_append.signature_of(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
     def key(self) -> Any:
@@ -151,7 +151,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         return made.kernel
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_relaunch_append, "_known", {})
+    watch_launches(monkeypatch)
     monkeypatch.setattr(_relaunch_append, "stream_of", lambda device: 7)
     monkeypatch.setattr(public, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(public, "_paired", lambda device: True)
@@ -192,7 +192,7 @@ def test_the_same_arguments_at_other_addresses(options: Callable[[], Options], g
     k, v, given = token(2), token(3), options()
     q_out = caches[1].append(k, v, **given)
     assert len(gpu.first) == len(gpu.kernel.launched) == 1
-    _relaunch_append._known.clear()
+    _launch_cache._launches.clear()
     caches[1].append(k, v, **given)
     (expected, grid), launched = gpu.first[1], gpu.kernel.launched[0]
     assert launched[:9] == (*grid, 7, 11, (4, 1, 100), None, None, None)
@@ -229,7 +229,7 @@ def test_what_needs_more_than_one_launch_is_not_remembered(gpu: Gpu, on_gpu: Cal
         prompt.append(token(tokens=48), token(tokens=48))
         converted.append(token(), token(), counts=torch.ones(2).long())
         converted.append(token(), token(), rope=(cosines, cosines))
-    assert not _relaunch_append._known
+    assert not _launch_cache._launches
     assert not gpu.kernel.launched
 
 
@@ -291,8 +291,9 @@ def test_another_device_is_made_the_current_one(gpu: Gpu, on_gpu: Callable[[], N
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "device_of", lambda t: asked.append(t) or nullcontext())
-    made.append(token(), token())
-    assert [t is made.lengths for t in asked] == [True]
+    k = token()
+    made.append(k, token())
+    assert [t is k for t in asked] == [True]
     assert len(gpu.kernel.launched) == 1
 
 
@@ -306,4 +307,4 @@ def test_nothing_keeps_a_cache_alive(gpu: Gpu, on_gpu: Callable[[], None]) -> No
     del made
     gc.collect()
     assert codes() is None
-    assert len(_relaunch_append._known) == 1
+    assert len(_launch_cache._launches) == 1

@@ -152,7 +152,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         return made.kernel
 
     def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
-        facts: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
+        facts: dict[str, Any] = {"m": rows, "width": width, "dtype": half, "use_pdl": pair}
         make = gluon_linear if rows <= 16 else wgmma_linear
         return make(weights, **facts, num_sms=132, capability=(9, 0))
 

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from halfbyte.bench import charts
-from halfbyte.bench.charts import Point, bars, lines, scatter
-from halfbyte.bench.labels import Box, place_labels
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.measure import charts
+from halfbyte.measure.charts import Point, bars, lines, scatter
+from halfbyte.measure.labels import Box, place_labels
 from halfbyte.report import Report
 
 SCRIPT = "<script>alert('x')</script>"

@@ -60,19 +60,19 @@ def sections() -> list[tuple[str, list[Bar]]]:
     ]
 
 
-def conditions() -> str:
-    """Where the figures were measured, in one line of small print."""
+def conditions() -> tuple[str, str]:
+    """Where the figures were measured, in two lines of small print."""
     where = attention()[0].environment
     return (
-        f"{where.device}, torch {where.versions['torch'].split('+')[0]}, Triton {where.versions['triton']}. "
-        "Attention: 8 query heads on 1 KV head of 128, 8,192 tokens. Linear: 8192 x 8192."
+        f"{where.device}, torch {where.versions['torch'].split('+')[0]}, Triton {where.versions['triton']}.",
+        "Attention: 8 query heads on 1 KV head of 128, 8,192 tokens. Linear: 8192 x 8192.",
     )
 
 
 def description() -> str:
     """The chart in words, for those who do not see it."""
     said = [f"{bar.label}: {bar.speedup:.2f}x" for _, bars in sections() for bar in bars]
-    return "Speed-up over 16 bits. " + "; ".join(said) + ". " + conditions()
+    return "Speed-up over 16 bits. " + "; ".join(said) + ". " + " ".join(conditions())
 
 
 def draw(theme: Theme) -> str:
@@ -104,8 +104,9 @@ def draw(theme: Theme) -> str:
             f'<text x="{LEFT + UNIT}" y="{y + 13}" fill="{theme.quiet}" font-size="12" text-anchor="middle">16 bits</text>'
         )
         y += 16
-    y += 20
-    parts.append(f'<text x="12" y="{y}" fill="{theme.quiet}" font-size="12">{escape(conditions())}</text>')
+    for line in conditions():
+        y += 18
+        parts.append(f'<text x="12" y="{y}" fill="{theme.quiet}" font-size="12">{escape(line)}</text>')
     size = f'width="{WIDTH}" height="{y + 12}" viewBox="0 0 {WIDTH} {y + 12}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n' + "\n".join(parts) + "\n</svg>\n"
 

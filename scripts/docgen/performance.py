@@ -19,7 +19,7 @@ def by_batch() -> str:
         large = [r for r in mine if r.shape["N"] * r.shape["K"] >= 8192**2]
         rows.append((str(m), _span(mine), _span(large), _roofline(mine)))
     heads = ("M", "speed-up, all layers", "8192 x 8192 and larger", "of roofline, all layers")
-    return f"{tables._where(ours)}\n\n{markdown(heads, rows)}"
+    return f"{tables.where_text(ours)}\n\n{markdown(heads, rows)}"
 
 
 def _span(measured: Sequence[Record]) -> str:
@@ -64,7 +64,7 @@ def libraries() -> str:
             for r in sorted(found, key=lambda r: r.seconds or 0.0)
             if r.seconds
         ]
-    return f"{tables._where(timed)}\n\n{markdown(('op', 'shape', 'library', 'format', 'time'), rows)}"
+    return f"{tables.where_text(timed)}\n\n{markdown(('op', 'shape', 'library', 'format', 'time'), rows)}"
 
 
 def study_list() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import make_tables as tables
 
-from halfbyte.bench.linear_bars import latest as latest_linear
-from halfbyte.bench.records import Record
-from halfbyte.bench.studies import QUESTIONS
+from benchmarks.linear_targets import latest as latest_linear
+from benchmarks.studies import QUESTIONS
+from halfbyte.measure.records import Record
 
 __all__ = ["QUESTIONS", "Record", "attention", "cpu", "demo", "linear", "tables"]
 
@@ -26,9 +26,9 @@ def linear() -> list[Record]:
 
 def demo() -> list[dict[str, object]]:
     """Quality of the shipped model, setting by setting."""
-    return tables._records("demo.jsonl")
+    return tables.json_lines("demo.jsonl")
 
 
 def cpu() -> list[dict[str, object]]:
     """Times on a CPU."""
-    return [r for r in tables._records("cpu.jsonl") if r["seconds"] is not None]
+    return [r for r in tables.json_lines("cpu.jsonl") if r["seconds"] is not None]

@@ -55,7 +55,7 @@ def results() -> str:
         (
             markdown(("decode attention", "KV cache", *heads), cached),
             markdown(("linear layer", "weights", *heads), layers),
-            f"{tables._where([*attention(), *linear()])}",
+            f"{tables.where_text([*attention(), *linear()])}",
         )
     )
 
@@ -80,7 +80,7 @@ def choice() -> str:
 def _quality(kv: str, weights: str | None = None) -> tuple[str, str]:
     measured: list[dict[str, Any]] = demo()
     (found,) = [r for r in measured if r["kv"] == kv and r["weights"] == weights]
-    return tables._sizes(found, measured[0]), f"{found['change']:+.2f} %"
+    return tables.size_ratio(found, measured[0]), f"{found['change']:+.2f} %"
 
 
 def _cached(formats: str) -> str:

@@ -51,6 +51,13 @@ def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
     return int(value)
 
 
+def check_sizes(**sizes: int) -> None:
+    """Every named size must be an int32 of at least 1, as lengths are; the batch may be 0."""
+    for name, size in sizes.items():
+        least = 0 if name == "batch" else 1
+        integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
+
+
 def device_of(value: Any, name: str = "device") -> torch.device:
     """A torch device from whatever names one, if this machine has it."""
     try:

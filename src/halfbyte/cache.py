@@ -6,18 +6,16 @@ Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and alloca
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
-from halfbyte.arguments import as_int32, check_tensor, device_of, integer
+from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.kv_buffer import KVBuffer, Rope, new_kv_buffer, outside_inference_mode
-from halfbyte.ops._buffers import check_buffers, expanded
-from halfbyte.ops._relaunch_append import Request
-from halfbyte.ops._relaunch_append import request as append_request
+from halfbyte.kv_buffer import KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
+from halfbyte.ops._launch_cache import Signature
+from halfbyte.ops._relaunch_append import signature_of
 from halfbyte.ops._workspace import prepare
 from halfbyte.ops.append import check_new, store
 from halfbyte.reference.append import check_capacity
@@ -25,17 +23,17 @@ from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen_block
 
-#: What a cache stores unless told otherwise: keys need more bits than values.
+#: The default formats: keys need more bits than values.
 KEYS, VALUES = "int8", "int4_g32"
 
 
 class CacheOptions(TypedDict, total=False):
     """Options of a cache.
 
-    keys, values       format names (`halfbyte.KV_FORMATS`), chosen apart
+    keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
     rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
-    dtype              the 16-bit type of what is not quantised yet, the tail of per-channel keys (bfloat16)
+    dtype              the 16-bit type of the tail of per-channel keys, which is not quantised yet (bfloat16)
     device             where the memory is ("cpu")
     k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
     """
@@ -51,14 +49,14 @@ class CacheOptions(TypedDict, total=False):
 
 
 class New(NamedTuple):
-    """What is appended, and what the append may be like."""
+    """The arguments of an append."""
 
     k: torch.Tensor
     v: torch.Tensor
     counts: torch.Tensor | None
     rope: Rope | None
     q: torch.Tensor | None
-    request: Request | None
+    request: Signature | None
 
 
 class KVCache:
@@ -69,17 +67,17 @@ class KVCache:
     """
 
     page_table: torch.Tensor | None = None
-    #: No sequence is longer than this, as far as the host knows; None: it does not know. For memory that the host cannot look at
-    #: without waiting.
-    _at_most: int | None = None
-    #: A CUDA graph appends to this cache, and its replays do not pass here.
-    _in_graph = False
-    #: Every token passes through `append` here, in eager code: not in a graph or compiled code, and the memory is nobody else's.
-    _sees_all = False
-    #: `lengths`, and torch's count of writes to it, when the host last knew all about it: others raise the count, those of `append`
-    #: are seen here. None: it does not know; copies of a cache begin like that.
-    _written: tuple[torch.Tensor, int] | None = None
-    #: The name of an engine's tensor that can be read only, as several sequences share its memory.
+    #: An upper bound on the tokens of a sequence, counted on the host, so that `append` checks the capacity without a GPU
+    #: synchronisation; None: unknown.
+    _bound: int | None = None
+    #: A CUDA graph captured an append to this cache. Its replays advance `lengths`, and the host does not see them.
+    _captured = False
+    #: Every append was an eager call on this object, which allocated the memory. Only then is the bound more than bookkeeping.
+    _counts_all = False
+    #: `lengths` and its version (torch counts in-place writes) after the last append or reset here. A version that differs was
+    #: written by somebody else. None: not tracked; so are copies of a cache, whose lengths are another tensor.
+    _version: tuple[torch.Tensor, int] | None = None
+    #: The name of an engine's tensor with a stride of 0, whose elements share memory: such a cache is read-only.
     _expanded = ""
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
@@ -88,7 +86,7 @@ class KVCache:
         self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, options)
 
     def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, options: CacheOptions) -> None:
-        """Planes for `rows` (sequences or pages, heads, tokens in each) and everything that belongs to a sequence."""
+        """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
         k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
@@ -107,9 +105,9 @@ class KVCache:
             self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
             self.values = new_kv_buffer(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._given = _given_scales(self.keys, self.values)
+        self._given = [_scale_of_tensor(buffer) for buffer in (self.keys, self.values)]
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
-        self._at_most, self._sees_all, self._written = 0, True, _writes(self.lengths)
+        self._bound, self._counts_all, self._version = 0, True, _version_of(self.lengths)
         if self.lengths.is_cuda and not torch.compiler.is_compiling() and not self._capturing():
             prepare(self.lengths.device)
 
@@ -125,9 +123,9 @@ class KVCache:
     ) -> KVCache:
         """Wrap memory that an engine owns, without copying: see `KVBuffer` for shapes. Strides are taken as they are.
 
-        lengths int32 [B]; page_table int32 [B, pages] when the planes are paged. What has a stride of 0 can be read only. Page and
-        length management stay the engine's: on a GPU, `append` counts tokens on the host from its first call on and does not see
-        lengths that the engine raises later.
+        lengths int32 [B]; page_table int32 [B, pages] when the buffers are paged. A tensor with a stride of 0 makes the cache
+        read-only. The engine manages pages and lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from
+        then on, and does not see lengths that the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
         check_rotation(rotate_keys, keys.dim)
@@ -135,7 +133,7 @@ class KVCache:
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
         cache.rotate_keys = rotate_keys
         cache._expanded = expanded(keys, values, lengths)
-        cache._given = _given_scales(keys, values)
+        cache._given = [_scale_of_tensor(buffer) for buffer in (keys, values)]
         cache._measures = "tensor" in (keys.format.granularity, values.format.granularity)
         return cache
 
@@ -148,11 +146,15 @@ class KVCache:
 
     @property
     def length_bound(self) -> int | None:
-        """No sequence is longer than this; None: the host is not sure, or what it does is only recorded."""
-        if torch.compiler.is_compiling() or not self._sees_all or self._written is None or self._capturing():
+        """No sequence is longer than this. None: the host cannot know without reading the device, or the call is being traced."""
+        if torch.compiler.is_compiling() or not self._counts_all or self._version is None or self._capturing():
             return None
-        lengths, writes = self._written
-        return self._at_most if lengths is self.lengths and writes == lengths._version else None
+        lengths, version = self._version
+        return self._bound if lengths is self.lengths and version == lengths._version else None
+
+    def forget_length_bound(self) -> None:
+        """Say that tokens will be appended without `append` of this object, as by compiled code: the host stops counting them."""
+        self._bound, self._counts_all = None, False
 
     @property
     def batch(self) -> int:
@@ -194,8 +196,8 @@ class KVCache:
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and pickles, whose lengths are another tensor."""
-        return {name: value for name, value in vars(self).items() if name != "_written"}
+        """For copies and pickles: their lengths are another tensor, with a version of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_version"}
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
@@ -225,52 +227,52 @@ class KVCache:
         """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
         counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
-        or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotate them
-        too, on a GPU in the same launch, and return them as a new tensor. Raises `CapacityError` when a sequence would outgrow the
-        capacity, `InvalidArgument` for NaN, infinity or a wrong shape; then nothing has changed.
+        or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotated
+        too, on a GPU in the same launch, and returned as a new tensor. Raises `CapacityError` when a sequence would outgrow the
+        capacity, `InvalidArgument` for NaN, infinity or a wrong shape; the cache is then unchanged.
 
-        On a GPU nothing waits for the device, except that the true lengths are read when the tokens counted on the host no longer
-        fit. NaN and infinity are not looked for: a block that holds one becomes NaN. In a CUDA graph and in compiled code, tokens
-        beyond the capacity are not written.
+        On a GPU there is no synchronisation, except that the lengths are read when the tokens counted on the host no longer fit.
+        NaN and infinity are not detected: the block that holds one becomes NaN. In CUDA graphs and compiled code, tokens beyond
+        the capacity are not written.
         """
         self._check_writable()
-        planes = (self.keys, self.values, self.lengths)
-        request = None if self._measures else append_request(k, v, *planes, counts, self.page_table, self.rotate_keys, rope, q)
+        buffers = (self.keys, self.values, self.lengths)
+        request = None if self._measures else signature_of(k, v, *buffers, counts, self.page_table, self.rotate_keys, rope, q)
         if request is None or not request.known:
-            check_new(k, v, *planes, counts, rope, q)
+            check_new(k, v, *buffers, counts, rope, q)
         return self._append(New(k, v, counts, rope, q, request))
 
     def _append(self, new: New) -> torch.Tensor | None:
-        """`append` of what was checked, now or in a call like this one."""
+        """`append` of checked arguments; `PagedKVCache` allocates pages here."""
         self._check_capacity(new.k.shape[2], new.counts)
         where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
-        known = self.length_bound is not None
+        certain = self.length_bound is not None
         rotated = store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
-        self._written = _writes(self.lengths) if known else None
+        self._version = _version_of(self.lengths) if certain else None
         return rotated
 
     def _check_capacity(self, count: int, counts: torch.Tensor | None) -> None:
-        """Raise `CapacityError` for memory of a GPU, without reading it while the host can tell that `count` more tokens fit."""
+        """Raise `CapacityError` on a GPU, whose lengths are read only when the bound does not show that `count` more tokens fit."""
         if not self.lengths.is_cuda:
-            return  # the op looks itself
+            return  # the op reads the lengths itself
         if torch.compiler.is_compiling():
-            self._at_most, self._sees_all = None, False
+            self.forget_length_bound()
             return
         if self._capturing():
-            self._in_graph, self._sees_all = True, False
+            self._captured, self._counts_all = True, False
             return
-        known = None if self._in_graph else self._at_most
-        if known is None or known + count > self.capacity:
+        bound = None if self._captured else self._bound
+        if bound is None or bound + count > self.capacity:
             new = torch.full_like(self.lengths, count) if counts is None else as_int32(counts)
             check_capacity(self.lengths, new, self.capacity)
-            known = int(self.lengths.max()) if self.batch else 0
-        self._at_most = known + count
+            bound = int(self.lengths.max()) if self.batch else 0
+        self._bound = bound + count
 
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
         self._check_writable()
         self.lengths.zero_()
-        self._at_most, self._written = (None, None) if self._capturing() else (0, _writes(self.lengths))
+        self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
         for buffer, given in zip((self.keys, self.values), self._given, strict=True):
             if buffer.scales is not None and given is not None:
                 buffer.scales.copy_(given)
@@ -295,11 +297,11 @@ class KVCache:
         check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
         reopen_block(self.keys, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
-        if self._at_most is not None and not isinstance(length, torch.Tensor):
-            self._at_most = min(self._at_most, int(length))
+        if self._bound is not None and not isinstance(length, torch.Tensor):
+            self._bound = min(self._bound, int(length))
 
     def _capturing(self) -> bool:
-        """Whether what is done now is only written down for later."""
+        """Whether a CUDA graph is being captured: nothing runs now, and replays do not run this code."""
         return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -308,8 +310,9 @@ class KVCache:
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}; see select")
         self._check_owned("reorder")
         self._check_writable()
-        for t in self._per_sequence():
-            t.copy_(t[index])
+        for t in (*self.keys.tensors(), *self.values.tensors(), self.lengths):
+            if t is not None and (t.ndim > 1 or t is self.lengths):  # not a per-tensor scale
+                t.copy_(t[index])
 
     def select(self, index: torch.Tensor) -> KVCache:
         """A new cache whose sequence i is a copy of this one's index[i]."""
@@ -317,7 +320,7 @@ class KVCache:
         self._check_owned("select")
         made = copy.copy(self)
         with outside_inference_mode():
-            made.keys, made.values = (_map(buffer, lambda t: t[index]) for buffer in (self.keys, self.values))
+            made.keys, made.values = (buffer.select(index) for buffer in (self.keys, self.values))
             made.lengths, made._expanded = self.lengths[index], ""
         return made
 
@@ -326,8 +329,30 @@ class KVCache:
         integer("repeats", repeats, 0, 2**31 - 1, "a number of copies, 0 or more")
         return self.select(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
+    def grown(self, capacity: int) -> KVCache:
+        """A new cache with room for `capacity` tokens (at least this one's) that holds the same codes."""
+        check_sizes(capacity=capacity)
+        self._check_owned("grown")
+        made = KVCache(
+            self.batch,
+            self.kv_heads,
+            self.head_dim,
+            max(capacity, self.capacity),
+            keys=self.keys.format,
+            values=self.values.format,
+            value_dim=self.value_dim,
+            rotate_keys=self.rotate_keys,
+            dtype=torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype,
+            device=self.device,
+        )
+        for new, held in zip(made.tensors(), self.tensors(), strict=True):
+            new[tuple(slice(size) for size in held.shape)] = held
+        made._given, made._measures = self._given, self._measures
+        made._bound = None if self._captured else self._bound
+        return made
+
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys [B, H, T, D] and values [B, H, T, Dv] as float32, 0 behind each length. To look at, not to compute with."""
+        """All keys [B, H, T, D] and values [B, H, T, Dv] as float32, 0 beyond each length. For inspection, not for attention."""
         from halfbyte.reference.attention import read
         from halfbyte.reference.hadamard import rotate
 
@@ -348,29 +373,24 @@ class KVCache:
     def _check_writable(self) -> None:
         check(
             not self._expanded,
-            f"{self._expanded} holds several elements in one place (a stride of 0), so it can be read only; give every sequence "
-            f"memory of its own",
+            f"{self._expanded} holds several elements in one place (a stride of 0), so the cache is read-only; give every "
+            f"sequence memory of its own",
         )
 
     def _check_owned(self, what: str) -> None:
         if self.page_table is not None:
             raise InvalidArgument(f"{what}: the pages of this cache belong to an engine; change its page table instead")
 
-    def _per_sequence(self) -> list[torch.Tensor]:
-        """Every tensor whose first axis is the batch."""
-        parts = [t for buffer in (self.keys, self.values) for t in buffer.tensors() if t is not None and t.ndim > 1]
-        return [*parts, self.lengths]
 
-
-def _writes(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """This tensor, of a GPU, and how often torch has written to it; None where that is not counted."""
+def _version_of(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """A GPU's tensor and its version counter; None for a tensor of inference mode, which has none, and while compiling."""
     counted = not torch.compiler.is_compiling() and lengths.is_cuda and not lengths.is_inference()
     return (lengths, lengths._version) if counted else None
 
 
-def _given_scales(*planes: KVBuffer) -> list[torch.Tensor | None]:
-    """The scale that each per-tensor buffer begins with, to go back to at a reset: 0 where it is yet to be measured."""
-    return [p.scales.clone() if p.scales is not None and p.format.granularity == "tensor" else None for p in planes]
+def _scale_of_tensor(buffer: KVBuffer) -> torch.Tensor | None:
+    """A copy of a per-tensor scale, to go back to at a reset: 0 where it is yet to be measured. None for other formats."""
+    return buffer.scales.clone() if buffer.scales is not None and buffer.format.granularity == "tensor" else None
 
 
 def check_rotation(rotate_keys: object, head_dim: int) -> None:
@@ -378,19 +398,3 @@ def check_rotation(rotate_keys: object, head_dim: int) -> None:
     check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
     if rotate_keys:
         block_size(head_dim)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Every named size must be a positive integer that int32 holds, as lengths are; the batch may be 0."""
-    for name, size in sizes.items():
-        least = 0 if name == "batch" else 1
-        integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
-
-
-def _map(buffer: KVBuffer, pick: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
-    """A buffer with `pick` applied to each tensor that has a batch axis; per-tensor scales and counters are copied."""
-
-    def each(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else pick(t) if t.ndim > 1 else t.clone()
-
-    return KVBuffer(buffer.format, pick(buffer.codes), *(each(t) for t in (*buffer.tensors()[1:], buffer.saturated)))

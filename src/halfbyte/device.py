@@ -1,4 +1,8 @@
-"""What this machine is. The only file that asks the GPU anything: all else takes a `Device`, so that a test can hand in a fake."""
+"""What this machine is, and what a GPU of each compute capability can do.
+
+The only file that queries the GPU: everything else takes a `Device`, a `GPU` or a capability, so that a test can hand in a fake.
+Limits by capability are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,87 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
+
+Capability = tuple[int, int]
+
+
+class GPU(NamedTuple):
+    """What a plan depends on."""
+
+    name: str
+    num_sms: int
+    capability: Capability
+
+
+#: Stands in for a GPU where there is none: what `halfbyte explain` describes and kernels are compiled for ahead of time.
+H200 = GPU("NVIDIA H200", 132, (9, 0))
+#: What plans assume in Triton's interpreter: few SMs, so that small tests share work among programs, and no PDL.
+INTERPRETER = GPU("", 8, (8, 0))
+
+
+class SMLimits(NamedTuple):
+    """What a streaming multiprocessor holds at a time."""
+
+    shared_bytes: int
+    threads: int
+    blocks: int
+    registers: int = 65536
+
+
+#: By capability. Capabilities that are not listed get the least of these.
+_SM_LIMITS = {
+    (8, 0): SMLimits(164 << 10, 2048, 32),
+    (8, 6): SMLimits(100 << 10, 1536, 16),
+    (8, 7): SMLimits(164 << 10, 1536, 16),
+    (8, 9): SMLimits(100 << 10, 1536, 24),
+    (9, 0): SMLimits(228 << 10, 2048, 32),
+    (10, 0): SMLimits(228 << 10, 2048, 32),
+    (10, 3): SMLimits(228 << 10, 2048, 32),
+    (12, 0): SMLimits(100 << 10, 1536, 24),
+}
+_LEAST = SMLimits(100 << 10, 1536, 16)
+#: Shared memory that the driver reserves for itself in every resident block, beside what the kernel allocates.
+DRIVER_SHARED_BYTES = 1 << 10
+
+
+def sm_limits(capability: Capability) -> SMLimits:
+    """The limits of one SM."""
+    return _SM_LIMITS.get(capability, _LEAST)
+
+
+def sm_shared_memory(capability: Capability) -> int:
+    """Bytes of shared memory of one SM, which its resident blocks divide; each also takes `DRIVER_SHARED_BYTES` of it."""
+    return sm_limits(capability).shared_bytes
+
+
+def block_shared_memory(capability: Capability) -> int:
+    """The most bytes of shared memory that one block can allocate."""
+    return sm_shared_memory(capability) - DRIVER_SHARED_BYTES
+
+
+def resident_blocks(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> int:
+    """Blocks that one SM holds at a time (its occupancy), at least 1.
+
+    threads: of a block; registers: of a thread, allocated in eights; shared_bytes: that the kernel allocates in a block.
+    """
+    sm = sm_limits(capability)
+    of_block = -(-registers // 8) * 8 * threads, shared_bytes + DRIVER_SHARED_BYTES
+    return max(1, min(sm.registers // of_block[0], sm.shared_bytes // of_block[1], sm.threads // threads, sm.blocks))
+
+
+def supports_pdl(capability: Capability) -> bool:
+    """Whether kernels can be launched with programmatic dependent launch (PDL): from Hopper on."""
+    return capability >= (9, 0)
+
+
+def supports_wgmma(capability: Capability) -> bool:
+    """Whether there are warp-group MMA instructions (`wgmma`): on Hopper only."""
+    return capability == (9, 0)
 
 
 @dataclass(frozen=True)
@@ -33,7 +113,7 @@ class Device:
     cores: int
     threads: int
     index: int | None = None
-    capability: tuple[int, int] | None = None
+    capability: Capability | None = None
     sm_count: int | None = None
     driver: str = ""
 
@@ -51,6 +131,14 @@ def describe(device: torch.device | str | int | None = None) -> Device:
     if wanted.type != "cuda":
         raise Unsupported(f"device={str(device)!r} is of kind {wanted.type!r}; halfbyte runs on 'cpu' and 'cuda'")
     return _describe_cuda(wanted)
+
+
+def gpu(index: int) -> GPU:
+    """What plans look at in GPU number `index`; -1: in Triton's interpreter."""
+    if index < 0:
+        return INTERPRETER
+    found = describe(f"cuda:{index}")
+    return GPU(found.name, found.sm_count or 1, found.capability or (0, 0))
 
 
 def gpu_count() -> int:

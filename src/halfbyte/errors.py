@@ -1,6 +1,8 @@
-"""The library's own errors. Each message says what was wrong, what was expected and what to do."""
+"""The library's own errors, and the one way to warn. Each message says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
+
+import warnings
 
 
 class HalfbyteError(Exception):
@@ -27,3 +29,19 @@ def check(condition: bool, message: str) -> None:
     """Raise `InvalidArgument(message)` unless `condition` holds."""
     if not condition:
         raise InvalidArgument(message)
+
+
+_WARNED: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Issue a `UserWarning`, the first time in this process that it would say this.
+
+    Never while torch.compile traces: the warning would break the graph.
+    """
+    import torch  # not at the top: `halfbyte --help` imports this module
+
+    if torch.compiler.is_compiling() or message in _WARNED:
+        return
+    _WARNED.add(message)
+    warnings.warn(f"halfbyte: {message}", stacklevel=4)

@@ -16,16 +16,17 @@ per-channel keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from halfbyte.errors import InvalidArgument, check
 
 Shape = tuple[int, ...]
-Granularity = Literal["tensor", "token", "head", "group", "channel", "column"]
+Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
 
 #: Scales are floored here, the smallest positive fp16 number, so that a constant block never divides by zero.
 MIN_SCALE = 2.0**-24
@@ -56,9 +57,14 @@ class Code:
         """Codes in one byte of storage: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
 
-    def levels(self) -> torch.Tensor:
-        """The value of every code that exists, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
-        check(self.bits <= 8, f"code {self.name}: a table of levels exists for 4 and 8 bits, not for {self.bits}")
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether codes are FP8. By what they are and not by identity, which a copy or an unpickled code does not have."""
+        return self.dtype is torch.float8_e4m3fn
+
+    def codebook(self) -> torch.Tensor:
+        """The value of every code, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
+        check(self.bits <= 8, f"code {self.name}: a codebook exists for 4 and 8 bits, not for {self.bits}")
         if self.values is not None:
             return torch.tensor(self.values, dtype=torch.float32, device="cpu")
         raw = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
@@ -67,6 +73,11 @@ class Code:
         if self.dtype is torch.int8:
             return raw.to(torch.uint8).view(torch.int8).float()
         return (raw - self.bias).float()
+
+    def levels(self) -> torch.Tensor:
+        """The old name of `codebook`."""
+        warnings.warn("Code.levels() is called Code.codebook()", DeprecationWarning, stacklevel=2)
+        return self.codebook()
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -101,14 +112,24 @@ class Scale:
     """How scales are laid out and stored.
 
     `granularity` says what shares one scale: `tensor` all of it; `token` one token, all its heads; `head` one head of one token;
-    `group` neighbouring elements along the last axis; `channel` one dim over `group` tokens; `column` one whole row of a weight
-    (one output feature). `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantisation).
+    `group` neighbouring elements along the last axis; `channel` one dim over `group` tokens; `out_channel` one out feature of a
+    weight, a whole row. `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantisation).
     """
 
     dtype: Literal["f32", "f16", "e8m0", "e4m3"]
     granularity: Granularity
     group: int | None = None
     nested: int | None = None
+
+    def __post_init__(self) -> None:
+        self.__setstate__(vars(self))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """`column` is what `out_channel` was called up to 0.1: a QuantTensor that was pickled then still has it."""
+        vars(self).update(state)
+        if state["granularity"] == "column":
+            warnings.warn("granularity 'column' is called 'out_channel'", DeprecationWarning, stacklevel=4)
+            vars(self)["granularity"] = "out_channel"
 
     @property
     def storage(self) -> torch.dtype:
@@ -143,7 +164,7 @@ class Format:
     @property
     def storage(self) -> torch.dtype:
         """The dtype codes are stored in. FP8 codes are raw bytes."""
-        return torch.uint8 if self.code is E4M3 else self.code.dtype
+        return torch.uint8 if self.code.is_e4m3 else self.code.dtype
 
     @property
     def offset_dtype(self) -> torch.dtype | None:
@@ -205,7 +226,7 @@ class Format:
                 return (*shape[:-1], shape[-1] // group) if group else (*shape[:-1], 1)
             case "channel":
                 return (*shape[:-2], shape[-2] // (group or 1), shape[-1])
-            case "column":
+            case "out_channel":
                 return (*shape[:-1], 1)
 
     def nbytes(self, shape: Shape) -> int:
@@ -231,7 +252,7 @@ def _kv(name: str, code: Code, granularity: Granularity, group: int | None = Non
 
 
 def _weight(name: str, code: Code, group: int | None) -> Format:
-    granularity: Granularity = "group" if group else "column"
+    granularity: Granularity = "group" if group else "out_channel"
     return Format(name, code, Scale("f16", granularity, group), "int" if code is INT4 else "none")
 
 

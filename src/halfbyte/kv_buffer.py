@@ -1,4 +1,4 @@
-"""What attention reads: a buffer of keys, one of values, and the options of a call. Plain data, shared by every level of an op."""
+"""What attention reads: KV buffers and the options of a call. Plain data, shared by every level of an op."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
-from halfbyte.formats import Format, Shape
+from halfbyte.errors import check
+from halfbyte.formats import Format, Shape, key_format, value_format
+from halfbyte.tensors import expected_parts
 
 #: cos and sin of the rotary embedding of new keys.
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -51,6 +53,11 @@ class KVBuffer:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors() if t is not None)
 
+    def select(self, index: torch.Tensor) -> KVBuffer:
+        """A copy of the sequences `index`, of a contiguous buffer; a per-tensor scale and its counter are copied."""
+        rest = (None if t is None else t[index] if t.ndim > 1 else t.clone() for t in (*self.tensors()[1:], self.saturated))
+        return KVBuffer(self.format, self.codes[index], *rest)
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -82,7 +89,7 @@ class AttentionOptions:
 
 
 class Cache(Protocol):
-    """What the attention ops need of a cache: two planes, int32 [B] lengths, and a page table when the planes are paged.
+    """What the attention ops need of a cache: two buffers, int32 [B] lengths, and a page table when the buffers are paged.
 
     `page_table`, int32 [B, pages]: the page that holds tokens p*page .. of each sequence. `rotate_keys`: keys are stored rotated.
     """
@@ -100,7 +107,7 @@ class Cache(Protocol):
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Where memory is made that outlives a `torch.inference_mode` around it, outside of which it could not be written to."""
+    """A context for allocating memory that outlives the caller's `torch.inference_mode`, whose tensors are read-only outside it."""
     inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inside else nullcontext()
 
@@ -113,7 +120,7 @@ def new_kv_buffer(
     device: torch.device | str,
     scale: float | None = None,
 ) -> KVBuffer:
-    """An empty buffer for a tensor of shape [B or pages, H, T or page, D]; zeros, so that what was never written is harmless."""
+    """A buffer for a tensor of shape [B or pages, H, T or page, D], zeroed: memory that was never written holds finite numbers."""
     fmt.check_shape(shape, "the cache")
     per_tensor = fmt.granularity == "tensor"
 
@@ -121,7 +128,7 @@ def new_kv_buffer(
         return torch.zeros(s, dtype=dt, device=device)
 
     def of_tokens(dt: torch.dtype) -> torch.Tensor:
-        """Scales or offsets. Every head has room for whole sixteens of tokens, so that kernels can copy neighbours together."""
+        """Scales or offsets. Each head is padded to a multiple of 16 tokens, so that kernels copy aligned 16-byte pieces."""
         s, axis = fmt.scale_shape(shape), 1 if fmt.granularity == "token" else 2
         if len(s) == 1:
             return zeros(s, dt)
@@ -139,3 +146,67 @@ def new_kv_buffer(
         zeros(tail, dtype) if fmt.token_block else None,
         zeros((1,), torch.int64) if per_tensor else None,
     )
+
+
+# ------------------------------------------------------------------------------------------------- memory of an engine
+
+
+def check_buffers(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_table: torch.Tensor | None) -> None:
+    """What `KVCache.from_buffers` may be given."""
+    for name, given in (("keys", keys), ("values", values)):
+        check(isinstance(given, KVBuffer), f"{name} is a {type(given).__name__}; expected a KVBuffer")
+    check(isinstance(lengths, torch.Tensor), f"lengths is a {type(lengths).__name__}; expected a tensor int32 [B]")
+    check(
+        lengths.dtype is torch.int32 and lengths.ndim == 1, f"lengths is {lengths.dtype} {list(lengths.shape)}; expected int32 [B]"
+    )
+    batch = lengths.shape[0]
+    for name, t in (("keys", keys.codes), ("values", values.codes), ("page_table", lengths if page_table is None else page_table)):
+        check(t.device == lengths.device, f"{name} is on {t.device} and lengths on {lengths.device}; move one of them")
+    if page_table is not None:
+        check(
+            page_table.dtype is torch.int32 and page_table.ndim == 2 and page_table.shape[0] == batch,
+            f"page_table is {page_table.dtype} {list(page_table.shape)}; expected int32 [{batch}, pages]",
+        )
+    key_format(keys.format), value_format(values.format)
+    for name, buffer in (("keys", keys), ("values", values)):
+        _check_buffer(name, buffer, batch)
+        rows = buffer.codes.shape[0]
+        check(page_table is not None or rows == batch, f"{name}.codes holds {rows} sequences and lengths {batch}")
+    check(keys.codes.shape[:3] == values.codes.shape[:3], "keys and values differ in batch (or pages), heads or tokens")
+
+
+def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
+    """Every tensor that the format stores, in its shape and dtype, and no other."""
+    fmt = buffer.format
+    check(
+        buffer.codes.ndim == 4,
+        f"{name}.codes has shape {list(buffer.codes.shape)}; expected [B or pages, H, tokens, D / codes per byte]",
+    )
+    shape = (*buffer.codes.shape[:3], buffer.dim)
+    fmt.check_shape(shape, name)
+    expected = dict(expected_parts(fmt, shape))
+    if fmt.token_block:
+        tail_type = buffer.tail.dtype if buffer.tail is not None and buffer.tail.dtype is torch.float16 else torch.bfloat16
+        expected["tail"] = ((batch, buffer.heads, fmt.token_block, buffer.dim), tail_type)
+    for part in ("codes", "scales", "offsets", "tail"):
+        t = getattr(buffer, part)
+        found = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
+        if part not in expected:
+            check(t is None, f"{name}.{part} was given, but {fmt} stores none")
+            continue
+        want, dtype = expected[part]
+        check(
+            t is not None and tuple(t.shape) == want and t.dtype is dtype and t.device == buffer.codes.device,
+            f"{name}.{part} is {found}; {fmt} needs {dtype} {list(want)} on {buffer.codes.device}",
+        )
+
+
+def expanded(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> str:
+    """The name of a tensor that holds several of its elements in one place (a stride of 0), which can be read only; "" for none."""
+    named = {"lengths": lengths} | {
+        f"{name}.{part}": t
+        for name, buffer in (("keys", keys), ("values", values))
+        for part, t in zip(("codes", "scales", "offsets", "tail"), buffer.tensors(), strict=True)
+        if t is not None
+    }
+    return next((name for name, t in named.items() if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))), "")

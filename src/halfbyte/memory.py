@@ -168,9 +168,9 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
-    from halfbyte.hf.model_support import check_family, text_config
+    from halfbyte.hf.model_support import check_model_support, text_config
 
-    check_family(config)
+    check_model_support(config)
     text = text_config(config)
     formats = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)

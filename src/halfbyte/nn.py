@@ -16,7 +16,7 @@ from halfbyte.ops.linear import linear, linear_of_parts, projections, projection
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
 
-Layer = TypeVar("Layer", bound="QuantLinear")
+LinearT = TypeVar("LinearT", bound="QuantLinear")
 
 #: A layer's parameters that are its weight, in storage order.
 _WEIGHT = tuple(f"weight_{name}" for name in PARTS)
@@ -294,7 +294,7 @@ class FusedProjections(QuantLinear):
         return tuple(_become(QuantLinear, shard) for shard in (self, *self.taps))
 
 
-def _become(kind: type[Layer], layer: QuantLinear) -> Layer:
+def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     _adopt(made, layer)

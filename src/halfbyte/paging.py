@@ -12,8 +12,8 @@ from typing import Unpack
 
 import torch
 
-from halfbyte.arguments import integer
-from halfbyte.cache import KEYS, CacheOptions, KVCache, New, check_sizes
+from halfbyte.arguments import check_sizes, integer
+from halfbyte.cache import KEYS, CacheOptions, KVCache, New
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import outside_inference_mode

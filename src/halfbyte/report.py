@@ -1,7 +1,7 @@
 """One HTML page for the demo and the bench: self-contained, opens offline, follows dark mode, readable on a phone.
 
 `Report` collects text, tables and figures and writes them atomically; everything it is given is escaped. Figures come from
-`halfbyte.bench.charts` (matplotlib, extra `bench`), or are any SVG the caller trusts.
+`halfbyte.measure.charts` (matplotlib, extra `bench`), or are any SVG the caller trusts.
 """
 
 from __future__ import annotations

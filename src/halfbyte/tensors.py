@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.errors import check
 from halfbyte.formats import Format, Shape
+from halfbyte.reference.dequantize import values_of
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class QuantTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, [*shape] in `dtype`; see `halfbyte.dequantize`."""
-        from halfbyte.reference.quantize import dequantize
-
-        return dequantize(self, dtype)
+        return values_of(self, dtype)
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:

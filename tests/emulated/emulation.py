@@ -9,15 +9,15 @@ from unittest import mock
 
 import torch
 from gpu_cases import Call, poisoned
-from machine.block import Order
-from machine.launch import emulated
 
 from halfbyte.kv_buffer import AttentionOptions
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan, queries_of_a_block
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
+from machine.block import Order
+from machine.launch import emulated
 
 #: Both ends of what is allowed: all warps side by side and copies as late as can be; one warp after the other and copies at once.
 ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
@@ -74,7 +74,7 @@ def multiply(
     """x times each weight in one launch of a tuned kernel."""
 
     def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> LinearPlan:
-        found = tuned_linear(facts, rows=rows, width=width, half=half, num_sms=num_sms, capability=(9, 0), pair=True)
+        found = tuned_linear(facts, m=rows, width=width, dtype=half, num_sms=num_sms, capability=(9, 0), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

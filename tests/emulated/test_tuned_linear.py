@@ -10,7 +10,7 @@ from emulation import EARLY, ORDERS, multiply
 from gpu_cases import same_bits
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
+from accuracy import check_product
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,5 @@ def test_products_keep_their_promise(case: Product) -> None:
     assert stored >= EARLY, "the kernel before may still write x"
     assert EARLY, "weights need not wait for the kernel before"
     for out, weight, bias in zip(outs, weights, biases, strict=True):
-        full = weight.dequantize(torch.float64)
-        truth = x.double() @ full.mT + (0 if bias is None else bias.double())
-        base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        linear_accuracy(out, base, truth).require(str(case))
+        check_product(out, x, weight, bias)
     assert all(map(same_bits, outs, multiply(x, weights, biases, ORDERS[1], case.num_sms, backwards=True)))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 import halfbyte as hb
+from accuracy import attention_errors
 from halfbyte.formats import Format, key_format
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
@@ -310,8 +311,8 @@ class Call:
 
     def wrong(self, out: torch.Tensor, lse: torch.Tensor) -> str:
         """What of a result breaks the promise, in words; "" when nothing does."""
-        truth, base = self._expected
-        return wrong(out, lse, *truth, *base)
+        # A sum of up to 256 terms is off by about sqrt(256) roundings, which matters where scores are in the ten thousands.
+        return attention_errors(out, lse, *self._expected, lse_roundings=16)
 
     @cached_property
     def _expected(self) -> tuple[Any, Any]:
@@ -378,41 +379,6 @@ def with_scale(plane: KVBuffer, scale: float) -> KVBuffer:
     offsets = None if plane.offsets is None else plane.offsets.sign() * min(scale, 6000) * 10
     tail = None if plane.tail is None else plane.tail * min(scale, 6000)
     return KVBuffer(plane.format, plane.codes, torch.full_like(plane.scales, scale), offsets, tail)
-
-
-def wrong(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    truth: torch.Tensor,
-    truth_lse: torch.Tensor,
-    base: torch.Tensor,
-    base_lse: torch.Tensor,
-) -> str:
-    """The promise: twice eager PyTorch's error plus twice what rounding near 0.3 costs in the output's dtype.
-
-    lse: 1e-5 plus twice eager PyTorch's error, and what fp32 loses of a score of that size: a sum of up to 256 products is off by
-    about sqrt(256) roundings, which matters where scores are in the ten thousands.
-    """
-    if out.shape != truth.shape or lse.shape != truth_lse.shape or lse.dtype is not torch.float32:
-        return f"shapes {list(out.shape)} {list(lse.shape)} {lse.dtype}, expected {list(truth.shape)}"
-    if not out.numel():
-        return ""
-    if out.isnan().any() or lse.isnan().any():
-        return f"NaN in {int(out.isnan().any(-1).sum())} rows of out, {int(lse.isnan().sum())} of lse"
-    empty = truth_lse == -torch.inf
-    if not torch.equal(lse == -torch.inf, empty) or out[empty].any():
-        return "rows that see no key: out is not 0 or lse not -inf there, or only there"
-    near = truth.to(out.dtype)
-    allowed = 2 * _largest(base, truth) + 2 * _largest(near + 0.3 - 0.3, near)
-    lse, truth_lse, base_lse = (t.masked_fill(empty, 0) for t in (lse, truth_lse, base_lse))
-    allowed_lse = 1e-5 + 2 * _largest(base_lse, truth_lse) + 16 * torch.finfo(lse.dtype).eps * truth_lse.abs().max().item()
-    error, error_lse = _largest(out, truth), _largest(lse, truth_lse)
-    found = [f"out is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed)
-    return "; ".join(found + [f"lse is off by {error_lse:.3g}, allowed {allowed_lse:.3g}"] * (not error_lse <= allowed_lse))
-
-
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item()
 
 
 def same_stores(there: hb.KVCache, here: hb.KVCache) -> bool:

@@ -14,7 +14,7 @@ from gpu_cases import Call, Case, Variant, build, same_stores
 from gpu_place import PLACE
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
+from accuracy import linear_accuracy, products
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import KVBuffer
 
@@ -107,8 +107,8 @@ def product(names: tuple[str, ...], rows: int, width: int, dtype: torch.dtype, i
     else:
         outs = hb.qkv_projection(x.to(PLACE.device), there, impl=impl)  # type: ignore[arg-type]
     for out, w in zip(outs, weights, strict=True):
-        full = w.dequantize(torch.float64)
-        found = linear_accuracy(out.cpu(), x @ full.to(dtype).mT, x.double() @ full.mT)
+        truth, base = products(x, w)
+        found = linear_accuracy(out.cpu(), base, truth)
         if not found.ok:
             return f"{w.format}: error {found.error:.3g}, allowed {found.allowed:.3g}"
     return ""

@@ -31,6 +31,7 @@ from gpu_place import PLACE, TALLY
 from gpu_warm import in_parallel
 
 import halfbyte as hb
+from accuracy import attention_accuracy
 from halfbyte.errors import InvalidArgument, Unsupported
 
 CALLS = int(os.environ.get("HALFBYTE_GPU_CASES", PLACE.size(2000, 40)))
@@ -106,9 +107,7 @@ def test_prefill_reads_the_past_and_its_own_chunk(keys: str, impl: str) -> None:
         out = hb.prefill_attention(q, k[:, :, past:], v[:, :, past:], cache, impl=impl)
         assert isinstance(out, torch.Tensor)
         truth, base = (causal(q.to(t), *(x.to(t) for x in exact), past) for t in (torch.float64, q.dtype))
-        near = truth.half()
-        allowed = 2 * (base - truth).abs().max() + 2 * (near + 0.3 - 0.3 - near).abs().max()
-        assert (out - truth).abs().max() <= allowed, (past, count)
+        attention_accuracy(out, base, truth).require(f"{count} tokens behind {past}")
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: int) -> torch.Tensor:

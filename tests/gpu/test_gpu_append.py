@@ -9,13 +9,12 @@ import torch
 from gpu_cases import KEYS, VALUES, poisoned, same_bits, same_stores
 from gpu_place import PLACE
 from test_gpu_graphs import Captured
-from test_gpu_relaunch import watch
 
 import halfbyte as hb
-from halfbyte.bench.cupti import names_of
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.ops import _relaunch_append
+from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
+from relaunching import watch_launches
 
 pytestmark = pytest.mark.compile_first
 
@@ -216,7 +215,7 @@ def test_what_is_not_finite_spoils_its_own_block_and_no_other(keys: str, spoil: 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_appends_like_earlier_ones_store_the_same(rotary: bool, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token after token into two caches in turn, as layers do: all but the first are launched without a look at their tensors."""
-    found = watch(_relaunch_append, monkeypatch)
+    launches = watch_launches(monkeypatch)
 
     def make(device: str) -> list[hb.KVCache]:
         if page is None:
@@ -240,4 +239,4 @@ def test_appends_like_earlier_ones_store_the_same(rotary: bool, page: int | None
             assert same_bits(got.cpu(), rotated)
     for a, b in zip(there, here, strict=True):
         assert same_stores(a, b)
-    assert PLACE.dry or len(found) == 38
+    assert PLACE.dry or len(launches.results) == 38

@@ -16,10 +16,11 @@ from gpu_place import PLACE, TALLY
 from test_gpu_graphs import needs_gpu
 
 import halfbyte as hb
-from halfbyte.bench import cupti, qkv, run_qkv
-from halfbyte.bench.session import Options, Session
-from halfbyte.bench.timing import GRAPHS, Work, measure, paired_launches
+from benchmarks import qkv_cases, qkv_layers
 from halfbyte.device import describe
+from halfbyte.measure import cupti
+from halfbyte.measure.session import Options, Session
+from halfbyte.measure.timing import GRAPHS, Work, measure, paired_launches
 
 alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times need the GPU for themselves")
 
@@ -69,7 +70,7 @@ def test_tracing_kernel_times_costs_later_times_a_few_percent() -> None:
 @needs_gpu
 @alone
 def test_kernel_times_of_variants_are_told_launch_by_launch() -> None:
-    job = run_qkv.VariantsJob(qkv.random_weights(qkv.GPT2), "auto", ("nf4",))
+    job = qkv_cases.VariantsJob(qkv_layers.random_weights(qkv_layers.GPT2), "auto", ("nf4",))
     measured = Session(Options(quick=True, device="cuda", kernels=True), describe("cuda")).run([job])
     assert [r.refused for r in measured] == [""] * 4
     for r in measured:

@@ -14,12 +14,12 @@ from gpu_place import PLACE, TALLY
 from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
-from halfbyte.bench.cupti import names_of
+from accuracy import check_product
 from halfbyte.errors import Unsupported
+from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_on_gpu import _tuned_plan, expands
-from halfbyte.plans.linear import LinearPlan, gluon_linear
-from halfbyte.plans.linear_wgmma import LinearWgmmaSpec
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
@@ -97,7 +97,7 @@ class Call:
 
     def check(self, outs: tuple[torch.Tensor, ...]) -> None:
         for out, w, bias in zip(outs, self.weights, self.biases, strict=True):
-            judge(out, self.x, w, bias)
+            check_product(out, self.x, w, bias)
 
 
 def build(case: Case) -> Call:
@@ -109,14 +109,6 @@ def build(case: Case) -> Call:
             made = replace(made, perm=torch.randperm(case.width, device=PLACE.device).int())
         weights.append(made)
     return Call(x, weights, [normal(n) if case.bias else None for n in case.features])
-
-
-def judge(out: torch.Tensor, x: torch.Tensor, w: QuantTensor, bias: torch.Tensor | None) -> None:
-    """Relative L2 error at most twice that of torch's product with the dequantised weight in x's dtype."""
-    full = w.dequantize(torch.float64)
-    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
-    base = torch.nn.functional.linear(x.contiguous(), full.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    linear_accuracy(out, base, truth).require(f"{w.format} {list(w.shape)} {list(x.shape)} {x.stride()}")
 
 
 CASES = drawn(PLACE.size(300, 24), seed=1)
@@ -177,9 +169,9 @@ def test_some_programs_go_round_the_rings_of_few_rows() -> None:
     """Twice round the slots of scales, with streams that say what they have read and with slots enough to know it."""
     told = set()
     for case in MARKED:
-        half, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "pair": True}
+        dtype, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
         weights = [(hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True)]
-        plan = gluon_linear(weights, rows=case.rows, width=case.width, half=half, **gpu)
+        plan = gluon_linear(weights, m=case.rows, width=case.width, dtype=dtype, **gpu)
         if isinstance(plan, LinearPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
             told.add(plan.spec.has_empty_barrier)
     assert told == {True, False}
@@ -297,7 +289,7 @@ def test_the_last_rows_of_a_huge_weight(rows: int, dtype: str, impl: str) -> Non
     large = QuantTensor(small.format, (n, width), **parts)
     assert PLACE.dry or large.codes.numel() > 2**31
     x = normal(rows, width).to(getattr(torch, dtype))
-    judge(hb.linear(x, large, impl=impl)[:, -last:], x, small, None)
+    check_product(hb.linear(x, large, impl=impl)[:, -last:], x, small, None)
     if not PLACE.dry:
         del large, parts
         torch.cuda.empty_cache()
@@ -311,7 +303,7 @@ def test_the_last_rows_of_a_huge_x(impl: str) -> None:
     x[-5:] = normal(5, width)
     y = hb.linear(x, w, impl=impl)
     assert PLACE.dry or min(x.numel(), y.numel()) > 2**31
-    judge(y[-5:], x[-5:], w, None)
+    check_product(y[-5:], x[-5:], w)
     assert not y[: rows // 2 : 1000].any()
     if not PLACE.dry:
         del x, y
@@ -324,7 +316,7 @@ def test_levels_do_not_add_up_their_errors(name: str, rows: int, impl: str) -> N
     """x of one sign: what rounding does to a level is the same wherever its code stands."""
     x = normal(rows, PLACE.size(8192, 256)).relu().bfloat16()
     w = hb.quantize(normal(PLACE.size(512, 32), x.shape[1]), name)
-    judge(hb.linear(x, w, impl=impl), x, w, None)
+    check_product(hb.linear(x, w, impl=impl), x, w)
 
 
 @pytest.mark.parametrize(("name", "broken"), [("mxfp4", 255), ("nvfp4", 127), ("nvfp4", 255)])
@@ -342,7 +334,7 @@ def test_biases_of_several_types(rows: int, impl: str) -> None:
     x, weights = normal(rows, 256).bfloat16(), [hb.quantize(normal(n, 256), "int4_g64") for n in (64, 32, 33)]
     biases = (normal(64), None, normal(33).bfloat16())
     for y, w, b in zip(hb.qkv_projection(x, tuple(weights), biases, impl=impl), weights, biases, strict=True):  # type: ignore[arg-type]
-        judge(y, x, w, b)
+        check_product(y, x, w, b)
 
 
 def test_a_share_of_a_weight_is_read_where_it_lies(impl: str) -> None:
@@ -351,7 +343,7 @@ def test_a_share_of_a_weight_is_read_where_it_lies(impl: str) -> None:
     half = QuantTensor(full.format, (100, 256), **{name: t[:, t.shape[1] // 2 :] for name, t in full.parts().items()})
     for rows in (2, PLACE.size(600, 20)):
         x = normal(rows, 256).bfloat16()
-        judge(hb.linear(x, half, impl=impl), x, half, None)
+        check_product(hb.linear(x, half, impl=impl), x, half, None)
 
 
 def test_a_bias_that_wants_a_gradient_is_refused(impl: str) -> None:
@@ -381,5 +373,5 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
         names_of(product)  # the profiler may miss what comes while it starts
         names = names_of(product)
         assert sum("linear" in name for name in names) == 1
-        others = bool(plan.shared) + isinstance(plan.spec, LinearWgmmaSpec)
+        others = bool(plan.split_tiles) + isinstance(plan.spec, LinearWgmmaSpec)
         assert len(names) <= 1 + others, (names, plan.why)

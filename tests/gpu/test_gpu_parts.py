@@ -10,10 +10,10 @@ import pytest
 import torch
 from gpu_cases import Call, Case, Variant, build, differs, same_bits
 from gpu_place import PLACE
+from halfbyte.measure.planned_decode import call_of
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.bench.splits import call_of
 from halfbyte.ops import _workspace
 from halfbyte.ops._decode_on_gpu import plan_of
 from halfbyte.plans.decode_attention import DecodePlan

@@ -6,16 +6,16 @@ import pytest
 import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
+from halfbyte.measure.planned_decode import attend, call_of
 from test_gpu_graphs import Captured, needs_gpu
 from test_gpu_linear import judge
 
 import halfbyte as hb
-from halfbyte.bench.caches import Promise, held_by
-from halfbyte.bench.splits import attend, call_of
 from halfbyte.device import describe
+from halfbyte.measure.caches import Promise, held_by
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import decode_choices, linear_choices, with_decode_choice, with_linear_choice
 
@@ -38,7 +38,7 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
     rng = torch.Generator(PLACE.device).manual_seed(rows)
     x = torch.randn(rows, width, generator=rng, device=PLACE.device).bfloat16()
     weights = [hb.quantize(torch.randn(n, width, generator=rng, device=PLACE.device) * 0.1, name) for n in features]
-    given = {"rows": rows, "width": width, "half": "bf16", "num_sms": num_sms, "capability": capability, "pair": True}
+    given = {"m": rows, "width": width, "dtype": "bf16", "num_sms": num_sms, "capability": capability, "use_pdl": True}
     first = tuned_linear([(w.format, w.shape[0]) for w in weights], **given)  # type: ignore[arg-type]
     if isinstance(first, str):
         pytest.skip(first)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.bench import linear_peers
-from halfbyte.bench.decompositions import DATA_PARALLEL, EVERY, KERNELS
-from halfbyte.bench.linear_bars import INT4, PUBLISHED
-from halfbyte.bench.published_split_k import SPLITS, GptqWeight, programs, published
+from benchmarks import linear_baselines
+from benchmarks.decompositions import DATA_PARALLEL, EVERY, KERNELS
+from benchmarks.linear_targets import INT4, PUBLISHED
+from benchmarks.published_split_k import SPLITS, GptqWeight, programs, published
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.tensors import QuantTensor
@@ -42,9 +42,9 @@ def test_the_product_however_it_is_split(split: int) -> None:
 
 def test_as_a_peer_and_in_the_study() -> None:
     w, x = weight(32, 256), torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    names = {peer.name: peer for peer in linear_peers.low_bit(w, lambda n: 2)}
+    names = {peer.name: peer for peer in linear_baselines.low_bit(w, lambda n: 2)}
     peer = names[PUBLISHED]
-    judge = linear_peers.judged_loosely(peer.values, x)
+    judge = linear_baselines.judged_loosely(peer.values, x)
     assert all(judge(call(peer.before(x))).ok for call in peer.calls)
     kernel = KERNELS["published"]
     stored = kernel.store([w, w])

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.bench import splits
-from halfbyte.bench.checks import attention_accuracy, eager_attention, float64_attention
-from halfbyte.bench.decode import DecodeShape
-from halfbyte.bench.session import Options, Session
-from halfbyte.bench.studies import int8_splitk
-from halfbyte.bench.timing import Effort
+from accuracy import attention_accuracy, eager_attention, float64_attention
+from benchmarks import splits
+from benchmarks.studies import int8_splitk
 from halfbyte.device import Device
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.measure.decode import DecodeShape
+from halfbyte.measure.session import Options, Session
+from halfbyte.measure.timing import Effort
+from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
 
@@ -35,10 +36,10 @@ def case(context: int, lengths: tuple[int, ...] = ()) -> tuple[torch.Tensor, hal
 @pytest.mark.parametrize(("count", "kernels"), [(1, 1), (2, 2), (5, 2)])
 def test_the_portable_kernel_in_so_many_splits(count: int, kernels: int) -> None:
     q, cache = case(300, (300, 70))
-    plan = splits.split(splits.planned(q, cache, "triton"), count, 300)
+    plan = splits.split(by_plan.planned(q, cache, "triton"), count, 300)
     assert isinstance(plan, TritonTiles)
     assert (splits.splits_of(plan), splits.launches(plan)) == (count, kernels)
-    out = splits.attend(q, cache, plan)
+    out = by_plan.attend(q, cache, plan)
     for b, length in enumerate((300, 70)):
         k, v = (x[b : b + 1, :, :length] for x in cache.dequantized())
         mine = q[b : b + 1]
@@ -50,7 +51,7 @@ def test_the_portable_kernel_in_so_many_splits(count: int, kernels: int) -> None
 
 def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
     q, cache = case(1024)
-    plan = splits.planned(q, cache, "gluon")
+    plan = by_plan.planned(q, cache, "gluon")
     assert isinstance(plan, DecodePlan)
     for count in (1, 2, 8, 16):
         cut = splits.split(plan, count, 1024)
@@ -66,14 +67,14 @@ def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
     with pytest.raises(InvalidArgument, match="splits=0"):
         splits.split(plan, 0, 1024)
     paired = replace(plan, spec=replace(plan.spec, pair=True))
-    assert splits.unpaired(paired) == replace(plan, spec=replace(plan.spec, pair=False))
+    assert by_plan.unpaired(paired) == replace(plan, spec=replace(plan.spec, pair=False))
 
 
 def test_without_a_gpu_or_the_interpreter_there_are_no_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = case(64)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unsupported, match="splits are those of kernels"):
-        splits.planned(q, cache, "triton")
+        by_plan.planned(q, cache, "triton")
 
 
 def test_the_study_runs_the_portable_kernel_in_every_split() -> None:

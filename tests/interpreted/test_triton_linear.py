@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import halfbyte as hb
-from halfbyte.bench.checks import linear_accuracy
+from accuracy import check_product
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
+from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.reference.quantize import dynamic_map, quantize
+from halfbyte.reference.dequantize import dynamic_map
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 #: numpy warns of what a GPU computes silently, and as meant: NaN that was put there.
@@ -49,8 +50,8 @@ class Product:
     def run(self, tiles: LinearTiles) -> list[torch.Tensor]:
         features, rows = [w.shape[0] for w in self.weights], self.x.shape[0]
         outs = [torch.full((rows, n), torch.nan, dtype=self.x.dtype) for n in features]
-        workspace = torch.full((workspace_floats(features, rows, tiles),), torch.nan)
-        counters = torch.zeros(tile_count(features, rows, tiles), dtype=torch.int32)
+        workspace = torch.full((tiles.floats(features, rows),), torch.nan)
+        counters = torch.zeros(tiles.count(features, rows), dtype=torch.int32)
         launch([self.x] * len(features), self.weights, self.biases[: len(features)], outs, tiles, workspace, counters)
         assert not counters.any(), "counters are zero again"
         return outs
@@ -58,18 +59,8 @@ class Product:
     def check(self, tiles: LinearTiles) -> list[torch.Tensor]:
         outs = self.run(tiles)
         for out, w, bias in zip(outs, self.weights, self.biases, strict=False):
-            judge(out, self.x, w, bias)
+            check_product(out, self.x, w, bias)
         return outs
-
-
-def judge(out: torch.Tensor, x: torch.Tensor, w: QuantTensor, bias: torch.Tensor | None) -> None:
-    """The promise: twice the relative L2 error of torch's own product with the dequantised weight in x's dtype."""
-    full = w.dequantize(torch.float64)
-    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
-    base = torch.nn.functional.linear(x, full.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    assert out.dtype is x.dtype
-    assert out.shape == truth.shape
-    linear_accuracy(out, base, truth).require(str(w.format))
 
 
 def tiles(k: int, block_k: int = 64, splits: int = 1, *, fold: bool = False, n: int = 64, m: int = 16) -> LinearTiles:
@@ -103,7 +94,7 @@ def test_the_plan_keeps_the_promise(name: str) -> None:
     group = WEIGHT_FORMATS[name].group_size(128)
     for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
         w = weight(name, n, width)
-        chosen = linear_tiles([(w.format, n)], rows=rows, width=width, num_sms=4, capability=(9, 0))
+        chosen = linear_tiles([(w.format, n)], m=rows, width=width, num_sms=4, capability=(9, 0))
         Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
 
 
@@ -174,7 +165,7 @@ def executed(ptx: str, word: int) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_instructions_of_a_table(dtype: torch.dtype) -> None:
     """What a GPU runs instead of what the interpreter does: every code in every place."""
-    levels = WEIGHT_FORMATS["nf4"].code.levels().to(dtype)
+    levels = WEIGHT_FORMATS["nf4"].code.codebook().to(dtype)
     ptx = look_up_ptx(levels)
     for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xC3D2E1F0, 0xFFFFFFFF, 0, 0x89ABCDEF):
         codes = [word >> (4 * i) & 15 for i in range(8)]
@@ -232,7 +223,7 @@ def test_nothing_outside_of_x_is_read_in_a_broken_order() -> None:
     perm = torch.tensor([2**31 - 1, -(2**31)] * 64, dtype=torch.int32)
     (out,) = Product(x, [replace(w, perm=perm)]).run(tiles(128))
     columns = torch.tensor([127, 0] * 64)
-    judge(out, x[:, columns], w, None)
+    check_product(out, x[:, columns], w)
 
 
 @pytest.mark.parametrize("names", [("int4_g64", "nf4", "nvfp4"), ("int4_g128",) * 3, ("mxfp4", "int8_col", "int4_sym_g32")])
@@ -249,7 +240,7 @@ def test_a_weight_without_rows_among_others() -> None:
     assert outs[1].shape == (2, 0)
     for out, w in zip(outs, weights, strict=True):
         if out.numel():
-            judge(out, normal(2, 64).half(), w, None)
+            check_product(out, normal(2, 64).half(), w)
 
 
 # ------------------------------------------------------------------------------------------------------------- same bits
@@ -272,7 +263,7 @@ def test_a_row_alone_and_among_others(name: str) -> None:
     w = quantize(normal(70, 1280) * 0.1, name)
     x = normal(66, 1280).half()
     together = hb.linear(x, w, impl="triton", row_invariant=True)
-    judge(together, x, w, None)
+    check_product(together, x, w)
     for rows in (slice(0, 1), slice(65, 66), slice(3, 20)):
         assert torch.equal(hb.linear(x[rows], w, impl="triton", row_invariant=True), together[rows])
 
@@ -299,8 +290,8 @@ def test_public_calls() -> None:
     for out, w, bias in zip(got, weights, biases, strict=True):
         assert out.shape == (2, 3, w.shape[0])
         assert out.is_contiguous()
-        judge(out.flatten(0, 1), x.flatten(0, 1), w, bias)
-        judge(hb.linear(x[0, 1], w, bias, impl="triton").unsqueeze(0), x[0, 1:2], w, bias)
+        check_product(out.flatten(0, 1), x.flatten(0, 1), w, bias)
+        check_product(hb.linear(x[0, 1], w, bias, impl="triton").unsqueeze(0), x[0, 1:2], w, bias)
     parts = [list(w.parts().values()) for w in weights]
     torch.library.opcheck(torch.ops.halfbyte.linear.default, (x, parts[0], biases[0], names[0], "triton", True))
     every = ([t for own in parts for t in own], [len(own) for own in parts], list(biases))
@@ -311,7 +302,7 @@ def test_public_calls() -> None:
 def test_many_rows_are_copied_into_the_stored_order(act_order: bool) -> None:
     w, x = weight("int4_g64", 33, 128, act_order=act_order), normal(128, 66).half().mT
     for rows in (1, 17, 66):
-        judge(hb.linear(x[:rows], w, impl="triton"), x[:rows], w, None)
+        check_product(hb.linear(x[:rows], w, impl="triton"), x[:rows], w)
 
 
 def test_nothing_to_add_up() -> None:

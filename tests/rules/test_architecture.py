@@ -21,14 +21,16 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "bench", "evals", "report", "doctor", "memory"},
+    {"hf", "measure", "evals", "report", "doctor", "memory"},
     {"checkpoints"},
     {"cache", "paging", "nn"},
     {"ops"},
     {"kernels", "cpu"},
     {"plans", "settings", "device"},
     {"reference"},
-    {"kv_buffer", "tensors"},
+    {"planes"},
+    {"kv_buffer"},
+    {"tensors"},
     {"packing"},
     {"formats"},
     {"arguments"},
@@ -37,9 +39,9 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The heavy or optional packages, and who may import them.
 ONLY = {
-    "transformers": {"hf", "evals", "bench", "cli", "memory"},
-    "matplotlib": {"bench", "report", "cli"},
-    "triton": {"kernels", "device", "bench"},
+    "transformers": {"hf", "evals", "measure", "cli", "memory"},
+    "matplotlib": {"measure", "report", "cli"},
+    "triton": {"kernels", "device", "measure"},
     "typer": {"cli"},
     "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
 }
@@ -79,7 +81,7 @@ def inner(path: Path) -> Iterator[str]:
 def test_imports_point_one_way(path: Path) -> None:
     here = unit(path)
     if path == SOURCE / "__init__.py":
-        assert not {"hf", "cli", "bench", "evals"} & set(inner(path))
+        assert not {"hf", "cli", "measure", "evals"} & set(inner(path))
         return
     if here == "__main__":
         return
@@ -88,10 +90,18 @@ def test_imports_point_one_way(path: Path) -> None:
         if name not in RANK:  # `from halfbyte import X`: the face, which only the top may use
             assert RANK[here] <= 1, f"{path.name} imports halfbyte.{name} from the package itself"
             continue
-        # The one place where an object of a layer offers an operation of the next: QuantTensor.dequantize, KVCache.dequantized.
+        # The one place where an object offers an operation of the next layer: QuantTensor.dequantize (reference/dequantize.py).
         if (here, name) == ("tensors", "reference"):
             continue
         assert RANK[name] >= RANK[here], f"{path.relative_to(SOURCE)} imports {name}, which lies above it"
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+def test_the_library_knows_nothing_of_its_benchmarks() -> None:
+    for path in FILES:
+        assert not any(name.split(".")[0] == "benchmarks" for name, _ in imports(path)), path
 
 
 def test_the_levels_keep_to_themselves() -> None:
@@ -141,13 +151,20 @@ def test_the_public_face_is_small_and_complete() -> None:
     assert all(name in halfbyte.__all__ for name in re.findall(r"halfbyte\.([a-z_]+)\(", halfbyte.__doc__ or ""))
 
 
+def test_the_benchmarks_are_in_the_sdist_and_not_in_the_wheel() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"] == {"packages": ["src/halfbyte"]}
+    assert "benchmarks" in targets["sdist"]["include"]
+    assert not list(SOURCE.rglob("benchmarks"))
+
+
 def test_the_version_is_said_twice_alike() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == halfbyte.__version__
     assert project["requires-python"] == ">=3.11"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_documented(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
@@ -159,6 +176,56 @@ def test_files_are_short_and_documented(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert not missing, f"{path}: without a docstring: {missing}"
+
+
+#: The implementations of registered ops: torch.library passes tensors one by one, so the schema's list stands here once more.
+FLAT = {("ops/append.py", "_run"), ("ops/decode_attention.py", "_run")}
+
+
+def kernels_of(tree: ast.Module) -> set[str]:
+    """The functions of a file that Triton compiles, whose arguments are a kernel's own: decorated with jit, or given to it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(re.search(r"\bjit\b", ast.unparse(d)) for d in node.decorator_list):
+            found.add(node.name)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".jit"):
+            found |= {ast.unparse(argument) for argument in node.args}
+    return found
+
+
+def test_no_signature_is_long() -> None:
+    long = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                a = node.args
+                if len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) > 20 and node.name not in kernels_of(tree):
+                    long.add((path.relative_to(SOURCE).as_posix(), node.name))
+    assert long <= FLAT
+    assert long >= FLAT, "no longer that long: remove it from FLAT"
+
+
+def test_kernels_have_seven_rooms_at_most() -> None:
+    rooms = [p.name for p in (SOURCE / "kernels").iterdir() if p.name not in ("__init__.py", "__pycache__")]
+    assert len(rooms) <= 7, rooms
+
+
+#: Files that still have facts about GPUs of their own. Remove a file when it takes them from `halfbyte.device`.
+OWN_FACTS = {"plans/decode_attention.py", "kernels/aot/compiling.py"}
+
+
+def test_facts_about_gpus_are_in_one_place() -> None:
+    """Shared memory by compute capability, and the limits of an SM."""
+    fact = re.compile(r"\b(?:99|100|163|164|227|228) ?(?:<< ?10|\* ?1024)")
+    capability = re.compile(r"\((?:8, [0679]|9, 0|1[012], \d)\): ")  # a table
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in FILES
+        if unit(path) != "device" and (fact.search(text := path.read_text()) or capability.search(text))
+    }
+    assert sorted(found - OWN_FACTS) == []
+    assert sorted(OWN_FACTS - found) == [], "takes them from halfbyte.device: remove it from OWN_FACTS"
 
 
 @pytest.mark.parametrize("name", [n for n in halfbyte.__all__ if callable(getattr(halfbyte, n))])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.integers import integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, Layer, group_setting, only, setting, unpack_words
+from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words
 from halfbyte.tensors import QuantTensor
 
 #: Where the out features of a word are among its fields: the inverse of the order above.
@@ -36,7 +36,7 @@ class Awq(Adapter):
         only({kind: version.lower()}, kind, ("gemm",), "gemm", name)
         self.group = group_setting(config if "group_size" in config else {"group_size": config.get("q_group_size")}, 128)
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         if n % 8:
             layer.refuse("qweight", f"cannot hold {n} out features: AWQ packs 8 in a word")

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
+from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
 from halfbyte.checkpoints.safetensors_files import json_object
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import BNB_FP4, NF4, WEIGHT_FORMATS, Code, Format
-from halfbyte.reference.quantize import dynamic_map
+from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
 
 _CODES = {"nf4": NF4, "fp4": BNB_FP4}
@@ -54,10 +54,10 @@ class BitsAndBytes(Adapter):
         name = "a bitsandbytes checkpoint"
         only(config, "load_in_8bit" if "load_in_8bit" in config else "_load_in_8bit", (False,), False, name)
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         shape, state = (layer.out_features, layer.in_features), _read_state(layer)
         code = _CODES[state.kind]
-        base = next(f for f in WEIGHT_FORMATS.values() if f.code is code and f.scale is not None and f.scale.nested is None)
+        base = next(f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.nested is None)
         assert base.scale is not None and base.scale.group is not None
         if state.block % base.scale.group or shape[1] % base.scale.group:
             raise Unsupported(
@@ -73,7 +73,7 @@ class BitsAndBytes(Adapter):
         return _nested(layer, state, base, codes)
 
 
-def _nested(layer: Layer, state: _State, base: Format, codes: torch.Tensor) -> QuantTensor:
+def _nested(layer: StoredLayer, state: _State, base: Format, codes: torch.Tensor) -> QuantTensor:
     """With nested scales: as they are, if a format of ours has the same blocks and table; else the fp32 numbers they stand for."""
     assert base.scale is not None and base.scale.group is not None and state.nested_block is not None
     shape = (layer.out_features, layer.in_features)
@@ -87,14 +87,14 @@ def _nested(layer: Layer, state: _State, base: Format, codes: torch.Tensor) -> Q
     spread = second.repeat_interleave(state.nested_block)[:count]
     plain = layer.check_scales("weight.absmax", table[absmax.int()] * spread + offset, positive=False)
     for fmt in WEIGHT_FORMATS.values():
-        same = fmt.code is base.code and fmt.scale is not None and fmt.scale.nested == state.nested_block
+        same = fmt.code == base.code and fmt.scale is not None and fmt.scale.nested == state.nested_block
         if same and fmt.group_size(shape[1]) == state.block and torch.equal(table, dynamic_map(table.device)):
             return QuantTensor(fmt, shape, codes, absmax.view(fmt.scale_shape(shape)), nested=torch.cat([second, offset.view(1)]))
     layer.check_scales("weight.absmax", plain)
     return QuantTensor(base, shape, codes, _per_group(plain, state.block // base.scale.group, base, shape))
 
 
-def _read_state(layer: Layer) -> _State:
+def _read_state(layer: StoredLayer) -> _State:
     """The JSON of a layer, each entry checked; what it says of the shape must be what the model says."""
     kinds = [kind for kind in _CODES if layer.info(_STATE + kind) is not None]
     if len(kinds) != 1:
@@ -118,14 +118,14 @@ def _read_state(layer: Layer) -> _State:
     return _State(kinds[0], block, second if nested else None, float(offset))
 
 
-def _check_map(layer: Layer, part: str, code: Code) -> None:
+def _check_map(layer: StoredLayer, part: str, code: Code) -> None:
     """The stored table must hold the numbers that our code of this name stands for."""
     stored = layer.tensor(part, (16,), torch.float32)
-    if not torch.equal(stored, code.levels()):
+    if not torch.equal(stored, code.codebook()):
         raise Unsupported(f"{layer.name}.{part} is not the table of {code.name}; halfbyte has no format for other tables")
 
 
-def _bytes(layer: Layer, shape: tuple[int, int]) -> torch.Tensor:
+def _bytes(layer: StoredLayer, shape: tuple[int, int]) -> torch.Tensor:
     """The packed codes, uint8 [N, K / 2], in whatever type of the same bytes they are stored."""
     info = layer.info("weight")
     item = info.dtype.itemsize if info is not None else 1

@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.checkpoints.fp4 import mxfp4_weight, nvfp4_weight
 from halfbyte.checkpoints.integers import integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, Layer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
@@ -47,7 +47,7 @@ class CompressedTensors(Adapter):
         self.bits = {setting(w, "num_bits", int, 4) for w in weights}
         self.groups = {None if w.get("strategy") == "channel" else group_setting(w) for w in weights}
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         info = layer.info("weight_packed")
         if info is not None and info.dtype is torch.int32:
             return self._integers(layer)
@@ -55,7 +55,7 @@ class CompressedTensors(Adapter):
             return nvfp4_weight(layer, "weight_packed", "weight_scale", "weight_global_scale", divides=True)
         return mxfp4_weight(layer, "weight_packed", "weight_scale")
 
-    def _integers(self, layer: Layer) -> QuantTensor:
+    def _integers(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         columns, groups = layer.shape("weight_packed", 2)[1], layer.shape("weight_scale", 2)[1]
         bits = 8 if columns == words(k, 8) else 4
@@ -66,7 +66,7 @@ class CompressedTensors(Adapter):
         zeros, g_idx = _zeros(layer, bits, groups), _order(layer)
         return integer_weight(layer, bits, codes, scales, zeros, g_idx, part="weight_scale", order="weight_g_idx")
 
-    def _check_setting(self, layer: Layer, bits: int, groups: int) -> None:
+    def _check_setting(self, layer: StoredLayer, bits: int, groups: int) -> None:
         if self.bits and bits not in self.bits:
             layer.refuse("weight_packed", f"holds {bits}-bit codes; the configuration says {sorted(self.bits)}")
         sizes = {1 if size in (None, -1) else layer.in_features / size for size in self.groups}
@@ -74,7 +74,7 @@ class CompressedTensors(Adapter):
             layer.refuse("weight_scale", f"has {groups} groups; the configuration makes that {sorted(sizes)}")
 
 
-def _check_shape(layer: Layer) -> None:
+def _check_shape(layer: StoredLayer) -> None:
     if layer.info("weight_shape") is None:
         return
     shape = layer.tensor("weight_shape", (2,), torch.int64, torch.int32).tolist()
@@ -82,7 +82,7 @@ def _check_shape(layer: Layer) -> None:
         layer.refuse("weight_shape", f"says {shape}; the model has {[layer.out_features, layer.in_features]}")
 
 
-def _zeros(layer: Layer, bits: int, groups: int) -> torch.Tensor | None:
+def _zeros(layer: StoredLayer, bits: int, groups: int) -> torch.Tensor | None:
     """Zero points as codes are stored, uint8 [N, G]; None without any: the middle code."""
     info, n = layer.info("weight_zero_point"), layer.out_features
     if info is None:
@@ -96,7 +96,7 @@ def _zeros(layer: Layer, bits: int, groups: int) -> torch.Tensor | None:
     return unpack_words(packed, bits, 0, n).contiguous()
 
 
-def _order(layer: Layer) -> torch.Tensor | None:
+def _order(layer: StoredLayer) -> torch.Tensor | None:
     """The group of each column; None when the columns are in order (no tensor, or one that was never filled: -1)."""
     if layer.info("weight_g_idx") is None:
         return None

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.layer import Adapter, Layer, only, setting
+from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.reference.quantize import dequantize, e8m0_to_float
+from halfbyte.reference.dequantize import e8m0_to_float
+from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor
 
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
 
 
-def mxfp4_weight(layer: Layer, codes: str, scales: str) -> QuantTensor:
+def mxfp4_weight(layer: StoredLayer, codes: str, scales: str) -> QuantTensor:
     """From the tensors of these names below the layer."""
     n, k = _even_blocks(layer, codes, 32)
     stored = layer.tensor(scales, (n, k // 32), torch.uint8)
@@ -30,7 +31,7 @@ def mxfp4_weight(layer: Layer, codes: str, scales: str) -> QuantTensor:
     return QuantTensor(MXFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored)
 
 
-def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
+def nvfp4_weight(layer: StoredLayer, codes: str, scales: str, tensor_scale: str, *, divides: bool) -> QuantTensor:
     """From the tensors of these names below the layer. `divides`: the tensor's scale is the reciprocal of ours."""
     n, k = _even_blocks(layer, codes, 16)
     stored = layer.tensor(scales, (n, k // 16), torch.float8_e4m3fn)
@@ -44,7 +45,7 @@ def nvfp4_weight(layer: Layer, codes: str, scales: str, tensor_scale: str, *, di
     return QuantTensor(NVFP4, (n, k), layer.tensor(codes, (n, k // 2), torch.uint8), stored.view(torch.uint8), tensor_scale=factor)
 
 
-def _even_blocks(layer: Layer, part: str, block: int) -> tuple[int, int]:
+def _even_blocks(layer: StoredLayer, part: str, block: int) -> tuple[int, int]:
     if layer.in_features % block:
         layer.refuse(part, f"cannot have {layer.in_features} in features in blocks of {block}")
     return layer.out_features, layer.in_features
@@ -61,7 +62,7 @@ class ModelOpt(Adapter):
         algorithm = setting(config, "quant_algo", str, "")
         only({"quant_algo": algorithm.upper()}, "quant_algo", ("NVFP4",), None, "a modelopt checkpoint")
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         if layer.info("pre_quant_scale") is not None:
             raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
         return nvfp4_weight(layer, "weight", "weight_scale", "weight_scale_2", divides=False)
@@ -81,7 +82,7 @@ class Quark(Adapter):
         only(weight, "group_size", (32,), 32, name)
         only(weight, "scale_format", ("e8m0",), "e8m0", name)
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         return mxfp4_weight(layer, "weight", "weight_scale")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.integers import integer_weight
-from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, Layer, group_setting, only, setting, unpack_words, words
+from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
 from halfbyte.tensors import QuantTensor
 
 
@@ -42,7 +42,7 @@ class Gptq(Adapter):
         writers = setting(config, "meta", dict, {}).get("quantizer")
         self.by_words = "gptqmodel" in str(writers).lower()
 
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         groups, rows = layer.shape("scales", 2)[0], layer.shape("qweight", 2)[0]
         bits = self.bits if self.uniform or rows not in (words(k, 4), words(k, 8)) else 4 if rows == words(k, 4) else 8
@@ -56,7 +56,7 @@ class Gptq(Adapter):
         zeros = None if self.symmetric else self._zeros(stored, bits, n).T.contiguous()
         return integer_weight(layer, bits, codes, scales.T.contiguous(), zeros, self._groups(layer), part="scales")
 
-    def _groups(self, layer: Layer) -> torch.Tensor | None:
+    def _groups(self, layer: StoredLayer) -> torch.Tensor | None:
         if layer.info("g_idx") is None and not self.act_order:
             return None
         return layer.tensor("g_idx", (layer.in_features,), torch.int32, torch.int64)
@@ -71,7 +71,7 @@ class Gptq(Adapter):
         return unpack_words(stored, bits, 1, count).add_(1).bitwise_and_((1 << bits) - 1)
 
 
-def _check_symmetric(layer: Layer, stored: torch.Tensor, bits: int) -> None:
+def _check_symmetric(layer: StoredLayer, stored: torch.Tensor, bits: int) -> None:
     """A symmetric layer has the middle code as its zero point, stored as it is (v2) or less 1 (v1), whatever its label says."""
     middle, fields = 1 << (bits - 1), unpack_words(stored, bits, 1, layer.out_features)
     if not bool((fields == middle).all()) and not bool((fields == middle - 1).all()):

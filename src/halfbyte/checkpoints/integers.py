@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.checkpoints.layer import Layer
+from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.errors import Unsupported
 from halfbyte.formats import INT4, INT4_SYM, INT8, WEIGHT_FORMATS, Code, Format
 from halfbyte.packing import pack_nibbles
@@ -16,7 +16,7 @@ from halfbyte.tensors import QuantTensor
 
 
 def integer_weight(
-    layer: Layer,
+    layer: StoredLayer,
     bits: int,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -54,7 +54,7 @@ def integer_weight(
     )
 
 
-def _order(layer: Layer, g_idx: torch.Tensor, groups: int, part: str) -> torch.Tensor | None:
+def _order(layer: StoredLayer, g_idx: torch.Tensor, groups: int, part: str) -> torch.Tensor | None:
     """The columns sorted by group, int32 [K]; None when they are so already, or there is one group only."""
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
         layer.refuse(part, f"points outside of the {groups} groups: {int(g_idx.min())} to {int(g_idx.max())}")
@@ -66,17 +66,17 @@ def _order(layer: Layer, g_idx: torch.Tensor, groups: int, part: str) -> torch.T
     return torch.argsort(g_idx, stable=True).int()
 
 
-def _code(layer: Layer, bits: int, *, symmetric: bool) -> Code:
+def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:
     if bits == 8 and not symmetric:
         raise Unsupported(f"{layer.name}: 8-bit codes with zero points; halfbyte reads 8-bit codes without, and 4-bit codes with")
     return INT8 if bits == 8 else INT4_SYM if symmetric else INT4
 
 
-def _format(layer: Layer, code: Code, group: int | None, stored: torch.dtype) -> Format:
+def _format(layer: StoredLayer, code: Code, group: int | None, stored: torch.dtype) -> Format:
     """The format with the widest groups that `group` is a multiple of; whole rows for None, if there is such a format."""
-    fits = [f for f in WEIGHT_FORMATS.values() if f.code is code and f.scale is not None and f.scale.storage is stored]
+    fits = [f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.storage is stored]
     for fmt in fits:
-        if group is None and fmt.granularity == "column":
+        if group is None and fmt.granularity == "out_channel":
             return fmt
     size = layer.in_features if group is None else group
     widths = {f.scale.group: f for f in fits if f.scale is not None and f.scale.group and size % f.scale.group == 0}

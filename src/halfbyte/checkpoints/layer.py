@@ -20,7 +20,7 @@ SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Layer:
+class StoredLayer:
     """The tensors below `name` in the files, of a layer that has `out_features` and `in_features` in the model."""
 
     name: str
@@ -81,7 +81,7 @@ class Adapter(ABC):
         """Raises `CheckpointError` for a damaged configuration, `Unsupported` for one that is not read."""
 
     @abstractmethod
-    def convert(self, layer: Layer) -> QuantTensor:
+    def convert(self, layer: StoredLayer) -> QuantTensor:
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
 
     def layers(self, names: Iterable[str]) -> list[str]:

@@ -255,7 +255,7 @@ def check_perm(tensor: str, perm: torch.Tensor) -> None:
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:
     """Scales must be finite and positive once decoded; the error names the tensor."""
-    from halfbyte.reference.quantize import block_scales
+    from halfbyte.reference.dequantize import block_scales
     from halfbyte.tensors import QuantTensor
 
     scales = parts.get("scales")

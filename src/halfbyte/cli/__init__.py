@@ -36,7 +36,12 @@ app.add_typer(bench.app, name="bench")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
+    """Entry point."""
+    run_app(app, arguments)
+
+
+def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:
+    """Run a command. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
     # OpenMP threads spin long while they wait, unless told otherwise before torch is loaded. On two cores with anything else
     # running that made the demo up to fifty times slower; a short spin costs nothing (MEASURED.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -78,7 +78,7 @@ def check_page(path: Path | None, option: str) -> None:
         tempfile.TemporaryFile(dir=path.absolute().parent).close()
     except OSError as error:
         raise InvalidArgument(f"--{option} {str(path)!r} cannot be written: {error.strerror}") from error
-    from halfbyte.bench.charts import check_installed
+    from halfbyte.measure.charts import check_installed
 
     check_installed()
 

@@ -13,11 +13,11 @@ from halfbyte.cli.shared import Json, check_writable, integers, words
 from halfbyte.errors import InvalidArgument, Unsupported, check
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from halfbyte.bench.session import Session
-    from halfbyte.bench.store import Store
-    from halfbyte.bench.tune import Planned, Tuning
+    from halfbyte.measure.session import Session
+    from halfbyte.measure.tune import Tuning
+    from halfbyte.plans.tuning_cache import Store
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -63,39 +63,34 @@ def tune(
 
     Processes that start later take what is stored by themselves; `halfbyte explain` says which plan a call gets (docs/tuning.md).
     """
-    from halfbyte.bench.session import Options, Session
-    from halfbyte.bench.store import Store
-    from halfbyte.bench.tune import SCREEN
+    from halfbyte.measure.session import Options, Session
+    from halfbyte.measure.tune import SCREEN
     from halfbyte.paths import own_plans
-    from halfbyte.plans.tuning_cache import Table
+    from halfbyte.plans.tuning_cache import Store, Table
 
     if not linear and not attention and not _given(context, "formats"):
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
-    _check_used(context, bool(linear), bool(attention))
-    asked = (products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
+    for option, measured, of in (("rows", linear, "linear"), ("weights", linear, "linear"), ("formats", attention, "attention")):
+        if not measured and _given(context, option):
+            raise InvalidArgument(f"--{option} describes --{of}, which is not measured here; add --{of} or leave it out")
+    make = _jobs(products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
     if dry_run:
         check(not as_json, "--json prints what was measured, and --dry-run measures nothing; leave one of them out")
-        _list(_jobs(*asked, store=Store(Path(), Table("", 0))), quick)
+        _list(make(Store(Path(), Table("", 0))), quick)
         return
     check_writable(output, "output")
     session = Session.start(Options(quick=quick, json=as_json, device=device), SCREEN)
     if session.device.kind != "cuda":
         raise Unsupported("tune measures kernels on an NVIDIA GPU and there is none here; --dry-run says what would be measured")
-    file = output or own_plans(session.device.name)
-    store = Store.open(file, session.device, session.environment.versions, anew=output is None)
-    _run(session, _jobs(*asked, store=store), store)
+    gpu, versions = session.device, session.environment.versions | {"driver": session.device.driver}
+    store = Store(output or own_plans(gpu.name), Table(gpu.name, gpu.sm_count or 1, {}, versions), anew=output is None)
+    store.entries()  # a file that cannot be added to is refused now, and not after the measuring
+    _run(session, make(store), store)
 
 
 def _given(context: typer.Context, option: str) -> bool:
     source = context.get_parameter_source(option)
     return source is not None and source.name != "DEFAULT"
-
-
-def _check_used(context: typer.Context, linear: bool, attention: bool) -> None:
-    """Refuse an option that was given and would not be looked at."""
-    for option, measured, of in (("rows", linear, "linear"), ("weights", linear, "linear"), ("formats", attention, "attention")):
-        if not measured and _given(context, option):
-            raise InvalidArgument(f"--{option} describes --{of}, which is not measured here; add --{of} or leave it out")
 
 
 def _jobs(
@@ -104,38 +99,41 @@ def _jobs(
     weights: Sequence[str],
     steps: Sequence[tuple[int, int, int, int, int]],
     formats: Sequence[str],
-    store: Store,
-) -> list[Tuning]:
-    from halfbyte.bench.decode import DecodeShape, parse_formats
-    from halfbyte.bench.tune import AttentionTuning, LinearTuning
+) -> Callable[[Store], list[Tuning]]:
+    """What is to be measured, checked; its store is known later."""
     from halfbyte.formats import weight_format
+    from halfbyte.measure.decode import DecodeShape, parse_formats
+    from halfbyte.measure.tune import AttentionTuning, LinearTuning
 
     for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
         check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
     for size in (*rows, *(n for features, width in linear for n in (*features, width))):
         check(size > 0, f"rows and features must be above 0; got {size}")
-    for features, width in linear:
-        for name in weights:
-            weight_format(name).check_shape((max(features), width), f"weights={name!r}: a weight")
+    for (features, width), name in itertools.product(linear, weights):
+        weight_format(name).check_shape((max(features), width), f"weights={name!r}: a weight")
     for name in formats:
         parse_formats(name)
-    found: list[Tuning] = [LinearTuning(*one, name, tuple(rows), store) for one, name in itertools.product(linear, weights)]
-    return found + [AttentionTuning(DecodeShape(*step), name, store) for step, name in itertools.product(steps, formats)]
+    shapes = [DecodeShape(*step) for step in steps]
+
+    def make(store: Store) -> list[Tuning]:
+        found: list[Tuning] = [LinearTuning(*one, w, m, store) for one, w, m in itertools.product(linear, weights, rows)]
+        return found + [AttentionTuning(shape, name, store) for shape, name in itertools.product(shapes, formats)]
+
+    return make
 
 
 def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
-    from halfbyte.bench.compile_ahead import compile_ahead
-    from halfbyte.bench.tune import HEADERS, facts_of, left_out, says, table_rows
+    from halfbyte.measure.precompile import compile_ahead
+    from halfbyte.measure.tune import HEADERS, facts_of, left_out, says, table_rows
 
-    planned = [one for job in jobs for one in job.plans(session.device, session.options.quick)]
+    planned = [job.planned(session.device, session.options.quick) for job in jobs]
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
     session.run(jobs)
     if not session.options.json:
         session.show_table(f"plans on {session.device.name}", HEADERS, table_rows(session.records), text_columns=2)
     for line in (*left_out(session.records), says(session.records)):
         session.say(line)
-    if store.file.exists():
-        session.say(f"{len(store.table.entries)} problems in {store.file}; processes that run already keep their plans")
+    session.say(f"{len(store.entries())} problems in {store.file}; processes that run already keep their plans")
     if session.interrupted:
         raise typer.Exit(130)
     if all(record.refused for record in session.records):
@@ -149,16 +147,13 @@ def _list(jobs: Sequence[Tuning], quick: bool) -> None:
 
     name, num_sms, capability = this_gpu()
     gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, num_sms)
-    planned: list[tuple[str, Planned]] = [(job.formats, one) for job in jobs for one in job.plans(gpu, quick)]
-    for formats, one in planned:
-        print(f"{one.name}, {formats}: {one.refused or f'{len(one.plans)} choices'}")
-    kernels = len({(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()})
-    counted = (("problem", len(planned)), ("choice", sum(len(one.plans) for _, one in planned)), ("kernel", kernels))
-    print(
-        ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counted)
-        + f" to compile, for {name}"
-        + ("" if gpu_count() else "; there is no GPU here")
-    )
+    planned = [(job, job.planned(gpu, quick)) for job in jobs]
+    for job, one in planned:
+        print(f"{job.name}, {job.formats}: {one.refused or f'{len(one.plans)} choices'}")
+    kernels = {(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()}
+    choices = sum(len(one.plans) for _, one in planned)
+    where = f"{name}{'' if gpu_count() else '; there is no GPU here'}"
+    print(f"{len(planned)} problems, {choices} choices, {len(kernels)} kernels to compile, for {where}")
 
 
 def products(text: str) -> list[tuple[tuple[int, ...], int]]:

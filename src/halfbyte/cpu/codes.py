@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from halfbyte.formats import E4M3, Code
+from halfbyte.formats import Code
 
 
 def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
@@ -14,7 +14,7 @@ def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
     if code.values is not None:
         out.copy_(_look_up_pairs(codes, code).view(out.shape))
         return
-    if code is E4M3:
+    if code.is_e4m3:
         _e4m3_into(out, codes)
         return
     out.copy_(_nibbles(codes) if code.bits == 4 else codes)
@@ -48,6 +48,6 @@ def _look_up_pairs(packed: torch.Tensor, code: Code) -> torch.Tensor:
 @functools.cache
 def _pair_table(code: Code, device: torch.device) -> torch.Tensor:
     """The two float32 values of every byte, low nibble first, as one int64: [256]."""
-    levels = code.levels()
-    pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=-1)  # [256, 2]
+    values = code.codebook()
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]
     return pairs.view(torch.int64).flatten().to(device)

@@ -117,12 +117,12 @@ def _finish(
 class _Span:
     """No query sees a key outside [first, last); every query sees every key of [clear_first, clear_last).
 
-    `unit`: blocks start at its multiples. `shortest`: the smallest length; a block that ends by then has no part in a tail.
+    `alignment`: blocks start at its multiples. `shortest`: the smallest length; a block that ends by then has no part in a tail.
     """
 
     first: int
     last: int
-    unit: int
+    alignment: int
     clear_first: int = 0
     clear_last: int = 0
     shortest: int = 0
@@ -142,21 +142,21 @@ def _span(
     """Read off the lengths on a CPU. Elsewhere, as reading them would stop a GPU, everything is visited and masked."""
     block = keys.format.token_block or 1
     page = keys.codes.shape[2]
-    unit = block if page_table is None else page
+    alignment = block if page_table is None else page
     capacity = page if page_table is None else page * page_table.shape[1]
-    if 0 in (*keys.codes.shape[:2], len(lengths), unit):
+    if 0 in (*keys.codes.shape[:2], len(lengths), alignment):
         return _Span(0, 0, 1)
     if lengths.device.type != "cpu":
-        return _Span(0, capacity, unit)
+        return _Span(0, capacity, alignment)
     stored, start = options.limit(lengths).tolist(), query_start.tolist()
     starts = [0] if options.starts is None else options.starts.tolist()
     window = max(start) + queries if options.window is None else options.window
     first = max(0, min(starts), min(start) - window + 1)
     last = min(max(stored), max(start) + queries)
     return _Span(
-        first=first // unit * unit,
+        first=first // alignment * alignment,
         last=min(capacity, -(-last // block) * block),
-        unit=unit,
+        alignment=alignment,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
         shortest=int(lengths.min()),
@@ -164,10 +164,10 @@ def _span(
 
 
 def _step(span: _Span, rows: torch.Tensor, keys: KVBuffer, values: KVBuffer) -> int:
-    """Tokens of a block: a multiple of the unit, at least one."""
+    """Tokens of a block: a multiple of the alignment, at least one."""
     per_token = rows.shape[0] * rows.shape[1] * max(keys.dim, values.dim, rows.shape[2])
     wanted = min(BLOCK // max(per_token, 1), span.last - span.first)
-    return max(1, -(-wanted // span.unit)) * span.unit
+    return max(1, -(-wanted // span.alignment)) * span.alignment
 
 
 # -------------------------------------------------------------------------------------------------- blocks of a buffer

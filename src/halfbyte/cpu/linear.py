@@ -1,11 +1,12 @@
 """A product with a quantised weight, some rows at a time, in plain torch: the `cpu` level of `linear`.
 
 A stored weight is w = scale * (unit - zero), with units on a small grid. A block of rows is decoded into one buffer that stays
-in cache until it is multiplied, in fp32 (float64 for a float64 x). What does not vary along a row stays outside the product:
+in cache until it is multiplied, in fp32 (float64 for a float64 x). A scale of a whole row stays outside the product; scales of
+groups multiply the decoded block.
 
-    x . w_n = scale_n (x . unit_n) - sum_g scale_ng zero_ng (sum of x over group g)
-
-Scales of groups multiply the decoded block. Nothing is rounded to x's dtype before the bias is in.
+Zero points come off the decoded block, where the difference is exact. Taken off the product instead, as the sum over groups of
+scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean. Nothing is rounded to x's
+dtype before the bias is in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.cpu.codes import unpack_into
-from halfbyte.reference.quantize import block_scales
+from halfbyte.reference.dequantize import block_scales
 from halfbyte.tensors import QuantTensor
 
 #: Numbers in one decoded block of rows: few enough for a CPU's cache, enough to hide the cost of calling an operator.
@@ -35,14 +36,15 @@ def linear(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> t
         hi = min(lo + step, features)
         unit = buffer[: hi - lo]
         unpack_into(unit, weight.codes[lo:hi], weight.format.code)
-        if scales is not None and scales.shape[-1] > 1:
-            torch.unflatten(unit, -1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
+        if scales is not None:
+            groups = torch.unflatten(unit, -1, (scales.shape[-1], -1)) if width else unit.unsqueeze(-1)
+            if weight.offsets is not None:
+                groups.sub_(weight.offsets[lo:hi].unsqueeze(-1))
+            if scales.shape[-1] > 1:
+                groups.mul_(scales[lo:hi].unsqueeze(-1))
         torch.mm(unit, rows.mT, out=y[lo:hi])
     if scales is not None and scales.shape[-1] == 1:
         y *= scales
-    if scales is not None and weight.offsets is not None and width:
-        sums = torch.unflatten(rows, -1, (scales.shape[-1], -1)).sum(-1)  # [M, G]
-        y -= (scales * weight.offsets) @ sums.mT
     if bias is not None:
         y += bias.unsqueeze(-1)
     return y.mT.to(x.dtype).contiguous().view(*x.shape[:-1], features)

@@ -17,7 +17,7 @@ from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
-    from halfbyte.bench.charts import Point
+    from halfbyte.measure.charts import Point
 
 KL_LABEL = "mean KL divergence (nats)"
 #: What a logarithmic axis shows for no divergence at all.
@@ -62,7 +62,7 @@ def _kind(result: Quality) -> str:
 
 def add_results(report: Report, results: Sequence[Quality]) -> None:
     """The table and the charts: quality against bytes for caches and for weights, error by layer."""
-    from halfbyte.bench.charts import lines, scatter
+    from halfbyte.measure.charts import lines, scatter
 
     base, others = results[0], results[1:]
     report.table(HEADERS, [row(r) for r in results], "Every run beside the 16-bit one")
@@ -86,7 +86,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
 
 def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:
     """Points of a chart; results that coincide (groups as wide as a head, say) share one."""
-    from halfbyte.bench.charts import Point
+    from halfbyte.measure.charts import Point
 
     merged: dict[tuple[float, float], Point] = {}
     for result, share, name, kind in zip(results, shares, names, series, strict=True):
@@ -113,8 +113,8 @@ def append_records(results: Sequence[Quality], path: Path) -> None:
     """Append one JSON object a result to a file, with where and how it was made."""
     import torch
 
-    from halfbyte.bench.records import environment
     from halfbyte.device import describe
+    from halfbyte.measure.records import environment
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     with path.open("a", encoding="utf-8") as file:

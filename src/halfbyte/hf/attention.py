@@ -7,7 +7,6 @@ past from it. With any other cache, or none, the plain tensors go to torch's sca
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -17,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.model_support import layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
@@ -32,9 +31,6 @@ DECODE_QUERIES = 16
 #: The key offset that a packed cache reports to mask functions. A real offset is never negative, so it tells a packed cache apart.
 PACKED = -1
 
-_LOG = logging.getLogger("halfbyte")
-_ANNOUNCED: set[str] = set()
-
 #: Keyword arguments that models pass along and that do not change what attention computes.
 _HARMLESS = frozenset(
     (
@@ -45,7 +41,7 @@ _HARMLESS = frozenset(
 )
 
 
-class Layer(Protocol):
+class PackedLayerLike(Protocol):
     """What attention reads of a packed layer: its cache, and the same in pieces, for compiled code."""
 
     kv: KVCache | None
@@ -62,7 +58,7 @@ class Handle:
 
     __slots__ = ("layer", "new", "which")
 
-    def __init__(self, layer: Layer, new: torch.Tensor, which: str) -> None:
+    def __init__(self, layer: PackedLayerLike, new: torch.Tensor, which: str) -> None:
         self.layer, self.new, self.which = layer, new, which
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
@@ -184,10 +180,9 @@ def _plain(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """No packed cache: transformers' scaled_dot_product_attention, or the written-out form for softcap and sinks."""
-    announce(
-        "plain attention",
-        "halfbyte: this forward has no packed KV cache, so attention runs in 16/32 bits (torch's scaled_dot_product_attention). "
-        "Pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one; said once",
+    warn_once(
+        "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
+        "pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one"
     )
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -227,13 +222,6 @@ def _written_out(
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous()
-
-
-def announce(key: str, message: str) -> None:
-    """Log a message once in the life of the process. Nothing while compiling: it would break the graph."""
-    if not torch.compiler.is_compiling() and key not in _ANNOUNCED:
-        _ANNOUNCED.add(key)
-        _LOG.warning(message)
 
 
 # -------------------------------------------------------------------------------------------------------------------- masks

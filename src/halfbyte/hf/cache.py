@@ -12,7 +12,7 @@ from halfbyte.cache import KVCache, check_rotation
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
-from halfbyte.hf.model_support import check_family, text_config
+from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
@@ -54,23 +54,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, _, dim = key_states.shape
-        self._hold(self._empty(batch, heads, dim, value_states.shape[-1], key_states.device))
-
-    def _empty(self, batch: int, heads: int, dim: int, value_dim: int, device: torch.device) -> KVCache:
-        formats: dict[str, Any] = {"keys": self.key_format.name, "values": self.value_format.name, "rotate_keys": self.rotate_keys}
-        dtype = self.buffer_dtype
-        return KVCache(batch, heads, dim, self.capacity, value_dim=value_dim, dtype=dtype, device=device, **formats)
+        kv = KVCache(
+            batch,
+            heads,
+            dim,
+            self.capacity,
+            keys=self.key_format,
+            values=self.value_format,
+            value_dim=value_states.shape[-1],
+            rotate_keys=self.rotate_keys,
+            dtype=self.buffer_dtype,
+            device=key_states.device,
+        )
+        self._hold(kv)
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens, at least what there is; the codes are copied as they are."""
-        old, self.capacity = self.kv, max(capacity, self.capacity)
-        if old is None or old.capacity >= self.capacity:
-            return
-        kv = self._empty(old.batch, old.kv_heads, old.head_dim, old.value_dim, old.device)
-        for new, held in zip(kv.tensors(), old.tensors(), strict=True):
-            new[tuple(slice(size) for size in held.shape)] = held
-        kv._at_most = None if old._in_graph else old._at_most
-        self._hold(kv)
+        self.capacity = max(capacity, self.capacity)
+        if self.kv is not None and self.kv.capacity < self.capacity:
+            self._hold(self.kv.grown(self.capacity))
 
     def _hold(self, kv: KVCache) -> None:
         """Take `kv` as this layer's memory. Addresses are declared fixed, without which CUDA graphs are not possible."""
@@ -86,7 +88,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = cast(KVCache, self.kv)
         if torch.compiler.is_compiling():
             append_parts(key_states, value_states, self.parts, self.formats, self.rotate_keys, self.measures)
-            kv._at_most, kv._sees_all = None, False
+            kv.forget_length_bound()
         else:
             kv.append(key_states, value_states)
         return Handle(self, key_states, "keys"), Handle(self, value_states, "values")
@@ -177,7 +179,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_capacity(capacity)
-        check_family(model_or_config)
+        check_model_support(model_or_config)
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)

@@ -1,8 +1,4 @@
-"""Saving quantised models and loading them again, bit for bit: `save`, `load`, and the quantizer that transformers finds by name.
-
-A folder is what transformers writes, with the parts of each quantised weight under the names of QuantLinear's parameters, and in
-config.json a `quantization_config` that says which module has which format.
-"""
+"""Saving models and loading them, bit for bit, with every file checked before transformers sees it."""
 
 from __future__ import annotations
 
@@ -11,159 +7,26 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import make_adapter, read_quantization
-from halfbyte.checkpoints.safetensors_files import (
-    SINGLE,
-    TensorInfo,
-    check_parts,
-    check_perm,
-    check_scales,
-    read_files,
-    read_folder,
-)
+from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo, read_folder
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
-from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.hf.external import ForeignCheckpoint
+from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import read_config
-from halfbyte.hf.parallel import ranks_of, update_plan
-from halfbyte.hf.weights import linear_size, of_adapters, replace
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.quantizer import METHOD
+from halfbyte.hf.weights import of_adapters
 
-METHOD = "halfbyte"
 #: What a parameter that is not quantised may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FORMAT_VERSION = 1
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
 TABLES = 1 << 27
-
-
-@register_quantization_config(METHOD)
-class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """`quantization_config` of config.json: the weight format of every quantised module, by name, and which are in act-order."""
-
-    def __init__(
-        self,
-        modules: dict[str, str] | None = None,
-        version: int = FORMAT_VERSION,
-        quant_method: str = METHOD,
-        act_order: Sequence[str] = (),
-        **kwargs: Any,
-    ) -> None:
-        self.quant_method, self.version = METHOD, version
-        self.modules: dict[str, str] = {} if modules is None else modules
-        self.act_order = act_order
-        self.check()
-
-    def check(self) -> None:
-        """Raise `CheckpointError` for what no halfbyte wrote."""
-        if self.version != FORMAT_VERSION:
-            raise CheckpointError(f"quantization_config has version {self.version!r}; this halfbyte reads version {FORMAT_VERSION}")
-        if not isinstance(self.modules, dict):
-            raise CheckpointError(f"quantization_config has modules of type {type(self.modules).__name__}; expected name -> format")
-        for name, fmt in self.modules.items():
-            if not isinstance(name, str) or not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
-                raise CheckpointError(
-                    f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
-                )
-        if not isinstance(self.act_order, list | tuple) or not all(
-            isinstance(n, str) and n in self.modules for n in self.act_order
-        ):
-            raise CheckpointError("quantization_config has an act_order that is no list of names of its modules")
-
-    def to_dict(self) -> dict[str, Any]:
-        made = {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
-        return {**made, "act_order": list(self.act_order)} if self.act_order else made
-
-
-@register_quantizer(METHOD)
-class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Builds QuantLinear modules for the checkpoint to load into. Only for checkpoints that `save` wrote."""
-
-    requires_calibration = True  # transformers' word for: quantised checkpoints only
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing beyond torch is needed."""
-
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
-        infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
-        config: HalfbyteConfig = self.quantization_config
-        for name in infos or ():
-            for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
-                if name.endswith(suffix) and name.removesuffix(suffix) not in named:
-                    raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
-        modules = dict(model.named_modules(remove_duplicate=False))
-        made: dict[int, QuantLinear] = {}
-        for name, fmt_name in config.modules.items():
-            module, fmt, act_order = modules.get(name), WEIGHT_FORMATS[fmt_name], name in config.act_order
-            size = None if module is None else linear_size(module)
-            if module is None or size is None:
-                raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer of {type(model).__name__}")
-            try:
-                fmt.check_shape(size, f"{name}.weight {list(size)}")
-            except InvalidArgument as error:
-                raise CheckpointError(str(error)) from error
-            if infos is not None:
-                check_parts(name, fmt, size, infos, act_order=act_order)
-            bias = getattr(module, "bias", None)
-            if id(module) not in made:
-                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
-            replace(model, name, made[id(module)])
-        return model
-
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
-        _keep_names(model)
-        for name, module in model.named_modules():
-            if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
-                weight = module.weight  # under tensor parallelism, this rank's share
-                check_scales(name, module.format, weight.parts())
-                if weight.perm is not None:
-                    check_perm(f"{name}.weight_perm", weight.perm)
-        return model
-
-    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
-        """How the parts of a layer are shared out. Versions of transformers that do not ask fail on the shapes of shares."""
-        if (ranks := ranks_of(model)) > 1:
-            update_plan(model, plan, ranks)
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
-
-def mark_quantized(model: Any, modules: dict[str, str]) -> None:
-    """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
-    config = HalfbyteConfig(modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None])
-    model.config.quantization_config = config
-    model.hf_quantizer = HalfbyteQuantizer(config)
-    model.is_quantized, model.quantization_method = True, METHOD
-    _keep_names(model)
-
-
-def _keep_names(model: Any) -> None:
-    """Let transformers save tensors under the names that the model has for them, which are those of `quantization_config`.
-
-    It would save under the names of the checkpoint that a family once had, or without the prefix that the loaded files lacked.
-    """
-    model._weight_conversions = []
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
@@ -231,8 +94,6 @@ def load(
     installed: docs/checkpoints.md. dtype is that of everything that is not quantised. Only safetensors are read, and no code from
     the folder runs.
     """
-    from halfbyte.hf import quantize
-
     if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
         raise InvalidArgument(
             f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
@@ -247,12 +108,12 @@ def load(
             f"adapter was merged into (merge_and_unload of PEFT)"
         )
     quantization = read_quantization(folder)
-    foreign = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
+    external = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
     infos = read_folder(folder)
     if quantization is not None and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
     empty = _build_empty(folder, infos)
-    checkpoint = None if foreign is None else ForeignCheckpoint(folder, empty, foreign, infos)
+    checkpoint = None if external is None else ExternalCheckpoint(folder, empty, external, infos)
     _check_tensors(folder, empty, infos if checkpoint is None else checkpoint.plain)
     try:
         if checkpoint is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.hf.attention import NAME, announce
+from halfbyte.errors import warn_once
+from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
 
 
@@ -56,7 +57,7 @@ class DefaultCache:
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
             # It drafts a few tokens a call, in a cache that it keeps from the first call on: how long that gets is not known here.
-            announce("assistant", "halfbyte: a model that drafts for another one keeps transformers' own growing cache; said once")
+            warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
             model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
             return None
@@ -86,10 +87,9 @@ def make_default(model: Any, settings: CacheSettings) -> None:
     defaults: Any = getattr(model, "generation_config", None)
     given = getattr(defaults, "cache_implementation", None)
     if given is not None:
-        announce(
-            "cache_implementation",
-            f"halfbyte: generation_config.cache_implementation={given!r} of this model gives way to the packed cache; "
-            f"pass cache_implementation= to generate() to have it back. Said once",
+        warn_once(
+            f"generation_config.cache_implementation={given!r} of this model is replaced by the packed cache; "
+            f"pass cache_implementation= to generate() to have it back"
         )
         defaults.cache_implementation = None
     model._prepare_cache_for_generation = DefaultCache(model, settings)

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from halfbyte.checkpoints.layer import Adapter, Layer
+from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.hf.model_support import read_config
-from halfbyte.hf.weights import linear_size, tell_experts
+from halfbyte.hf.quantizer import HalfbyteConfig
+from halfbyte.hf.weights import linear_size, warn_about_experts
 
 
-class ForeignCheckpoint:
+class ExternalCheckpoint:
     """The quantised layers of a folder by the names that the model has for them, and the tensors that are plain."""
 
     def __init__(self, folder: Path, model: nn.Module, adapter: Adapter, infos: dict[str, TensorInfo]) -> None:
@@ -40,13 +41,11 @@ class ForeignCheckpoint:
 
     def load(self, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
         """(the model, what transformers says about missing and unexpected tensors)."""
-        from halfbyte.hf.checkpoint import HalfbyteConfig
-
         state = {name: read_tensor(info) for name, info in self.plain.items()}
         formats, act_order = {}, []
         for name, stored in self.layers.items():
             out_features, in_features = self._size(name)
-            weight = self.adapter.convert(Layer(stored, out_features, in_features, self.infos))
+            weight = self.adapter.convert(StoredLayer(stored, out_features, in_features, self.infos))
             formats[name] = weight.format.name
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
@@ -61,7 +60,7 @@ class ForeignCheckpoint:
         made, found = type(self.model).from_pretrained(  # type: ignore[attr-defined]
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
-        tell_experts(made)
+        warn_about_experts(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)
         if (self.folder / "generation_config.json").is_file():
             made.generation_config = GenerationConfig.from_pretrained(self.folder)

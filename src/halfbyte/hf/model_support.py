@@ -73,7 +73,7 @@ def read_config(folder_or_id: Any) -> Any:
     return config
 
 
-def check_family(model_or_config: Any) -> None:
+def check_model_support(model_or_config: Any) -> None:
     """Raise `Unsupported`, with the reason, for a model whose attention cannot read a packed cache."""
     config, inner = getattr(model_or_config, "config", model_or_config), text_config(model_or_config)
     for candidate in (config, inner):

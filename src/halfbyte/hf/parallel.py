@@ -60,7 +60,7 @@ def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[s
     styles = dict.fromkeys(parts, style)
     if style in _ROW:
         _check_rows(layer, shared, ranks)
-        if fmt.granularity == "column":
+        if fmt.granularity == "out_channel":
             styles |= dict.fromkeys(parts & {"scales", "offsets"}, WHOLE)
     return styles | dict.fromkeys(parts & {"perm", "tensor_scale"}, WHOLE)
 
@@ -68,6 +68,6 @@ def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[s
 def _check_rows(layer: QuantLinear, shared: str, ranks: int) -> None:
     if layer.weight.perm is not None:
         raise Unsupported(f"{shared} by its in features: it is in act-order, and the columns of a rank would come from all over")
-    size = layer.format.code.per_byte if layer.format.granularity == "column" else layer.format.group_size(layer.in_features)
+    size = layer.format.code.per_byte if layer.format.granularity == "out_channel" else layer.format.group_size(layer.in_features)
     if layer.in_features % (size * ranks):
         raise Unsupported(f"{shared} by its {layer.in_features} in features: that would cut groups of {size}")

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.attention import announce
 from halfbyte.hf.key_bias import blocks, encoder_blocks
 from halfbyte.nn import QuantLinear
 
@@ -92,7 +91,7 @@ def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable
                 raise InvalidArgument(f"{name}: {error}") from error
     for name, module in modules.items():
         replace(model, name, made[id(module)])
-    tell_experts(model)
+    warn_about_experts(model)
     return dict.fromkeys(modules, chosen.name)
 
 
@@ -103,14 +102,13 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def tell_experts(model: nn.Module) -> None:
-    """Say once that expert weights which are no linear modules stay as they are."""
+def warn_about_experts(model: nn.Module) -> None:
+    """Warn that expert weights which are not in linear layers stay in 16 bits."""
     count = sum(
         p.numel() for block in blocks(model) for name, p in block.named_parameters() if p.ndim == 3 and p.is_floating_point()
     )
     if count:
-        announce(
-            f"experts of {type(model).__name__}",
-            f"halfbyte: {type(model).__name__} keeps its experts in 3-D parameters, not in linear layers; these {count:,} weights "
-            f"stay in 16 bits. Said once",
+        warn_once(
+            f"{type(model).__name__} keeps its experts in 3-D parameters, not in linear layers; these {count:,} weights stay in "
+            f"16 bits"
         )

@@ -23,7 +23,7 @@ from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.common.codes import e4m3_bits
 from halfbyte.kernels.common.encode import as_dtype
-from halfbyte.reference.quantize import dynamic_map
+from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor, expected_parts
 
 #: The interpreter rounds to bf16 by cutting off, which integers do better.

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.common.codes import rounded
 from halfbyte.kernels.decode.kv_args import INTERPRETED
 
@@ -81,15 +80,3 @@ def launch(
         tuple(outs), tuple(lses), *strides, sinks, out, lse, heads, queries, rows, dim,
         D=columns, ROWS=tile, INTERPRETED=INTERPRETED, num_warps=4,
     )  # fmt: skip
-
-
-def configurations() -> list[Configuration]:
-    """Two parts of a prompt, and three of a split sequence with sinks."""
-    return [*_configuration(2, (2, 32, 512, 128), torch.bfloat16), *_configuration(3, (4, 64, 1, 80), torch.float16, sinks=True)]
-
-
-def _configuration(parts: int, shape: tuple[int, ...], dtype: torch.dtype, sinks: bool = False) -> list[Configuration]:
-    outs = [empty(*shape, dtype=dtype) for _ in range(parts)]
-    lses = [empty(*shape[:3], dtype=torch.float32) for _ in range(parts)]
-    given = (outs, lses, empty(shape[1], dtype=torch.float32) if sinks else None, outs[0], lses[0])
-    return recorded(f"{parts}-parts{'-sinks' * sinks}", lambda: launch(*given))

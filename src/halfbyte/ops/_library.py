@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from halfbyte.errors import Unsupported
+from halfbyte.errors import Unsupported, warn_once
 from halfbyte.plans import GPU_LEVELS, LEVELS, plan
 from halfbyte.settings import default_impl, interpreted
 
@@ -74,9 +73,3 @@ def refuse_capture(name: str, device: torch.device) -> None:
 
 def _refuse_gradient(name: str, ctx: Any, *gradients: Any) -> Any:
     raise Unsupported(f"{name} has no gradient: halfbyte is for inference; wrap the call in torch.no_grad()")
-
-
-@functools.cache
-def warn_once(why: str) -> None:
-    """Warn, the first time that this is said."""
-    warnings.warn(f"halfbyte: {why}", stacklevel=4)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from halfbyte.device import describe
-from halfbyte.errors import Unsupported
+from halfbyte.errors import Unsupported, warn_once
 from halfbyte.formats import Format
-from halfbyte.ops._library import warn_once
 from halfbyte.ops._relaunch_linear import Request, remember
 from halfbyte.ops._workspace import counters, floats
-from halfbyte.plans.linear import LinearPlan, Spec
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.toolchain import EQUAL_PARTS
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
@@ -117,7 +116,7 @@ def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half:
     facts = describe(f"cuda:{device}")
     num_sms, capability = facts.sm_count or 1, facts.capability or (0, 0)
     table = table_of(facts.name, num_sms)
-    problem: dict[str, Any] = {"rows": rows, "width": width, "half": half, "pair": pair}
+    problem: dict[str, Any] = {"m": rows, "width": width, "dtype": half, "use_pdl": pair}
     plan = linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
     if plan == EQUAL_PARTS:
         warn_once(EQUAL_PARTS)
@@ -154,7 +153,7 @@ def _launch_gluon(
     small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
     seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
     key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
-    kernel: Any = mma if isinstance(plan.spec, Spec) else wgmma
+    kernel: Any = mma if isinstance(plan.spec, LinearSpec) else wgmma
     known = None if own else _compiled.get(key)
     compiled = kernel.launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, known)
     if not own:
@@ -212,7 +211,7 @@ def _tiles(weights: tuple[tuple[Format, int], ...], rows: int, width: int, devic
     """The plan on GPU number `device` (-1: the interpreter)."""
     facts = None if device < 0 else describe(f"cuda:{device}")
     capability, num_sms = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
-    return linear_tiles(weights, rows=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
+    return linear_tiles(weights, m=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
 
 
 def _dense_vectors(w: QuantTensor) -> QuantTensor:

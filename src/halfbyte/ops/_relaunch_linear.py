@@ -11,7 +11,7 @@ import torch
 from halfbyte.formats import Format
 from halfbyte.ops._facts import Key, Layout, add_facts, keep, layout, plain, where_it_lies
 from halfbyte.ops._workspace import shared
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.settings import as_set
 from halfbyte.tensors import QuantTensor
 

@@ -12,8 +12,9 @@ from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, Rope
-from halfbyte.ops import _relaunch_append as relaunch
+from halfbyte.ops._launch_cache import Signature, replay
 from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops._relaunch_append import remember
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
@@ -135,13 +136,13 @@ def store(
     q: torch.Tensor | None = None,
     impl: str = "auto",
     measure: bool = True,
-    request: relaunch.Request | None = None,
+    request: Signature | None = None,
 ) -> torch.Tensor | None:
     """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured.
 
     `request`: what this append may be like, and is to be remembered as.
     """
-    done = None if request is None else relaunch.again(request)
+    done: tuple[torch.Tensor | None] | None = None if request is None else replay(request)
     if done is not None:
         return done[0]
     chosen = level("append", impl, lengths.device)
@@ -177,7 +178,7 @@ def _launch(
     advance: bool,
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
-    request: relaunch.Request | None = None,
+    request: Signature | None = None,
 ) -> bool:
     """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
     from halfbyte.kernels.append.tokens import launch, one_program
@@ -192,7 +193,7 @@ def _launch(
     with torch.cuda.device_of(k):
         made = launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, amax, in_kernel, pdl, q, q_out)
     if request is not None and in_kernel and len(made) == 1:
-        relaunch.remember(request, *made[0], q_out)
+        remember(request, *made[0], q_out)
     return in_kernel
 
 

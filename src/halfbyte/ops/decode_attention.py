@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,11 +10,12 @@ import torch
 
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops import _relaunch
-from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture, warn_once
+from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
+from halfbyte.ops._per_sequence import attend_per_sequence
 from halfbyte.ops.append import Stored
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
@@ -62,24 +64,26 @@ def _run(
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], value_buffer.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
     if level in ("cpu", "reference"):
+        refuse_capture("decode_attention", q.device)
         query_start = lengths - q.shape[2] if query_start is None else query_start
-        return _in_torch(q, key_buffer, value_buffer, lengths, query_start, page_table, options, level)
+        where = (key_buffer, value_buffer, lengths, page_table, query_start, options)
+        attend = functools.partial(_in_torch, level)
+        return attend_per_sequence(attend, q, *where) if deterministic_batch else attend(q, *where)
     return gpu.run(
         q, key_buffer, value_buffer, lengths, query_start, page_table, options, level, deterministic_batch, compiled=True
     )
 
 
 def _in_torch(
+    level: str,
     q: torch.Tensor,
     keys: KVBuffer,
     values: KVBuffer,
     lengths: torch.Tensor,
-    query_start: torch.Tensor,
     page_table: torch.Tensor | None,
+    query_start: torch.Tensor,
     options: AttentionOptions,
-    level: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_capture("decode_attention", q.device)
     attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
     pieces = [
         attend(piece, keys, values, lengths, page_table, query_start + i * QUERY_BLOCK, options)
@@ -139,8 +143,8 @@ def decode_attention(
     starts        int [B]; keys before it are left padding and are never seen
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
-    deterministic_batch   a sequence's result has the same bits alone and in every batch. Others do already, except on a GPU, where
-                  the work is shared according to all lengths; there this takes the portable kernel and splits of fixed size
+    deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes the portable kernel
+                  and splits of fixed size; the `cpu` and `reference` levels compute one sequence after the other
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """

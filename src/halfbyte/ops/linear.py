@@ -10,11 +10,11 @@ import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.cpu import linear as cpu
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.formats import weight_format
 from halfbyte.ops import _linear_on_gpu as gpu
 from halfbyte.ops import _relaunch_linear as relaunch
-from halfbyte.ops._library import can_bypass_dispatcher, define, level, warn_once
+from halfbyte.ops._library import can_bypass_dispatcher, define, level
 from halfbyte.reference import linear as reference
 from halfbyte.tensors import QuantTensor, weight_of
 

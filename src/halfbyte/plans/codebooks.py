@@ -1,4 +1,4 @@
-"""The levels of lookup codes as 16-bit numbers: what they are divided by before they are rounded."""
+"""Codebooks as 16-bit numbers: what their values are divided by before they are rounded."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from statistics import NormalDist
 
 from halfbyte.formats import Code
 
-#: Numbers of a sum for which levels are chosen.
+#: Terms of a sum for which units are chosen.
 _LONG = 8192
 
 
 @functools.cache
-def level_of(code: Code, half: str) -> float:
-    """What the levels of a table are divided by before they are rounded to 16 bits.
+def unit_of_codebook(code: Code, dtype: str) -> float:
+    """What the values of a codebook are divided by before they are rounded to 16 bits.
 
     1 / d for the smallest d = 1..16 that makes all of them exact. If there is none (NF4), what makes long sums most exact: the
-    error of a level is the same wherever its code stands, so a mean error grows with K where x has one sign, the others with its
+    error of a value is the same wherever its code stands, so a mean error grows with K where x has one sign, the others with its
     root.
     """
     assert code.values is not None
     values = code.values
     for d in range(1, 17):
-        if all(abs(_rounded(value * d, half) - value * d) <= 2**-22 * abs(value * d) for value in values):
+        if all(abs(_rounded(value * d, dtype) - value * d) <= 2**-22 * abs(value * d) for value in values):
             return 1.0 / d
     shares = _shares(values)
 
     def cost(factor: float) -> float:
-        errors = [_rounded(value * factor, half) / factor - value for value in values]
+        errors = [_rounded(value * factor, dtype) / factor - value for value in values]
         mean = sum(share * error for share, error in zip(shares, errors, strict=True))
         return sum(share * error**2 for share, error in zip(shares, errors, strict=True)) + _LONG * mean**2
 
@@ -50,17 +50,17 @@ def _shares(values: tuple[float, ...], block: int = 64) -> list[float]:
     return [found[value] for value in values]
 
 
-def _rounded(value: float, half: str) -> float:
+def _rounded(value: float, dtype: str) -> float:
     """The 16-bit number nearest to `value`."""
-    bits = pattern(value, half)
-    if half == "fp16":
+    bits = pattern(value, dtype)
+    if dtype == "fp16":
         return float(struct.unpack("<e", struct.pack("<H", bits))[0])
     return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
 
 
-def pattern(value: float, half: str) -> int:
+def pattern(value: float, dtype: str) -> int:
     """The pattern of the 16-bit number nearest to `value`."""
-    if half == "fp16":
+    if dtype == "fp16":
         return int(struct.unpack("<H", struct.pack("<e", value))[0])
     bits = int(struct.unpack("<I", struct.pack("<f", value))[0])
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from halfbyte.errors import check
-from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.formats import key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, Problem, dense_problem, queries_of_a_block
 from halfbyte.plans.decode_portable import triton_tiles
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec
-from halfbyte.plans.linear import LinearPlan, Spec
-from halfbyte.plans.linear_portable import expanded, linear_tiles, slab_rows
+from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
 
 
@@ -139,13 +139,15 @@ def linear_explanation(
     moved = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
     asked = list(zip(formats, features, strict=True))
-    gpu: dict[str, Any] = {"num_sms": sm_count, "capability": capability, "pair": True, "table": table}
-    tuned, source = linear_plan(asked, rows=rows, width=width, half=dtype, **gpu)
+    gpu: dict[str, Any] = {"num_sms": sm_count, "capability": capability, "use_pdl": True, "table": table}
+    tuned, source = linear_plan(asked, m=rows, width=width, dtype=dtype, **gpu)
     if isinstance(tuned, LinearPlan):
-        return facts | _tuned_linear(tuned, rows, source)
+        kernel, *rest = tuned.describe(rows).items()
+        return facts | dict([kernel, ("plan", source), *rest])
     if expanded(formats, rows, width):
-        return facts | {"not gluon": tuned} | _by_slabs(features, rows, width)
-    return facts | {"not gluon": tuned} | _portable_linear(asked, rows, width, sm_count, capability)
+        return facts | {"not gluon": tuned} | describe_slabs(features, rows, width)
+    tiles = linear_tiles(asked, m=rows, width=width, num_sms=sm_count, capability=capability)
+    return facts | {"not gluon": tuned} | tiles.describe(features, rows)
 
 
 def _gpu(sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
@@ -155,47 +157,3 @@ def _gpu(sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
 
 def _check_half(dtype: str) -> None:
     check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
-
-
-def _tuned_linear(plan: LinearPlan, rows: int, source: str) -> dict[str, str]:
-    spec = plan.spec
-    alone = not plan.shared
-    there = f"of which {rows} are there" if rows <= spec.rows else f"in {-(-rows // spec.rows)} blocks"
-    launches = "one launch" if isinstance(spec, Spec) else "warp-group products; two launches, the first brings x into order"
-    return {
-        "kernel": f"gluon, the tuned one; {launches}",
-        "plan": source,
-        "tile": f"{spec.tile} rows of the weight by {spec.rows} of x, {there}; {spec.warps} warps",
-        "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-        "programs": f"{plan.programs}, {plan.blocks} at once on a multiprocessor",
-        "cut": plan.why,
-        "partial sums": "none" if alone else f"{4 * plan.floats / 1e6:.2f} MB at most; the program that arrives last adds them up",
-    }
-
-
-def _portable_linear(
-    weights: Sequence[tuple[Format, int]], rows: int, width: int, sm_count: int, capability: tuple[int, int]
-) -> dict[str, str]:
-    tiles = linear_tiles(weights, rows=rows, width=width, num_sms=sm_count, capability=capability)
-    count = sum(-(-n // tiles.block_n) for _, n in weights) * -(-rows // tiles.block_m)
-    split = f"{tiles.splits} a tile, {tiles.share} steps each; the program that arrives last adds them up"
-    return {
-        "kernel": "triton, the portable one; one launch",
-        "tile": f"{tiles.block_n} rows of the weight by {tiles.block_m} of x; {tiles.num_warps} warps",
-        "ring": f"{tiles.num_stages} steps of {tiles.block_k} k",
-        "programs": f"{count * tiles.splits} for {count} tiles",
-        "cut": tiles.why,
-        "partial sums": "none" if tiles.splits == 1 else split,
-    }
-
-
-def _by_slabs(features: Sequence[int], rows: int, width: int) -> dict[str, str]:
-    step = slab_rows(width)
-    slabs = sum(-(-n // step) for n in features)
-    buffer = 2 * min(step, max(features)) * width
-    return {
-        "kernel": "cuBLAS, over parts of the weights that another kernel dequantises",
-        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
-        "cut": f"{rows} rows: the tensor cores are busy longer than dequantising takes",
-        "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
-    }

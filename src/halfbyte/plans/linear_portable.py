@@ -1,8 +1,8 @@
-"""How the portable Triton level of `linear` cuts a product into programs: pure functions, no device is asked anything.
+"""How the portable Triton level of `linear` divides a GEMM into programs: pure functions of the problem and the device.
 
 y^T [N, M] = W [N, K] x^T: a program takes `block_n` weight rows and `block_m` rows of x, and walks its share of K in steps of
-`block_k`. Up to 64 rows reading the weight is what takes time, and K is split until all multiprocessors read. Beyond, it is the
-tensor cores and the decoding in front of them: a tile of the weight is decoded for as many rows of x as registers hold.
+`block_k`. Up to M = 64 reading the weight takes the time, and K is split until all SMs read. Beyond, the tensor cores and the
+decoding ahead of them do: a tile of the weight is decoded for as many rows of x as registers hold.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
 
-#: Rows of x up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
+#: M up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
 EXACT_ROWS = 64
 #: Rows of a tile up to which the kernel reads columns of x one by one: strided, or in the order of the weight.
 GATHERED_ROWS = 16
-#: Where the same bits are asked for whatever the number of rows: rows of a tile, and programs over N and K.
+#: Where rows must have the same bits whatever M is: rows of a tile, and programs over N and K.
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 #: The most partial results that are added for one number, and the fewest columns of one.
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
 #: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
-#: Rows of x from which on it is faster to dequantise a part of a weight and multiply by cuBLAS: in general, and where every 16
-#: codes have a scale of their own, which costs the portable kernel most. And bytes of such a part: smaller ones were up to half
+#: M from which on it is faster to dequantise slabs of a weight and multiply by cuBLAS: in general, and where every 16
+#: codes have a scale of their own, which costs the portable kernel most. And bytes of a slab: smaller ones were up to half
 #: slower, as cuBLAS fills the GPU with fewer tiles, although L2 would hold them.
 _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 
@@ -47,39 +47,60 @@ class LinearTiles:
     num_stages: int
     why: str = ""
 
+    def count(self, features: Sequence[int], m: int) -> int:
+        """Tiles of a launch, each with a semaphore where K is split."""
+        return sum(-(-n // self.block_n) for n in features) * -(-m // self.block_m)
+
+    def floats(self, features: Sequence[int], m: int) -> int:
+        """fp32 numbers of workspace: a partial result for each split of a tile."""
+        return self.count(features, m) * self.splits * self.block_n * self.block_m if self.splits > 1 else 0
+
+    def describe(self, features: Sequence[int], m: int) -> dict[str, str]:
+        """The launch in words, as `halfbyte explain` prints it."""
+        count = self.count(features, m)
+        split = f"{self.splits} a tile, {self.share} steps each; the program that arrives last adds them up"
+        return {
+            "kernel": "triton, the portable one; one launch",
+            "tile": f"{self.block_n} rows of the weight by {self.block_m} of x; {self.num_warps} warps",
+            "ring": f"{self.num_stages} steps of {self.block_k} k",
+            "programs": f"{count * self.splits} for {count} tiles",
+            "cut": self.why,
+            "partial sums": "none" if self.splits == 1 else split,
+        }
+
 
 def linear_tiles(
     weights: Sequence[tuple[Format, int]],
     *,
-    rows: int,
+    m: int,
     width: int,
     num_sms: int,
     capability: tuple[int, int] = (8, 0),
     row_invariant: bool = False,
 ) -> LinearTiles:
-    """Tiles for x [rows, width] and weights of these formats and out features, on `num_sms` multiprocessors.
+    """Tiles for x [m, width] and weights of these formats and N, on `num_sms` SMs.
 
-    `row_invariant`: from the weights alone, neither from `rows` nor from the device.
+    `row_invariant`: from the weights alone, neither from M nor from the device.
     """
     features = [n for _, n in weights]
-    if rows > EXACT_ROWS and not row_invariant:
-        return _many_rows(features, rows, width, num_sms, capability)
-    block_m = _INVARIANT_ROWS if row_invariant else max(16, 1 << (rows - 1).bit_length())
+    if m > EXACT_ROWS and not row_invariant:
+        return _large_m(features, m, width, num_sms, capability)
+    block_m = _INVARIANT_ROWS if row_invariant else max(16, 1 << (m - 1).bit_length())
     block_k = min([128, *(fmt.group_size(width) for fmt, _ in weights if not folds_exactly(fmt))])
     block_k = 1 << max(5, block_k.bit_length() - 1)
     tiles = sum(-(-n // 64) for n in features)
     steps = -(-width // block_k)
     wanted = _INVARIANT_PROGRAMS if row_invariant else 4 * num_sms
     splits = max(1, min(wanted // max(tiles, 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
-    why = "a function of N and K alone" if row_invariant else f"{rows} rows: the weight is read once"
+    why = "a function of N and K alone" if row_invariant else f"{m} rows: the weight is read once"
     found = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
     return _split(found, splits)
 
 
-def expanded(formats: Sequence[Format], rows: int, width: int) -> bool:
-    """Whether a product of so many rows is faster by dequantised parts of weights [N, width] of these formats."""
+def expanded(formats: Sequence[Format], m: int, width: int) -> bool:
+    """Whether a GEMM of so large an M is faster by dequantised slabs of weights [N, width] of these formats."""
     fine = any(fmt.group_size(width) < 32 for fmt in formats)
-    return rows >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
+    return m >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
 
 
 def slab_rows(width: int) -> int:
@@ -98,17 +119,30 @@ def _split(tiles: LinearTiles, splits: int) -> LinearTiles:
     return replace(tiles, splits=-(-tiles.share // share), share=share, why=f"{tiles.why}, K in {-(-tiles.share // share)} parts")
 
 
-def _many_rows(features: list[int], rows: int, width: int, num_sms: int, capability: tuple[int, int]) -> LinearTiles:
+def _large_m(features: list[int], m: int, width: int, num_sms: int, capability: tuple[int, int]) -> LinearTiles:
     """The shape whose waves over the GPU cost the least."""
 
     def cost(tiles: LinearTiles) -> float:
-        programs = sum(-(-n // tiles.block_n) for n in features) * -(-rows // tiles.block_m) * tiles.splits
+        programs = tiles.count(features, m) * tiles.splits
         steps = tiles.share + _TILE + (_PARTIAL * tiles.splits if tiles.splits > 1 else 0)
         return -(-programs // num_sms) * tiles.block_n * (tiles.block_m + _DECODING) * steps
 
     steps = -(-width // 64)
-    wide = 9 <= capability[0] <= 10  # the registers of asynchronous products, and shared memory for their operands
-    whole = [LinearTiles(128, m, 64, 1, steps, True, 8, 3) for m in ((64, 128, 256) if wide else (64, 128))]
+    wide = 9 <= capability[0] <= 10  # the registers of asynchronous MMAs, and shared memory for their operands
+    whole = [LinearTiles(128, block_m, 64, 1, steps, True, 8, 3) for block_m in ((64, 128, 256) if wide else (64, 128))]
     shapes = [_split(shape, n) for shape in whole for n in (1, 2, 4, 8) if n == 1 or steps >= 8 * n]
     best = min(shapes, key=cost)
-    return replace(best, why=f"{rows} rows: each weight tile is decoded for {best.block_m} of them{best.why}")
+    return replace(best, why=f"{m} rows: each weight tile is decoded for {best.block_m} of them{best.why}")
+
+
+def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str]:
+    """A GEMM by dequantised slabs of the weights in words, as `halfbyte explain` prints them."""
+    step = slab_rows(width)
+    slabs = sum(-(-n // step) for n in features)
+    buffer = 2 * min(step, max(features)) * width
+    return {
+        "kernel": "cuBLAS, over parts of the weights that another kernel dequantises",
+        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
+        "cut": f"{m} rows: the tensor cores are busy longer than dequantising takes",
+        "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
+    }

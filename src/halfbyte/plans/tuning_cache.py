@@ -1,32 +1,33 @@
 """Plans that `halfbyte tune` measured: a small table for each type of GPU, keyed by every field of a problem.
 
-A table holds choices (`choices.py`), never plans: a choice goes through the checks that plans go through, and where it fails, or a
+A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through; where it fails, or a
 table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import HalfbyteError
+from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
 from halfbyte.plans.decode_spec import padded
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import Choice, DecodeChoice, LinearChoice, with_decode_choice, with_linear_choice
 from halfbyte.settings import stored_plans
 
-#: Rows of x up to which kernels round to a power of two; beyond, they take blocks of so many.
+#: M up to which kernels round to a power of two; beyond, they take blocks of so many rows.
 _BLOCK_ROWS = 64
 #: What a stored choice means. To be raised with a change of kernels or plans after which older measurements say nothing.
 VERSION = 2
@@ -38,7 +39,7 @@ class DamagedPlans(HalfbyteError, ValueError):
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """x times weights of these formats and out features. `rows` of x are rounded up as the kernels do."""
+    """x [rows, width] times weights of these formats and N, with M rounded up as the kernels do. Fields are named as in files."""
 
     weights: tuple[tuple[str, int], ...]
     rows: int
@@ -46,10 +47,10 @@ class LinearProblem:
     half: str
 
     @staticmethod
-    def of(weights: Sequence[tuple[Format, int]], rows: int, width: int, half: str) -> LinearProblem:
-        """As plans are asked for."""
-        alike = padded(rows) if rows <= _BLOCK_ROWS else -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
-        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), alike, width, half)
+    def of(weights: Sequence[tuple[Format, int]], m: int, width: int, dtype: str) -> LinearProblem:
+        """The problem of a GEMM with x [m, width]."""
+        rows = padded(m) if m <= _BLOCK_ROWS else -(-m // _BLOCK_ROWS) * _BLOCK_ROWS
+        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
 def key_of(problem: LinearProblem | Problem) -> str:
@@ -59,7 +60,7 @@ def key_of(problem: LinearProblem | Problem) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedEntry:
     """One problem that was measured. `choice` None: nothing was faster than the analytic plan.
 
     seconds, analytic_seconds  of a call, by the choice and by the analytic plan
@@ -80,7 +81,7 @@ class Table:
 
     gpu: str
     num_sms: int
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, TunedEntry] = field(default_factory=dict)
     made_with: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
@@ -95,17 +96,17 @@ NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by
 def linear_plan(
     weights: Sequence[tuple[Format, int]],
     *,
-    rows: int,
+    m: int,
     width: int,
-    half: str,
+    dtype: str,
     num_sms: int,
     capability: tuple[int, int],
-    pair: bool,
+    use_pdl: bool,
     table: Table,
 ) -> tuple[LinearPlan | str, str]:
     """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
-    plan = tuned_linear(weights, rows=rows, width=width, half=half, num_sms=num_sms, capability=capability, pair=pair)
-    entry = table.entries.get(key_of(LinearProblem.of(weights, rows, width, half)))
+    plan = tuned_linear(weights, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=use_pdl)
+    entry = table.entries.get(key_of(LinearProblem.of(weights, m, width, dtype)))
     if isinstance(plan, str) or entry is None or not isinstance(entry.choice, LinearChoice):
         return plan, _analytic(entry, table)
     made = with_linear_choice(plan, entry.choice, [n for _, n in weights], width, num_sms, capability)
@@ -124,22 +125,22 @@ def decode_plan(
     return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
 
 
-def _tuned(entry: Entry, table: Table) -> str:
+def _tuned(entry: TunedEntry, table: Table) -> str:
     times = f"{1e6 * entry.seconds:.2f} us where the analytic plan took {1e6 * entry.analytic_seconds:.2f}"
     return f"tuned for {table.gpu} ({_source(entry)}): {times}"
 
 
-def _analytic(entry: Entry | None, table: Table) -> str:
+def _analytic(entry: TunedEntry | None, table: Table) -> str:
     if entry is not None and entry.choice is None:
         return f"analytic (nothing else was faster: {_source(entry)})"
     return f"analytic ({table.note or f'no entry for this problem, of {len(table.entries)} for {table.gpu}'})"
 
 
-def _unfit(entry: Entry, why: str) -> str:
+def _unfit(entry: TunedEntry, why: str) -> str:
     return f"analytic (the entry of {_source(entry)} does not fit: {why})"
 
 
-def _source(entry: Entry) -> str:
+def _source(entry: TunedEntry) -> str:
     return f"{entry.file}, {entry.date}"
 
 
@@ -159,7 +160,7 @@ def _table_of(gpu: str, num_sms: int, setting: str, own: str) -> Table:
     if setting == "0":
         return Table(gpu, num_sms, note="HALFBYTE_PLANS=0")
     files = [Path(setting)] if setting else [file for file in (shipped_plans(gpu), Path(own)) if os.path.exists(file)]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TunedEntry] = {}
     note = f"nothing is stored for {gpu}"
     for file in files:
         try:
@@ -203,11 +204,11 @@ def _key(problem: Mapping[str, Any]) -> str:
 _CHOICES: dict[str, type[Choice]] = {"linear": LinearChoice, "decode_attention": DecodeChoice}
 
 
-def _entry(data: Mapping[str, Any], file: str) -> Entry:
+def _entry(data: Mapping[str, Any], file: str) -> TunedEntry:
     choice = None
     if data["choice"] is not None:
         choice = _CHOICES[data["problem"]["op"]](**{name: _whole(value) for name, value in data["choice"].items()})
-    return Entry(choice, float(data["us"]) / 1e6, float(data["analytic us"]) / 1e6, str(data["date"]), file)
+    return TunedEntry(choice, float(data["us"]) / 1e6, float(data["analytic us"]) / 1e6, str(data["date"]), file)
 
 
 def _whole(value: object) -> int:
@@ -230,7 +231,43 @@ def write(file: Path, table: Table) -> None:
     os.replace(partial.name, file)
 
 
-def _plain(key: str, entry: Entry) -> dict[str, Any]:
+def _plain(key: str, entry: TunedEntry) -> dict[str, Any]:
     choice = None if entry.choice is None else asdict(entry.choice)
     times = {"us": round(1e6 * entry.seconds, 3), "analytic us": round(1e6 * entry.analytic_seconds, 3)}
     return {"problem": json.loads(key), "choice": choice, **times, "date": entry.date}
+
+
+@dataclass(frozen=True)
+class Store:
+    """The file that measured plans go to, each at once, behind those that it holds; other processes may add to it too.
+
+    head  the table without its entries; anew: whether a file that is no table of this GPU is replaced, else refused
+    """
+
+    file: Path
+    head: Table
+    anew: bool = False
+
+    def entries(self) -> Mapping[str, TunedEntry]:
+        """What the file holds now. Raises `InvalidArgument` for one that is to be kept and cannot be added to."""
+        if not self.file.exists():
+            return {}
+        try:
+            table = read(self.file)
+            check_gpu(table, self.head.gpu, self.head.num_sms, str(self.file))
+        except DamagedPlans as error:
+            if not self.anew:
+                raise InvalidArgument(f"output={str(self.file)!r} is kept as it is: {error}; name another file") from error
+            return {}
+        return table.entries
+
+    def add(self, problem: LinearProblem | Problem, entry: TunedEntry) -> None:
+        """Store an entry in place of an older one of the same problem."""
+        import fcntl  # POSIX has it, and every system with a GPU that this runs on
+
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        # The lock lies in a file of its own: the table is another file after every write.
+        with self.file.with_name(f".{self.file.name}.lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: what was measured is stored all the same
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            write(self.file, replace(self.head, entries={**self.entries(), key_of(problem): entry}))

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from halfbyte.plans.decode_attention import DecodePlan, neighbours, programs, shared_memory_of_block, summed_somewhere
-from halfbyte.plans.linear import LinearPlan, Spec, cut, even_programs, fewest_programs, piece, staged
-from halfbyte.plans.linear_wgmma import LinearWgmmaSpec, wgmma_staged
+from halfbyte.plans.linear import copy_width, even_programs, fewest_programs, staged
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_wgmma import wgmma_staged
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,27 @@ MOST_CHOICES = 24
 def linear_choice(plan: LinearPlan) -> LinearChoice:
     """The choice that a plan made."""
     spec = plan.spec
-    return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.blocks, plan.programs)
+    return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.programs_per_sm, plan.programs)
 
 
 def with_linear_choice(
     plan: LinearPlan, c: LinearChoice, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
 ) -> LinearPlan | str:
     """The plan of x [rows, width] times weights of so many out features with another choice; in words, why that cannot be."""
-    spec = _few_rows(plan.spec, c, width, capability) if isinstance(plan.spec, Spec) else _warp_groups(plan.spec, c, width)
+    spec = _few_rows(plan.spec, c, width, capability) if isinstance(plan.spec, LinearSpec) else _warp_groups(plan.spec, c, width)
     if isinstance(spec, str):
         return spec
-    across, steps = plan.tiles // _tiles(features, plan.spec.tile), -(-width // spec.step)
-    tiles = across * _tiles(features, spec.tile)
+    blocks, steps = plan.tiles // _tiles(features, plan.spec.tile), -(-width // spec.step)
+    tiles = blocks * _tiles(features, spec.tile)
     most = _MOST_PROGRAMS * num_sms
-    if isinstance(spec, Spec):  # whose programs may each compute one whole tile, however many there are
+    if isinstance(spec, LinearSpec):  # whose programs may each compute one whole tile, however many there are
         most = max(tiles, most)
     if not 1 <= c.programs <= min(tiles * steps, most):
         return f"{c.programs} programs for {tiles} tiles of {steps} steps on {num_sms} multiprocessors"
-    shared = tiles % c.programs
-    if isinstance(spec, LinearWgmmaSpec) and shared:
-        shared = tiles
-    size = f"{spec.tile} rows" if isinstance(spec, Spec) else f"{spec.tile} x {spec.rows}"
-    why = f"{tiles} tiles of {size}, {steps} steps of {spec.step} each; {c.programs} programs, {cut(c.programs, tiles)}"
-    return LinearPlan(spec, c.programs, tiles, steps, shared, c.blocks, why)
+    split = tiles % c.programs
+    if isinstance(spec, LinearWgmmaSpec) and split:
+        split = tiles
+    return LinearPlan(spec, c.programs, tiles, steps, split, c.blocks)
 
 
 def _tiles(features: Sequence[int], tile: int) -> int:
@@ -84,23 +83,23 @@ def _tiles(features: Sequence[int], tile: int) -> int:
     return sum(-(-n // tile) for n in features)
 
 
-def _few_rows(spec: Spec, c: LinearChoice, width: int, capability: tuple[int, int]) -> Spec | str:
-    if c.tile not in _TILES[spec.across] or c.chunk not in _CHUNKS or c.stages not in _STAGES or c.blocks not in (1, 2):
+def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: tuple[int, int]) -> LinearSpec | str:
+    if c.tile not in _TILES[spec.warps_m] or c.chunk not in _CHUNKS or c.stages not in _STAGES or c.blocks not in (1, 2):
         return f"{c} is no shape of this kernel"
     shape = replace(spec, tile=c.tile, chunk=c.chunk, stages=1, pad_slots=0)
     weight = shape.weights[0]
     if weight.group:
-        pieces = piece(shape, width, weight.scale_bytes), piece(shape, width, 1)
-        if not pieces[0] or (weight.zero and not pieces[1]):
+        scales, zeros = copy_width(shape, width, weight.scale_bytes), copy_width(shape, width, 1)
+        if not scales or (weight.zero and not zeros):
             return f"the scales of {shape.step} k cannot be copied in pieces of 4 bytes or more"
-        shape = replace(shape, piece=pieces[0], zero_piece=pieces[1])
+        shape = replace(shape, scales_per_copy=scales, zeros_per_copy=zeros)
     return staged(shape, c.blocks, capability, (c.stages,)) or f"{c.stages} stages do not fit shared memory {c.blocks} times"
 
 
 def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWgmmaSpec | str:
     if c.tile != spec.tile or c.chunk not in _WARP_GROUP_CHUNKS or c.blocks != 1:
         return f"{c} is no shape of this kernel"
-    most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1, piece=1), width)
+    most = wgmma_staged(replace(spec, chunk=c.chunk, stages=1, scales_per_copy=1), width)
     if most is None or not 3 <= c.stages <= most.stages:
         return f"{c.stages} stages of {c.chunk} k; shared memory has room for 3 to {most.stages if most else 0}"
     return replace(most, stages=c.stages)
@@ -133,8 +132,8 @@ def _linear_shapes(
     plan: LinearPlan, first: LinearChoice, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
 ) -> Iterator[LinearChoice]:
     """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
-    few = isinstance(plan.spec, Spec)
-    tiles = _TILES[plan.spec.across] if isinstance(plan.spec, Spec) else (first.tile,)
+    few = isinstance(plan.spec, LinearSpec)
+    tiles = _TILES[plan.spec.warps_m] if isinstance(plan.spec, LinearSpec) else (first.tile,)
     for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), _CHUNKS if few else _WARP_GROUP_CHUNKS, tiles):
         if (tile, chunk, blocks) == (first.tile, first.chunk, first.blocks) or (chunk == 128 and first.chunk > 128):
             continue  # pieces of 64 bytes of a row were the slowest of all (docs/linear.md)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.reference.dequantize import decode
 from halfbyte.reference.hadamard import rotate
-from halfbyte.reference.quantize import decode
 
 
 def decode_attention(

@@ -1,4 +1,4 @@
-"""Quantise and dequantise: the specification of every format.
+"""Quantise: the specification of every format. `halfbyte.reference.dequantize` is the way back.
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
@@ -19,12 +19,12 @@ import torch
 
 from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, Shape, weight_format
-from halfbyte.packing import pack_nibbles, unpack_nibbles
+from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
+from halfbyte.packing import pack_nibbles
+from halfbyte.reference.dequantize import dynamic_map, e8m0_to_float, over_elements, values_of
 from halfbyte.tensors import QuantTensor
 
 F16_MAX = 65504.0
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None) -> QuantTensor:
@@ -65,15 +65,7 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     The columns of a weight in act-order come in their own order, not in the stored one.
     """
     check(isinstance(q, QuantTensor), f"q is a {type(q).__name__}; expected a QuantTensor")
-    check(
-        isinstance(dtype, torch.dtype) and dtype in _FLOATS,
-        f"dtype={dtype!r}; expected torch.float16, bfloat16, float32 or float64",
-    )
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    if q.format.scale is None:
-        return q.codes.to(dtype)
-    values = decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
-    return values if q.perm is None else torch.empty_like(values).index_copy_(1, q.perm.long(), values)
+    return values_of(q, dtype)
 
 
 def any_format(fmt: str | Format) -> Format:
@@ -123,30 +115,12 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
             return x.reshape(1, -1), (1,)
         case "token":
             return x, (-3, -1)
-        case "head" | "column":
+        case "head" | "out_channel":
             return x, (-1,)
         case "group":
             return x.unflatten(-1, (-1, fmt.group_size(x.shape[-1]))), (-1,)
         case "channel":
             return x.unflatten(-2, (-1, fmt.token_block or 1)), (-2,)
-
-
-def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tensor:
-    """Scales (or offsets) spread so that they broadcast against a tensor of shape `shape`."""
-    assert fmt.scale is not None
-    match fmt.scale.granularity:
-        case "tensor":
-            return scales.reshape((1,) * len(shape))
-        case "token":
-            return scales.unsqueeze(-2).unsqueeze(-1)
-        case "head":
-            return scales.unsqueeze(-1)
-        case "column":
-            return scales
-        case "group":
-            return scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)
-        case "channel":
-            return scales.repeat_interleave(fmt.token_block or 1, dim=-2)
 
 
 # -------------------------------------------------------------------------------------------------- scales, then the codes
@@ -160,7 +134,7 @@ def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | 
         scales = torch.full(fmt.scale_shape(tuple(x.shape)), MIN_SCALE, dtype=stored, device=x.device)
         return scales, None if fmt.offset_dtype is None else torch.zeros_like(scales, dtype=fmt.offset_dtype)
     reach = torch.full((), fmt.code.reach, device=x.device)  # a Python number would be divided by as its reciprocal on a GPU
-    keep = fmt.granularity == "column"
+    keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
         return (blocks.abs().amax(axes, keepdim=keep) / reach).clamp_min(floor).to(stored), None
@@ -202,7 +176,7 @@ def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
     if code.kind == "affine":
         q = unit.round().clamp(code.lo, code.hi) + code.bias
         return q.to(torch.int8) if code.dtype is torch.int8 else pack_nibbles(q.to(torch.uint8))
-    if code is E4M3:
+    if code.is_e4m3:
         return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
     return pack_nibbles(_nearest(unit, code))
 
@@ -229,50 +203,7 @@ def _sorted_table(code: Code, device: torch.device) -> tuple[torch.Tensor, torch
     return order, (ascending[1:] + ascending[:-1]) / 2
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
-    """Values of stored codes under scales that are already plain numbers; computed in the dtype of `scales`."""
-    scale = over_elements(scales, fmt, shape)
-    unit = decode_unit(codes, fmt.code).to(scales.dtype)
-    if fmt.offset == "none" or offsets is None:
-        return unit * scale
-    offset = over_elements(offsets.to(scales.dtype), fmt, shape)
-    return (unit - offset) * scale if fmt.offset == "int" else unit * scale + offset
-
-
-def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """Values of stored codes before scaling, float32, 4-bit codes unpacked."""
-    if code.bits == 4:
-        codes = unpack_nibbles(codes)
-    if code.values is not None:
-        return code.levels().to(codes.device)[codes.int()]
-    if code.kind == "float":
-        return codes.view(code.dtype).float()
-    return codes.float() - code.bias
-
-
-# -------------------------------------------------------------------------------- block scales that are not plain numbers
-
-
-def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The scales of a QuantTensor as plain numbers in `dtype`, whatever they are stored as; its second level included."""
-    assert q.scales is not None and q.format.scale is not None
-    if q.nested is not None:
-        flat = dynamic_map(q.device)[q.scales.int()].flatten().to(dtype)
-        absmax, mean = q.nested[:-1].to(dtype), q.nested[-1].to(dtype)
-        spread = absmax.repeat_interleave(q.format.scale.nested or 1)[: flat.numel()]
-        return (flat * spread + mean).reshape(q.scales.shape)
-    if q.format.scale.dtype == "e8m0":
-        return e8m0_to_float(q.scales).to(dtype)
-    if q.format.scale.dtype == "e4m3":
-        scales = q.scales.view(torch.float8_e4m3fn).to(dtype)
-        return scales if q.tensor_scale is None else scales * q.tensor_scale.to(dtype)
-    return q.scales.to(dtype)
-
-
-def e8m0_to_float(stored: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes as float32: 2^(b - 127); 0 is 2^-127, a subnormal; 255 is NaN (OCP MX v1.0)."""
-    value = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
-    return value.masked_fill(stored == 255, torch.nan)
+# ---------------------------------------------------------------------------- formats with block scales of their own kind
 
 
 def _quantize_mx(x: torch.Tensor, fmt: Format) -> QuantTensor:
@@ -313,17 +244,3 @@ def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
     # The codes are made with the scales as they are; that the stored scales differ a little is the format's own error.
     codes = encode(x, scales, None, fmt)
     return QuantTensor(fmt, tuple(x.shape), codes, stored, nested=torch.cat([absmax, mean.reshape(1)]))
-
-
-@functools.cache
-def dynamic_map(device: torch.device) -> torch.Tensor:
-    """bitsandbytes' signed dynamic map, float32 [256], ascending.
-
-    Seven decades, 10^-6 to 1; decade i holds the 2^i midpoints of an even partition of [0.1, 1], both signs; then 0 and 1.
-    """
-    values = [0.0, 1.0]
-    for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
-        middle = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (i - 6)
-        values += [*middle.tolist(), *(-middle).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)

@@ -6,7 +6,7 @@ import torch
 
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.reference.append import slots
-from halfbyte.reference.quantize import decode
+from halfbyte.reference.dequantize import decode
 
 
 def reopen_block(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:

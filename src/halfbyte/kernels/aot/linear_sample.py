@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.plans.linear import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.tensors import QuantTensor, expected_parts
 
 #: (format, rows, N of each, K, options) for up to 16 rows: every kind of code and scale, every shape of tile, one weight and three.
@@ -76,13 +76,13 @@ def sample_configurations(
     capability: tuple[int, int],
 ) -> Iterator[Configuration]:
     """What a launch of x [rows, width] times weights of one format would compile on a GPU of 132 multiprocessors."""
-    fmt, half = WEIGHT_FORMATS[name], "fp16" if "fp16" in options else "bf16"
-    dtype = torch.float16 if half == "fp16" else torch.bfloat16
+    fmt, kind = WEIGHT_FORMATS[name], "fp16" if "fp16" in options else "bf16"
+    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
     weights = [_empty_weight(fmt, (n, width)) for n in features]
     outs = [empty(rows, n, dtype=dtype) for n in features]
     biases = [empty(n, dtype=dtype) if "bias" in options else None for n in features]
     shapes = [(fmt, n) for n in features]
-    made = plan(shapes, rows=rows, width=width, half=half, num_sms=132, capability=capability, pair=True)
+    made = plan(shapes, m=rows, width=width, dtype=kind, num_sms=132, capability=capability, use_pdl=True)
     if isinstance(made, LinearPlan):
         rest = (made.spec, made.programs, empty(1, dtype=torch.float32), empty(1))
         why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"

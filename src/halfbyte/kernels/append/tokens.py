@@ -14,7 +14,6 @@ tensor, what saturates is counted, NaN and infinity with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.formats import KV_FORMATS
-from halfbyte.kernels.aot.compiling import Configuration, divisible_by_16, empty, kv_buffer
 from halfbyte.kernels.append.rows import (
     fresh,
     load_rows,
@@ -340,57 +337,3 @@ def launch(*arguments: Any) -> list[tuple[Any, int, tuple[Any, ...]]]:
         (kernel[(programs,)](*given, num_warps=warps, **options), programs, given)
         for kernel, programs, given, warps, options in _launches(*arguments)
     ]
-
-
-# ------------------------------------------------------------------------------------------------------- what is shipped
-
-_TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-def _configurations(name: str, arguments: tuple[Any, ...]) -> Iterator[Configuration]:
-    """Each launch as the JIT would see it: tensors by their types, integers of 1 and what is absent as constants."""
-    for kernel, _, given, warps, options in _launches(*arguments):
-        names = kernel.arg_names
-        signature = {n: _TYPES[a.dtype] for n, a in zip(names, given, strict=True) if isinstance(a, torch.Tensor)}
-        numbers = {n: a for n, a in zip(names, given, strict=True) if type(a) is int and a != 1 and not n.isupper()}
-        numbers |= {n: a for n, a in zip(names, given, strict=True) if n in ("L", "H") and a != 1}
-        constexprs = {n: a for n, a in zip(names, given, strict=True) if n not in signature and n not in numbers}
-        whole = [*signature, *(n for n, a in numbers.items() if a % 16 == 0)]
-        signature |= dict.fromkeys(numbers, "i32")
-        yield Configuration(
-            f"{name}-{kernel.__name__}", kernel, signature, constexprs, {"num_warps": warps, **options}, divisible_by_16(*whole)
-        )
-
-
-def configurations() -> list[Configuration]:
-    """Every format of keys, beside one of values; the options in turn."""
-    return [c for i, keys in enumerate(KV_FORMATS) for c in _shipped(keys, i)]
-
-
-def _shipped(keys: str, i: int) -> Iterator[Configuration]:
-    """Decoding over contiguous memory with the keys of this format; a prompt over pages with rotation. Rotary embedding of keys and
-    queries with every prompt and every second decoding."""
-    whole = [name for name, f in KV_FORMATS.items() if not f.token_block]
-    formats = KV_FORMATS[keys], KV_FORMATS[whole[i % len(whole)]]
-    dtype = (torch.float16, torch.bfloat16)[i % 2]
-
-    for tokens, prompt in ((1, False), (48, True)):
-        planes = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype) for fmt in formats]
-        k, table = empty(16, 8, tokens, 128, dtype=dtype), empty(16, 4) if prompt else None
-        rotary = prompt or i % 2
-        rope = (empty(tokens, 64, dtype=torch.float32),) * 2 if rotary else (None, None)
-        amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
-        counts = empty(16) if prompt else None
-        queries = (
-            (empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2), empty(16, 32, tokens, 128, dtype=dtype)) if rotary else ()
-        )
-        name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}"
-        yield from _configurations(name, (k, k, counts, *planes, empty(16), table, prompt, *rope, amax, True, False, *queries))

@@ -22,14 +22,14 @@ from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear.operands import plain
 from halfbyte.kernels.linear.ring import place
-from halfbyte.kernels.linear.sync import filled, slot_of, stream_of, thread_of
+from halfbyte.kernels.linear.sync import filled, k_slice_of, slot_of, thread_of
 
 
 @gluon.jit
 def make_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes, scales, zero points and x of each stage."""
     pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
-    code_shape: gl.constexpr = [S.slots(C), C.streams, C.tile, S.words(C)]
+    code_shape: gl.constexpr = [S.slots(C), C.k_slices, C.tile, S.words(C)]
     codes = view(pool, 0, gl.int16, code_shape, code_ring_layout(S.words(C)))
     scales = codes
     zeros = codes
@@ -37,8 +37,8 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
         scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
         if S.zero:
             zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
-    x_type: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
-    x_shape: gl.constexpr = [C.stages, C.streams, C.x_high, C.chunk // 32, C.x_low, 32]
+    x_type: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
+    x_shape: gl.constexpr = [C.stages, C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
     x = view(pool, C.x_at, x_type, x_shape, plain(5))
     return codes, scales, zeros, x
 
@@ -54,7 +54,7 @@ def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C:
 def _code_pieces(S, C):
     """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of each piece i beside piece 0."""
     pieces = S.words(C) // 8
-    rows = 32 * C.across // pieces  # at once
+    rows = 32 * C.warps_m // pieces  # at once
     per_phase, phases = max(1, 8 // pieces), min(8, pieces)  # as code_ring_layout
     return [(row, 0, row // per_phase % phases * 16, row * pieces * 16) for row in range(0, C.tile, rows)]
 
@@ -76,7 +76,7 @@ def _scale_pieces(S, C, piece, size):
 def _x_pieces(C):
     """The same for x, whose row is one of x."""
     found = []
-    for j in range(0, C.few * C.chunk // 8, 32 * C.across):
+    for j in range(0, C.x_rows * C.chunk // 8, 32 * C.warps_m):
         part, high = j // (4 * C.x_low) % (C.chunk // 32), j // (4 * C.x_low) // (C.chunk // 32)
         found.append((high * C.x_low + j // 4 % C.x_low, part * 64 + j % 4 * 16, 0, 16 * j))
     return found
@@ -111,7 +111,7 @@ def _scale_thread(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The number of a thread among those of the block that copy scales (or zero points), and whether it is one of them."""
     lanes: gl.constexpr = _scale_lanes(S, C, piece)
     t = thread_of(C)
-    return (stream_of(C) * C.across + t // 32) * lanes + t % 32 % lanes, t % 32 < lanes
+    return (k_slice_of(C) * C.warps_m + t // 32) * lanes + t % 32 % lanes, t % 32 < lanes
 
 
 @gluon.jit
@@ -130,13 +130,13 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
     codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
-    width = K // S.planes
-    at = n0.to(gl.int64) * width + step * (C.streams * S.words(C))
-    codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (stream_of(C) * S.words(C) + t % pieces * 8)))
+    width = K // S.codes_per_word
+    at = n0.to(gl.int64) * width + step * (C.k_slices * S.words(C))
+    codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
     if S.groups > 0:
-        scales = _scales_from(scales, n0, step, K, S.scale_bytes, C.piece, S, C)
+        scales = _scales_from(scales, n0, step, K, S.scale_bytes, C.scales_per_copy, S, C)
         if S.zero:
-            zeros = _scales_from(zeros, n0, step, K, 1, C.zero_piece, S, C)
+            zeros = _scales_from(zeros, n0, step, K, 1, C.zeros_per_copy, S, C)
     return codes, scales, zeros, N - n0
 
 
@@ -172,10 +172,10 @@ def fetch_scales(turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     codes, scales, zeros, rows = at
     left = gl.where(wanted, K - step * C.step, 0)
     slot = slot_of(turn, C)
-    _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.piece, S, C)
+    _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.scales_per_copy, S, C)
     scales += C.columns(S) * S.scale_bytes
     if S.zero:
-        _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zero_piece, S, C)
+        _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zeros_per_copy, S, C)
         zeros += C.columns(S)
     filled(slot, C)
     return codes, scales, zeros, rows
@@ -188,36 +188,38 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     left = gl.where(wanted, K - step * C.step, 0)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
-    w = stream_of(C)
+    w = k_slice_of(C)
     # The eight rows of an ldmatrix lie in different banks: see code_ring_layout.
     row = t // pieces
     column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))
-    into = (slot * C.streams + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
-    there = gl.where((w * S.words(C) + t % pieces * 8) * S.planes < left, rows - row, 0)
+    into = (slot * C.k_slices + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
+    there = gl.where((w * S.words(C) + t % pieces * 8) * S.codes_per_word < left, rows - row, 0)
     gl.inline_asm_elementwise(
         _copy_asm(_code_pieces(S, C), 0, 16, False, False),
         "=r,r,l,r,r,~{memory}",
-        [into, codes, K // S.planes * 2, there],
+        [into, codes, K // S.codes_per_word * 2, there],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
-    codes += C.streams * S.words(C) * 2
+    codes += C.k_slices * S.words(C) * 2
     return codes, scales, zeros, rows
 
 
 @gluon.jit
 def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
     """Ask for x of one step, if `wanted`."""
-    inside: gl.constexpr = gl.constexpr(C.few * C.chunk // 8)  # pieces of a stream; where rows are few, two threads copy the same
+    inside: gl.constexpr = gl.constexpr(
+        C.x_rows * C.chunk // 8
+    )  # pieces of a stream; where rows are few, two threads copy the same
     t = thread_of(C) % inside
-    w = stream_of(C)
+    w = k_slice_of(C)
     left = gl.where(wanted, K - step * C.step, 0)
     part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
     m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
     k = w * C.chunk + part * 32 + t % 4 * 8
     at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_row + k))
-    into = (slot * C.streams + w) * gl.constexpr(2 * C.few * C.chunk) + t * 16
+    into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",

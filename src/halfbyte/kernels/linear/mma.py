@@ -39,8 +39,9 @@ from halfbyte.kernels.linear.multiply import multiply, to_float
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.ring import place
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
-from halfbyte.kernels.linear.unpack import make_table
-from halfbyte.plans.linear import Spec, gluon_linear, shares
+from halfbyte.kernels.linear.unpack import make_codebook
+from halfbyte.plans.linear import gluon_linear, shares
+from halfbyte.plans.linear_spec import LinearSpec
 from halfbyte.tensors import QuantTensor
 
 
@@ -48,7 +49,7 @@ from halfbyte.tensors import QuantTensor
 def _output_layout(C):
     """[W, tile, columns]: every thread holds the W sums of its own numbers."""
     across = min(C.sums, 32)
-    return gl.BlockedLayout([C.streams, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([C.k_slices, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -65,7 +66,7 @@ def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, 
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     if S.groups == 0:
         v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
-    v = v * (1.0 / S.unit(C.half))
+    v = v * (1.0 / S.unit(C.dtype))
     if S.factor:
         v = v * gl.load(factor)
     if Biases[0] is not None:
@@ -82,21 +83,21 @@ def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, 
 @gluon.constexpr_function
 def _loads_in_flight(C):
     """Of partial results, as far as registers go."""
-    return max(1, min(4, 64 * 32 * C.warps // C.part_floats))
+    return max(1, min(4, 64 * 32 * C.warps // C.partial_floats))
 
 
 @gluon.jit
-def sum_parts(Part, at, first, last, own, v, C: gl.constexpr):
+def sum_partials(Partials, at, first, last, own, v, C: gl.constexpr):
     """The partial results of programs first..last added in that order, several loads in flight; `v` is that of program `own`."""
     together: gl.constexpr = _loads_in_flight(C)
     there = (at >= 0) & (first != own)
-    total = gl.load(Part + (2 * first + 1).to(gl.int64) * C.part_floats + at, mask=there, other=0.0, cache_modifier=".cg")
+    total = gl.load(Partials + (2 * first + 1).to(gl.int64) * C.partial_floats + at, mask=there, other=0.0, cache_modifier=".cg")
     total = gl.where(first == own, v, total)
     for begin in range(first + 1, last + 1, together):
         parts = ()
         for y in gl.static_range(together):
             there = (at >= 0) & (begin + y <= last) & (begin + y != own)
-            base = Part + (2 * (begin + y)).to(gl.int64) * C.part_floats
+            base = Partials + (2 * (begin + y)).to(gl.int64) * C.partial_floats
             parts = parts + (gl.load(base + at, mask=there, other=0.0, cache_modifier=".cg"),)
         for y in gl.static_range(together):
             total += gl.where(begin + y == own, v, parts[y])
@@ -136,8 +137,8 @@ def linear(
     Biases,  # [N]
     Factors,  # fp32 [1]
     Outs,  # [rows, N]
-    Part,  # fp32 workspace: two partial results a program
-    Count,  # int32, one a shared tile, zero before and after
+    Partials,  # fp32 workspace: two partial results a program
+    Semaphores,  # int32, one a shared tile, zero before and after
     rows,
     K,
     x_row,
@@ -151,7 +152,7 @@ def linear(
     """One program's part of the tiles that are shared, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
-    sums_shape: gl.constexpr = [C.streams, C.tile, C.sums]
+    sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
     rings = make_rings(S, C)
     red = rings[0]
     if C.separate_reduce_smem:
@@ -186,12 +187,12 @@ def linear(
         ahead, ahead_tile, ahead_step, at = _next(
             ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
-    if S.kind == "pairs":
-        make_table(rings[0], S, C)
+    if S.kind == "codebook":
+        make_codebook(rings[0], S, C)
     select = ()
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
-    if C.pair:
+    if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
     x_step = step
@@ -200,7 +201,7 @@ def linear(
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
     check_addresses(rings[0], S, C)
-    acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+    acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
     turn = 0
     ahead_turn = C.stages - 1
@@ -228,7 +229,7 @@ def linear(
                 barrier()  # nobody reads this slot's codes any more
                 sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
             if S.groups_per_mma(C) > 1:
-                sums.store(gl.sum(gl.reshape(acc, [C.streams, C.tile, C.rows // C.few, C.few]), axis=2))
+                sums.store(gl.sum(gl.reshape(acc, [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]), axis=2))
             else:
                 sums.store(acc)
             barrier()
@@ -241,16 +242,16 @@ def linear(
                 n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
                 offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
                 mine = 2 * program + (begin == 0).to(gl.int32)
-                gl.store(Part + mine.to(gl.int64) * C.part_floats + offsets, v, cache_modifier=".cg")
+                gl.store(Partials + mine.to(gl.int64) * C.partial_floats + offsets, v, cache_modifier=".cg")
                 first = _program_at(tile * steps, each, more)
                 last = _program_at(tile * steps + (steps - 1), each, more)
                 barrier()
-                arrived = gl.atomic_add(Count + tile, 1, sem="acq_rel", scope="gpu")
+                arrived = gl.atomic_add(Semaphores + tile, 1, sem="acq_rel", scope="gpu")
                 if arrived == last - first:
-                    gl.store(Count + tile, 0)
-                    v = sum_parts(Part, offsets, first, last, program, v, C)
+                    gl.store(Semaphores + tile, 0)
+                    v = sum_partials(Partials, offsets, first, last, program, v, C)
                     write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
-            acc = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+            acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
@@ -267,7 +268,7 @@ def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | N
     return codes, scales, zeros, tuple(biases), tuple(w.tensor_scale for w in weights)
 
 
-def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> tuple[Any, ...]:
+def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearSpec, programs: int) -> tuple[Any, ...]:
     """The numbers of a launch, the same as long as the tensors' shapes and strides are."""
     (rows, width), features = x.shape, tuple(w.shape[0] for w in weights)
     tiles = sum(-(-n // spec.tile) for n in features)
@@ -279,27 +280,27 @@ def launch(
     weights: Sequence[QuantTensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
-    spec: Spec,
+    spec: LinearSpec,
     programs: int,
-    part: torch.Tensor,
-    count: torch.Tensor,
+    partials: torch.Tensor,
+    semaphores: torch.Tensor,
     compiled: Any = None,
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With spec.pair weights
-    are read before what ran last is known to have ended (programmatic dependent launch): docs/linear.md, paired launches.
-    part: fp32, two partial results a program; count: int32, one a tile that programs share, zero before and after.
+    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With
+    spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
+    partials: fp32, two partial results a program; semaphores: int32, one a tile that programs share, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is not asked then.
     """
-    arguments = (x, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights, spec, programs))
+    arguments = (x, *tensors_of(weights, biases), tuple(outs), partials, semaphores, *_numbers(x, weights, spec, programs))
     if compiled is not None:
         compiled[programs, 1, 1](*arguments, spec)
         return compiled
-    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
 
 
-def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: Spec, programs: int) -> Callable[..., None]:
+def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearSpec, programs: int) -> Callable[..., None]:
     """What launches the same once more, with tensors of the same types, shapes, strides and alignments.
 
     It takes the stream's number, x, addresses in the order of `tensors_of`, those of y, of part and of count.

@@ -35,10 +35,10 @@ def _bits(n):
 def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
-    G: gl.constexpr = C.columns(S) // C.streams
+    G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G)
-    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.streams, G]), [1, 0, 2])
-    parts = halves(gl.reshape(s, [C.streams, C.tile] + twos), _bits(G))
+    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.k_slices, G]), [1, 0, 2])
+    parts = halves(gl.reshape(s, [C.k_slices, C.tile] + twos), _bits(G))
     made = ()
     for g in gl.static_range(G):
         made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
@@ -65,12 +65,14 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step, where groups lie side by side: for each product those of its columns, in fp32."""
     mma: gl.constexpr = mma_layout(C)
     groups_per_mma: gl.constexpr = S.groups_per_mma(C)
-    G: gl.constexpr = C.columns(S) // C.streams
+    G: gl.constexpr = C.columns(S) // C.k_slices
     sets: gl.constexpr = _bits(G // groups_per_mma)
     twos: gl.constexpr = [2] * sets
-    like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, groups_per_mma, C.few])
-    s = gl.reshape(ring.load(column_scale_layout(C, G, groups_per_mma)), [C.tile, C.streams, G // groups_per_mma, groups_per_mma])
-    parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.streams, C.tile, groups_per_mma] + twos), sets)
+    like = gl.reshape(
+        gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, groups_per_mma, C.x_rows]
+    )
+    s = gl.reshape(ring.load(column_scale_layout(C, G, groups_per_mma)), [C.tile, C.k_slices, G // groups_per_mma, groups_per_mma])
+    parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.k_slices, C.tile, groups_per_mma] + twos), sets)
     made = ()
     for i in gl.static_range(gl.constexpr(G // groups_per_mma)):
         one = gl.convert_layout(parts[i], gl.SliceLayout(3, like.type.layout), assert_trivial=True)
@@ -82,17 +84,19 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
 def _over_columns(s, C: gl.constexpr):
     """fp32 [streams, tile, groups of an mma] -> [streams, tile, rows of x]: the rows of x of a group share what it has."""
     mma: gl.constexpr = mma_layout(C)
-    like = gl.reshape(gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma), [C.streams, C.tile, C.rows // C.few, C.few])
+    like = gl.reshape(
+        gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]
+    )
     s, like = gl.broadcast(gl.expand_dims(s, 3), like)
-    return gl.convert_layout(gl.reshape(s, [C.streams, C.tile, C.rows]), mma, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(s, [C.k_slices, C.tile, C.block_m]), mma, assert_trivial=True)
 
 
 @gluon.jit
 def _rows_alike(c, C: gl.constexpr):
     """[streams, 16 across, rows of x] with all its rows the same -> [streams, tile, rows of x]; registers only."""
-    for i in gl.static_range(_bits(C.tile // (16 * C.across))):
+    for i in gl.static_range(_bits(C.tile // (16 * C.warps_m))):
         c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
-        c = gl.reshape(c, [C.streams, (32 * C.across) << i, C.rows])
+        c = gl.reshape(c, [C.k_slices, (32 * C.warps_m) << i, C.block_m])
     return gl.convert_layout(c, mma_layout(C), assert_trivial=True)
 
 
@@ -100,19 +104,19 @@ def _rows_alike(c, C: gl.constexpr):
 def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     """Scales of groups of 16 codes, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    half: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
-    like = gl.full([C.streams, C.tile, 16], 0.0, half, la)
-    grouped: gl.constexpr = gl.reshape(like, [C.streams, C.tile, 4, 4]).type.layout
-    G: gl.constexpr = C.columns(S) // C.streams
+    half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
+    like = gl.full([C.k_slices, C.tile, 16], 0.0, half, la)
+    grouped: gl.constexpr = gl.reshape(like, [C.k_slices, C.tile, 4, 4]).type.layout
+    G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G // 4)
     s = (to_float(ring.load(sixteenth_layout(C, G)), S) * S.scale_factor(C)).to(half)
-    s = gl.permute(gl.reshape(s, [C.tile, C.streams, G // 4, 4]), [1, 0, 3, 2])
-    parts = halves(gl.reshape(s, [C.streams, C.tile, 4] + twos), _bits(G // 4))
+    s = gl.permute(gl.reshape(s, [C.tile, C.k_slices, G // 4, 4]), [1, 0, 3, 2])
+    parts = halves(gl.reshape(s, [C.k_slices, C.tile, 4] + twos), _bits(G // 4))
     made = ()
     for block in gl.static_range(G // 4):
         one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(3, grouped), assert_trivial=True), 3)
-        one = one + gl.full([C.streams, C.tile, 4, 4], 0.0, half, grouped)
-        made = made + (gl.convert_layout(gl.reshape(one, [C.streams, C.tile, 16]), la, assert_trivial=True),)
+        one = one + gl.full([C.k_slices, C.tile, 4, 4], 0.0, half, grouped)
+        made = made + (gl.convert_layout(gl.reshape(one, [C.k_slices, C.tile, 16]), la, assert_trivial=True),)
     return made
 
 
@@ -120,8 +124,8 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
 def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
     """sum of x over operands first..last-1, every row of [streams, 16 across, rows of x] the same: a product with ones."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    ones = gl.full([C.streams, 16 * C.across, 16], 1.0, x[0].dtype, la)
-    total = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
+    ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, x[0].dtype, la)
+    total = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
     for i in gl.static_range(first, last):
         total = mma_v2(ones, x[i], total)
     return total
@@ -136,8 +140,8 @@ def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.conste
         scales = _column_scales(rings[1].index(scale_slot), S, C)
         if S.zero:
             zeros = _column_scales(rings[2].index(scale_slot), S, C)
-        dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma_layout(C))
-        sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma_layout(C))
+        dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma_layout(C))
+        sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
         for part in gl.static_range(gl.constexpr(C.chunk // 128)):
             acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
         return acc
@@ -163,23 +167,23 @@ def _multiply_side_by_side(
     mma: gl.constexpr = mma_layout(C)
     la: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     n: gl.constexpr = S.operands(C)
-    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.half)
-    ones = gl.full([C.streams, 16 * C.across, 16], 1.0, select[0].dtype, la)
-    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.dtype)
+    ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, select[0].dtype, la)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
     a = ()
     for i in gl.static_range(8):
         if i % 4 == 0:
             a = code_operands(rings[0].index(slot), 2 * part + i // 4, S, C)
         if (8 * part + i) % n == 0:
-            dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
-            sums = gl.full([C.streams, 16 * C.across, C.rows], 0.0, gl.float32, mma)
+            dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
+            sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma)
         one = x[i] * select[(8 * part + i) % n // 4]
         dot = mma_v2(a[i % 4], one, dot)
         if S.zero or shift != 0.0:
             sums = mma_v2(ones, one, sums)
         if (8 * part + i) % n == n - 1:
             if S.zero:
-                zero = zeros[(8 * part + i) // n].to(gl.float32) * S.unit(C.half) + shift
+                zero = zeros[(8 * part + i) // n].to(gl.float32) * S.unit(C.dtype) + shift
                 dot = dot - _over_columns(zero, C) * _rows_alike(sums, C)
             elif shift != 0.0:
                 dot = dot - shift * _rows_alike(sums, C)
@@ -191,18 +195,18 @@ def _multiply_side_by_side(
 def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
     """acc + the products of 128 k of each chunk."""
     mma: gl.constexpr = mma_layout(C)
-    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.planes)), S, C)
+    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
     codes = rings[0].index(slot)
-    planes: gl.constexpr = S.planes
+    planes: gl.constexpr = S.codes_per_word
     first: gl.constexpr = part * (8 // planes)  # block of words
-    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.half)
+    shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.dtype)
     # Sums of whole rows, and of codes that are scaled before the product, go straight into `acc`.
     direct: gl.constexpr = S.groups == 0 or S.operands_scaled(C)
     groups: gl.constexpr = 1 if direct else S.groups
     each: gl.constexpr = 8 // groups
     a = ()
     for g in gl.static_range(groups):
-        dot = gl.full([C.streams, C.tile, C.rows], 0.0, gl.float32, mma)
+        dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
         if direct:
             dot = acc
         for i in gl.static_range(g * each, g * each + each):
@@ -215,7 +219,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
         # What codes have too much, beside the products and not ahead of them: neither chain waits for the other.
         if S.zero:
             sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
-            dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.half) + shift) * sums
+            dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.dtype) + shift) * sums
         elif shift != 0.0:
             dot = dot - shift * _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
         if direct:

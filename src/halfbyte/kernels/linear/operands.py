@@ -22,14 +22,14 @@ from triton.experimental.gluon import language as gl
 @gluon.constexpr_function
 def mma_layout(C):
     """mma.m16n8k16: chunks of K along the batch axis; rows of the weight are M, divided over `across` warps; rows of x are N."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.streams, C.across, 1], instr_shape=[1, 16, 8])
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.k_slices, C.warps_m, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def code_copy_layout(C, words):
     """One lane copies 16 bytes of a row."""
     lanes = words // 8
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.streams, C.across, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.k_slices, C.warps_m, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -49,7 +49,7 @@ def scale_copy_layout(C, columns, piece):
 def scale_layout(C, groups):
     """The same as the lanes of an mma need it: each warp its own chunk, each lane the rows of its sums."""
     registers = [[0, 1 << i] for i in range(groups.bit_length() - 1)] + _higher_rows(C)
-    shape = [C.tile, C.streams * groups]
+    shape = [C.tile, C.k_slices * groups]
     return gl.DistributedLinearLayout(registers, [[0, 0], [0, 0], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
@@ -57,7 +57,7 @@ def scale_layout(C, groups):
 def sixteenth_layout(C, groups):
     """Groups of 16 codes: a lane needs those of the codes in its operands."""
     registers = [[0, 1 << i] for i in range(1, groups.bit_length() - 1)] + _higher_rows(C)
-    shape = [C.tile, C.streams * groups]
+    shape = [C.tile, C.k_slices * groups]
     return gl.DistributedLinearLayout(registers, [[0, 0], [0, 1], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
@@ -68,7 +68,7 @@ def column_scale_layout(C, groups, groups_per_mma):
     columns = [[0, 0]] * (3 - bits) + [[0, 1 << i] for i in range(bits)]
     registers = columns[:1] if bits == 3 else []
     registers = registers + [[0, groups_per_mma << i] for i in range((groups // groups_per_mma).bit_length() - 1)] + _higher_rows(C)
-    shape = [C.tile, C.streams * groups]
+    shape = [C.tile, C.k_slices * groups]
     return gl.DistributedLinearLayout(registers, [*columns[1:], *_LOW_ROWS], _warps_of(C, groups), [], shape)
 
 
@@ -78,20 +78,20 @@ _LOW_ROWS = ([1, 0], [2, 0], [4, 0])
 @gluon.constexpr_function
 def _higher_rows(C):
     """Rows of a tile that one lane holds: those of one mma, and of the next that its warp works on."""
-    return [[8, 0]] + [[16 * C.across << i, 0] for i in range((C.tile // (16 * C.across)).bit_length() - 1)]
+    return [[8, 0]] + [[16 * C.warps_m << i, 0] for i in range((C.tile // (16 * C.warps_m)).bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def _warps_of(C, groups):
     """Warps of a stream divide the rows, streams take the scales of their chunks."""
-    across = [[16 << i, 0] for i in range(C.across.bit_length() - 1)]
-    return across + [[0, groups << i] for i in range(C.streams.bit_length() - 1)]
+    across = [[16 << i, 0] for i in range(C.warps_m.bit_length() - 1)]
+    return across + [[0, groups << i] for i in range(C.k_slices.bit_length() - 1)]
 
 
 @gluon.constexpr_function
-def x_layout(C, planes):
+def x_layout(C, codes_per_word):
     """[streams, x_high, 4, x_low, 32] as the lanes of an mma need it; k = 32 i2 + i4, row = x_low i1 + i3."""
-    if planes == 4:
+    if codes_per_word == 4:
         registers, lanes = [1, 2, 4], [8, 16]
     else:
         registers, lanes = [1, 2, 16], [4, 8]
@@ -102,9 +102,9 @@ def x_layout(C, planes):
     rows += [[0, 1 << i, 0, 0, 0] for i in range(C.x_high.bit_length() - 1)]
     while len(rows) < 3:
         rows.append([0, 0, 0, 0, 0])
-    warps = [[0, 0, 0, 0, 0]] * (C.across.bit_length() - 1)
-    warps += [[1 << i, 0, 0, 0, 0] for i in range(C.streams.bit_length() - 1)]
-    shape = [C.streams, C.x_high, 4, C.x_low, 32]
+    warps = [[0, 0, 0, 0, 0]] * (C.warps_m.bit_length() - 1)
+    warps += [[1 << i, 0, 0, 0, 0] for i in range(C.k_slices.bit_length() - 1)]
+    shape = [C.k_slices, C.x_high, 4, C.x_low, 32]
     return gl.DistributedLinearLayout(registers + rows[3:], lanes + rows[:3], warps, [], shape)
 
 
@@ -127,27 +127,27 @@ def halves(x, n: gl.constexpr):
 def x_operands(x, S: gl.constexpr, C: gl.constexpr):
     """x [streams, x_high, 4, x_low, 32] as mma operands [streams, 16, rows], block after block, plane after plane."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
-    R: gl.constexpr = C.few
-    x = gl.reshape(gl.permute(x, [0, 1, 3, 2, 4]), [C.streams, R, 128])
+    R: gl.constexpr = C.x_rows
+    x = gl.reshape(gl.permute(x, [0, 1, 3, 2, 4]), [C.k_slices, R, 128])
     if S.kind == "bytes":
-        x = gl.reshape(x, [C.streams, R, 2, 2, 8, 2, 2])  # block, w3 and t, r1, r0
+        x = gl.reshape(x, [C.k_slices, R, 2, 2, 8, 2, 2])  # block, w3 and t, r1, r0
         x = gl.permute(x, [0, 4, 5, 1, 2, 3, 6])
     else:
-        x = gl.reshape(x, [C.streams, R, 2, 2, 4, 2, 2, 2])  # block, w3, t, r2, r1, r0
-        if S.kind != "pairs" and S.halved(C):
+        x = gl.reshape(x, [C.k_slices, R, 2, 2, 4, 2, 2, 2])  # block, w3, t, r2, r1, r0
+        if S.kind != "codebook" and S.halved(C):
             x = gl.permute(x, [0, 7, 4, 5, 1, 2, 3, 6])
-        elif S.kind != "pairs":
+        elif S.kind != "codebook":
             x = gl.permute(x, [0, 3, 4, 5, 1, 2, 6, 7])
         elif S.halved(C):
             x = gl.permute(x, [0, 5, 4, 7, 1, 2, 3, 6])
         else:
             x = gl.permute(x, [0, 3, 4, 7, 1, 2, 6, 5])
-    parts = halves(gl.reshape(x, [C.streams, 16, R, 2, 2, 2]), 3)
+    parts = halves(gl.reshape(x, [C.k_slices, 16, R, 2, 2, 2]), 3)
     made = ()
     for i in gl.static_range(8):
         one = _to_rows(parts[i], lb, C)
         if S.groups_per_mma(C) == 1 and S.x_factor(C) != 1.0:
-            one = one * gl.full([C.streams, 16, C.rows], S.x_factor(C), one.dtype, lb)
+            one = one * gl.full([C.k_slices, 16, C.block_m], S.x_factor(C), one.dtype, lb)
         made = made + (one,)
     return made
 
@@ -156,27 +156,27 @@ def x_operands(x, S: gl.constexpr, C: gl.constexpr):
 def selectors(S: gl.constexpr, C: gl.constexpr):
     """For each block of 16 words whose groups lie side by side: what x is multiplied by, 0 in the columns of other groups."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
-    half: gl.constexpr = gl.bfloat16 if C.half == "bf16" else gl.float16
+    half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
     inside: gl.constexpr = gl.constexpr(64 // S.group)  # groups of a block
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+    w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
-    n = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
+    n = gl.arange(0, C.block_m, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
     made = ()
     for block in gl.static_range(gl.constexpr((S.operands(C) + 3) // 4)):
         group = k * inside // 16 + block * inside
         if S.halved(C):
             group = group % S.groups_per_mma(C)  # the highest bit of k numbers the codes of a byte
-        made = made + (gl.where(n // C.few + w * 0 == group, S.x_factor(C), 0.0).to(half),)
+        made = made + (gl.where(n // C.x_rows + w * 0 == group, S.x_factor(C), 0.0).to(half),)
     return made
 
 
 @gluon.jit
 def _to_rows(x, lb: gl.constexpr, C: gl.constexpr):
     """[W, 16, R] -> [W, 16, rows]: R rows that lanes hold several times over become as many as a product has."""
-    R: gl.constexpr = C.few
+    R: gl.constexpr = C.x_rows
     if R < 8:
-        like = gl.reshape(gl.full([C.streams, 16, 8], 0.0, x.dtype, lb), [C.streams, 16, 8 // R, R])
+        like = gl.reshape(gl.full([C.k_slices, 16, 8], 0.0, x.dtype, lb), [C.k_slices, 16, 8 // R, R])
         x = gl.convert_layout(x, gl.SliceLayout(2, like.type.layout), assert_trivial=True)
         x, like = gl.broadcast(gl.expand_dims(x, 2), like)
-        x = gl.reshape(x, [C.streams, 16, 8])
+        x = gl.reshape(x, [C.k_slices, 16, 8])
     return gl.convert_layout(x, lb, assert_trivial=True)

@@ -244,7 +244,7 @@ def _configurations(formats: str, rows: int, n: int, width: int, options: str) -
     for capability in (8, 9, 10):
         tiles = linear_tiles(
             facts,
-            rows=rows,
+            m=rows,
             width=width,
             num_sms=132,
             capability=(capability, 0),

@@ -18,7 +18,7 @@ import triton.language as tl
 from halfbyte.formats import Code
 from halfbyte.kernels.common.codes import e4m3_bits, nearest, power_of_two
 from halfbyte.kernels.decode.kv_args import INTERPRETED
-from halfbyte.plans.codebooks import level_of
+from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
@@ -86,7 +86,7 @@ def read_scale(w: Weight, row, group, groups, seen):
 
 @triton.jit
 def _dynamic(index):
-    """bitsandbytes' signed dynamic map (`reference.quantize.dynamic_map`) of int32 0..255, in arithmetic instead of a table.
+    """bitsandbytes' signed dynamic map (`reference.dequantize.dynamic_map`) of int32 0..255, in arithmetic instead of a table.
 
     Code 127 is 0 and 255 is 1. Between them 127 magnitudes of each sign: number p = 1..127 is 2^d (1 + f), and means the middle of
     its part of [0.1, 1] cut into 2^d, times 10^(d - 6).
@@ -188,7 +188,7 @@ def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torc
     code, scale = q.format.code, q.format.scale
     assert scale is not None
     kind = "integer" if code.kind == "affine" else "e2m1" if _is_e2m1(code) else "table"
-    unit = level_of(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
+    unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
     zero = code.bias if code.bits == 4 else 128
     group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
@@ -223,7 +223,7 @@ def _is_e2m1(code: Code) -> bool:
 
 def _levels(code: Code, unit: float, dtype: torch.dtype) -> torch.Tensor:
     """All levels / unit in 16 bits, [16]."""
-    return (code.levels().double() / unit).float().to(dtype)
+    return (code.codebook().double() / unit).float().to(dtype)
 
 
 def _in_one_integer(levels: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from halfbyte.kernels.linear.operands import code_copy_layout, plain, scale_copy
 @gluon.jit
 def weight_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes and scales of each stage. Codes come first: a table behind them is read by its address."""
-    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.streams, C.tile, S.words(C)], code_ring_layout(S.words(C)))
+    codes = gl.allocate_shared_memory(gl.int16, [S.slots(C), C.k_slices, C.tile, S.words(C)], code_ring_layout(S.words(C)))
     scales = codes
     if S.groups > 0:
         scale_type: gl.constexpr = gl.float16 if S.scale == "f16" else gl.float32 if S.scale == "f32" else gl.uint8
@@ -52,17 +52,17 @@ def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr
 def _scale_pointers(Base, n0, step, K, S: gl.constexpr, C: gl.constexpr):
     """Addresses of the scales of a step of a tile, [tile, groups]."""
     columns: gl.constexpr = C.columns(S)
-    layout: gl.constexpr = scale_copy_layout(C, columns, C.piece)
+    layout: gl.constexpr = scale_copy_layout(C, columns, C.scales_per_copy)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
     c = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
-    G = K // (S.group * C.piece) * C.piece  # scales of a row: the compiler sees that they are whole pieces
+    G = K // (S.group * C.scales_per_copy) * C.scales_per_copy  # scales of a row: the compiler sees that they are whole pieces
     return Base + (n0.to(gl.int64) * G + step * columns) + (row * G + c)
 
 
 @gluon.jit
 def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr):
     """Scales of a step of a tile; 0 beyond the `rows` and `columns` that are left."""
-    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), C.piece)
+    layout: gl.constexpr = scale_copy_layout(C, C.columns(S), C.scales_per_copy)
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
     c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
     copy_to_shared(ring, pointers, mask=(row < rows) & (c < columns))
@@ -73,11 +73,11 @@ def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S:
     """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
     codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
     layout: gl.constexpr = code_copy_layout(C, S.words(C))
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    width = K // (8 * S.planes) * 8  # words of a row: whole 16-byte pieces
-    codes = codes + (n0.to(gl.int64) * width + step * (C.streams * S.words(C))) + (row * width + (w * S.words(C) + c))
+    width = K // (8 * S.codes_per_word) * 8  # words of a row: whole 16-byte pieces
+    codes = codes + (n0.to(gl.int64) * width + step * (C.k_slices * S.words(C))) + (row * width + (w * S.words(C) + c))
     if S.groups > 0:
         scales = _scale_pointers(scales, n0, step, K, S, C)
     return codes, scales, N - n0
@@ -92,13 +92,13 @@ def fetch_weight(rings, slot, at, step, K, S: gl.constexpr, C: gl.constexpr):
         copy_to_shared(rings[0].index(slot), codes)
     else:
         layout: gl.constexpr = code_copy_layout(C, S.words(C))
-        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
         row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
         c = gl.arange(0, S.words(C), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.planes) * 8))
-    codes += C.streams * S.words(C)
+        copy_to_shared(rings[0].index(slot), codes, mask=(row < rows) & (w * S.words(C) + c < left // (8 * S.codes_per_word) * 8))
+    codes += C.k_slices * S.words(C)
     if S.groups > 0:
-        columns = left // (S.group * C.piece) * C.piece
+        columns = left // (S.group * C.scales_per_copy) * C.scales_per_copy
         _copy_scales(rings[1].index(slot), scales, rows, columns, S, C)
         scales += C.columns(S)
     return codes, scales, rows

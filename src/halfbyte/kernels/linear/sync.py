@@ -22,24 +22,24 @@ from halfbyte.kernels.linear.operands import plain
 @gluon.constexpr_function
 def thread_layout(C):
     """[streams, across, 32]: one element a thread."""
-    return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [C.streams, C.across, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [C.k_slices, C.warps_m, 1], [2, 1, 0])
 
 
 @gluon.jit
-def stream_of(C: gl.constexpr):
+def k_slice_of(C: gl.constexpr):
     """The stream of a thread."""
     layout: gl.constexpr = thread_layout(C)
-    w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    return w + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
+    w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    return w + gl.full([C.k_slices, C.warps_m, 32], 0, gl.int32, layout)
 
 
 @gluon.jit
 def thread_of(C: gl.constexpr):
     """The number of a thread among those of its stream."""
     layout: gl.constexpr = thread_layout(C)
-    a = gl.arange(0, C.across, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    a = gl.arange(0, C.warps_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    return a * 32 + lane + gl.full([C.streams, C.across, 32], 0, gl.int32, layout)
+    return a * 32 + lane + gl.full([C.k_slices, C.warps_m, 32], 0, gl.int32, layout)
 
 
 @gluon.constexpr_function
@@ -54,8 +54,8 @@ def _check_asm(at):
 @gluon.jit
 def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
     """The copies suppose that the rings are the first thing in shared memory. Tried in the last slot, which is free at first."""
-    shape: gl.constexpr = [C.streams, C.across, 32]
-    thread = stream_of(C) * (32 * C.across) + thread_of(C)
+    shape: gl.constexpr = [C.k_slices, C.warps_m, 32]
+    thread = k_slice_of(C) * (32 * C.warps_m) + thread_of(C)
     view(codes.index(C.stages - 1), 0, gl.int32, shape, plain(3)).store(thread)
     gl.inline_asm_elementwise(
         _check_asm((C.stages - 1) * S.slot_bytes(C)),
@@ -100,10 +100,10 @@ def _parity_of(turn, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _meet_asm(groups, C):
-    if C.across == 1:
+    if C.warps_m == 1:
         meet = "bar.warp.sync 0xffffffff;"
     else:
-        threads = 32 * C.across
+        threads = 32 * C.warps_m
         meet = f"mov.u32 b, %tid.x; shr.u32 b, b, {threads.bit_length() - 1}; add.u32 b, b, 1; bar.sync b, {threads};"
     free = ""
     if C.has_empty_barrier:
@@ -133,7 +133,7 @@ def _init_asm(C):
     """One thread makes them all, at addresses that are known: of lanes with an address each the assembler makes a slow loop."""
     lines = ["{ .reg .b32 b; .reg .pred q; mov.u32 b, global_smem; setp.eq.u32 q, $1, 0;"]
     for slot in range(C.scale_slots * (2 if C.has_empty_barrier else 1)):
-        count = 32 * C.warps if slot < C.scale_slots else C.streams
+        count = 32 * C.warps if slot < C.scale_slots else C.k_slices
         lines.append(f"@q mbarrier.init.shared.b64 [b+{C.barriers_at + 8 * slot}], {count};")
     return " ".join(lines) + " } // $0"
 
@@ -144,7 +144,7 @@ def make_barriers(C: gl.constexpr):
 
     The block has to meet behind it, ahead of the first use.
     """
-    thread = stream_of(C) * (32 * C.across) + thread_of(C)
+    thread = k_slice_of(C) * (32 * C.warps_m) + thread_of(C)
     gl.inline_asm_elementwise(_init_asm(C), "=r,r,~{memory}", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 

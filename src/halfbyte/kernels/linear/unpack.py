@@ -13,9 +13,9 @@ from halfbyte.kernels.linear.operands import mma_layout, plain
 
 
 @gluon.jit
-def nibble_planes(x, C: gl.constexpr):
+def unpack_nibbles(x, C: gl.constexpr):
     """Words of four 4-bit codes -> one tensor a code. bf16: 128 + n; fp16: n * 2^-24, a subnormal."""
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c;
@@ -56,12 +56,12 @@ def nibble_planes(x, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _exact_asm(S, C):
-    """nibble_planes, and then what they have too much is taken off: exact, 128 + n and n * 2^-24 have room for it."""
-    if C.half == "bf16":
+    """unpack_nibbles, and then what they have too much is taken off: exact, 128 + n and n * 2^-24 have room for it."""
+    if C.dtype == "bf16":
         minus, take, mask = 0xC300 + S.bias, "fma.rn.bf16x2", "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;"
     else:
         minus, take, mask = 0x8000 + S.bias, "fma.rn.f16x2", "and.b32 {0}, {1}, 0x000F000F;"
-    one = 0x3F803F80 if C.half == "bf16" else 0x3C003C00
+    one = 0x3F803F80 if C.dtype == "bf16" else 0x3C003C00
     lines = [f"{{ .reg .b32 a, b, c, o, m; mov.b32 o, {one}; mov.b32 m, {minus * 0x10001};"]
     lines += [f"shr.u32 {name}, $4, {4 * i + 4};" for i, name in enumerate("abc")]
     for i, source in enumerate(("$4", "a", "b", "c")):
@@ -70,9 +70,9 @@ def _exact_asm(S, C):
 
 
 @gluon.jit
-def exact_planes(x, S: gl.constexpr, C: gl.constexpr):
+def unpack_exact(x, S: gl.constexpr, C: gl.constexpr):
     """Words of four 4-bit codes -> one tensor a code less its bias. bf16: the number; fp16: times 2^-24."""
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         a, b, c, d = gl.inline_asm_elementwise(
             _exact_asm(S, C),
             "=&r,=&r,=&r,=&r,r",
@@ -94,14 +94,14 @@ def exact_planes(x, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def float_planes(x, C: gl.constexpr):
+def unpack_e2m1(x, C: gl.constexpr):
     """Words of four E2M1 codes -> one tensor a code. With sign, exponent and mantissa moved into place they are the numbers, times
     2^-126 in bf16 and 2^-14 in fp16.
 
     bf16: a code alone, times two powers of two, stands twice, its sign in place in one copy and the rest in the other. fp16: every
     second code of the 32 bits at once, each in a byte of its own.
     """
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, h;
@@ -150,9 +150,9 @@ def float_planes(x, C: gl.constexpr):
 
 
 @gluon.jit
-def byte_planes(x, C: gl.constexpr):
+def unpack_int8(x, C: gl.constexpr):
     """Words of two int8 codes -> one tensor a code. bf16: the number itself; fp16: (n + 128) * 2^-24, a subnormal."""
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         # 128 + (low seven bits), minus 128 or, where the sign is set, 256: both exact.
         a, b = gl.inline_asm_elementwise(
             """{
@@ -178,18 +178,18 @@ def byte_planes(x, C: gl.constexpr):
 
 
 @gluon.jit
-def make_table(ring, S: gl.constexpr, C: gl.constexpr):
+def make_codebook(ring, S: gl.constexpr, C: gl.constexpr):
     """For every byte the two codes in it as 16-bit numbers, once for each bank of shared memory, behind the stages of the ring."""
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [C.warps, 1], [1, 0])
     byte = gl.arange(0, 256, layout=gl.SliceLayout(1, flat))
     low = byte * 0
     high = byte * 0
     for code in gl.static_range(16):
-        low = gl.where((byte & 15) == code, S.table[code], low)
-        high = gl.where((byte >> 4) == code, S.table[code], high)
+        low = gl.where((byte & 15) == code, S.codebook[code], low)
+        high = gl.where((byte >> 4) == code, S.codebook[code], high)
     pair = gl.expand_dims(low | (high << 16), 1) + gl.full([256, 32], 0, gl.int32, flat)
     shape: gl.constexpr = [256, 32]
-    view(ring, S.table_at(C), gl.int32, shape, plain(2)).store(pair)
+    view(ring, S.codebook_at(C), gl.int32, shape, plain(2)).store(pair)
     barrier()
     # What follows reads the table by its address, which holds as long as the ring is the first thing in shared memory.
     bank = gl.arange(0, 32, layout=gl.SliceLayout(0, flat))[None, :]
@@ -200,7 +200,7 @@ def make_table(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _entry_asm(S, C):
-    base = S.table_at(C)
+    base = S.codebook_at(C)
     return "{ .reg .b32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.b32 $0, [a+" + str(base) + "]; }"
 
 
@@ -217,7 +217,7 @@ def _look_up_asm(S, C):
     for i, byte in enumerate((0, 2, 1, 3)):
         lines.append("shl.b32 a, $4, 7;" if byte == 0 else f"shr.u32 a, $4, {8 * byte - 7};")
         lines.append("lop3.b32 a, a, 0x7F80, $5, 0xEA;")
-        lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.table_at(C)}];")
+        lines.append(f"add.u32 a, a, s; ld.shared.b32 ${i}, [a+{S.codebook_at(C)}];")
     return " ".join(lines) + " }"
 
 
@@ -232,7 +232,7 @@ def look_up(words, S: gl.constexpr, C: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         a, b, c, d = gl.inline_asm_elementwise(
             _look_up_asm(S, C),
             "=&r,=&r,=&r,=&r,r,r,r",
@@ -259,13 +259,13 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = ring.slice(block * 16, 16, dim=2).load(la)
     if S.bias_in_unpack(C):
-        planes = exact_planes(words, S, C)
+        planes = unpack_exact(words, S, C)
     elif S.kind == "nibbles":
-        planes = nibble_planes(words, C)
+        planes = unpack_nibbles(words, C)
     elif S.kind == "floats":
-        planes = float_planes(words, C)
+        planes = unpack_e2m1(words, C)
     elif S.kind == "bytes":
-        planes = byte_planes(words, C)
+        planes = unpack_int8(words, C)
     else:
         planes = look_up(words, S, C)
     if S.halved(C):
@@ -279,8 +279,8 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 def _by_half(a, b, C: gl.constexpr):
     """Two operands of 16 words as two of 8: the first halves of both, and the second halves."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    a0, a1 = gl.split(gl.permute(gl.reshape(a, [C.streams, C.tile, 2, 8]), [0, 1, 3, 2]))
-    b0, b1 = gl.split(gl.permute(gl.reshape(b, [C.streams, C.tile, 2, 8]), [0, 1, 3, 2]))
-    first = gl.reshape(gl.permute(gl.join(a0, b0), [0, 1, 3, 2]), [C.streams, C.tile, 16])
-    second = gl.reshape(gl.permute(gl.join(a1, b1), [0, 1, 3, 2]), [C.streams, C.tile, 16])
+    a0, a1 = gl.split(gl.permute(gl.reshape(a, [C.k_slices, C.tile, 2, 8]), [0, 1, 3, 2]))
+    b0, b1 = gl.split(gl.permute(gl.reshape(b, [C.k_slices, C.tile, 2, 8]), [0, 1, 3, 2]))
+    first = gl.reshape(gl.permute(gl.join(a0, b0), [0, 1, 3, 2]), [C.k_slices, C.tile, 16])
+    second = gl.reshape(gl.permute(gl.join(a1, b1), [0, 1, 3, 2]), [C.k_slices, C.tile, 16])
     return gl.convert_layout(first, la, assert_trivial=True), gl.convert_layout(second, la, assert_trivial=True)

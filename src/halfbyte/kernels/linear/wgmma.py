@@ -40,21 +40,22 @@ from halfbyte.kernels.aot.linear_sample import WARP_GROUPS, sample_configuration
 from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.decode.work_split import program_at, quotient, share
-from halfbyte.kernels.linear.mma import sum_parts, tensors_of, write_tile
+from halfbyte.kernels.linear.mma import sum_partials, tensors_of, write_tile
 from halfbyte.kernels.linear.multiply import to_float
 from halfbyte.kernels.linear.operands import halves, scale_layout
 from halfbyte.kernels.linear.ring import fetch_weight, place, weight_at, weight_rings
-from halfbyte.kernels.linear.unpack import make_table
+from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_operands import (
     code_operands,
-    half_type,
+    dtype_of,
     in_order,
     joined,
     sixteenths,
     sums_layout,
     x_copy_layout,
 )
-from halfbyte.plans.linear_wgmma import LinearWgmmaSpec, wgmma_linear
+from halfbyte.plans.linear_spec import LinearWgmmaSpec
+from halfbyte.plans.linear_wgmma import wgmma_linear
 from halfbyte.tensors import QuantTensor
 
 #: Columns of x that a program of `order` takes.
@@ -66,7 +67,7 @@ def _make_rings(S: gl.constexpr, C: gl.constexpr):
     """Shared memory: codes, scales and x of each stage; zero points have no ring here."""
     codes, scales = weight_rings(S, C)
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x = gl.allocate_shared_memory(half_type(C), [C.stages * C.blocks, C.rows, 64], layout)
+    x = gl.allocate_shared_memory(dtype_of(C), [C.stages * C.k_blocks, C.block_m, 64], layout)
     return codes, scales, x
 
 
@@ -81,8 +82,8 @@ def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
 def _x_of(ring, slot, C: gl.constexpr):
     """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    shape: gl.constexpr = [C.stages, C.blocks, C.rows, 64]
-    return view(ring, 0, half_type(C), shape, layout).index(slot)
+    shape: gl.constexpr = [C.stages, C.k_blocks, C.block_m, 64]
+    return view(ring, 0, dtype_of(C), shape, layout).index(slot)
 
 
 @gluon.jit
@@ -119,11 +120,11 @@ def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, 
 def _fetch_x(ring, slot, X, block, step, steps, C: gl.constexpr):
     """Ask for x of one step, which lies in one piece."""
     layout: gl.constexpr = x_copy_layout(C)
-    b = gl.arange(0, C.blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    m = gl.arange(0, C.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    b = gl.arange(0, C.k_blocks, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    m = gl.arange(0, C.block_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    piece = (block * steps + step).to(gl.int64) * (C.rows * C.chunk)
-    copy_to_shared(_x_of(ring, slot, C), X + piece + (b * (C.rows * 64) + (m * 64 + k)))
+    piece = (block * steps + step).to(gl.int64) * (C.block_m * C.chunk)
+    copy_to_shared(_x_of(ring, slot, C), X + piece + (b * (C.block_m * 64) + (m * 64 + k)))
 
 
 @gluon.jit
@@ -182,13 +183,13 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
     if S.zero:
         zeros = _columns(zero, C)
     depth: gl.constexpr = 32 if C.halved and not C.direct else 64
-    none = gl.full([C.tile, C.rows], 0.0, gl.float32, sums_layout(C))
+    none = gl.full([C.tile, C.block_m], 0.0, gl.float32, sums_layout(C))
     parts = ()
     for unit in gl.static_range(gl.constexpr(C.chunk // depth)):
         if (unit * depth) % 64 == 0:
             parts = code_operands(codes, unit * depth // 64, scales, zeros, S, C)
         a = _operand(parts, unit, depth, C)
-        x = _x_operand(rings[2].index(slot * C.blocks + unit * depth // 64), unit, depth)
+        x = _x_operand(rings[2].index(slot * C.k_blocks + unit * depth // 64), unit, depth)
         done = none
         if unit > 0 or C.carried:
             done = warpgroup_mma_wait(0, deps=[p])
@@ -208,27 +209,27 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear(
-    X,  # [blocks of C.rows rows, steps, C.blocks, C.rows, 64] as `order` wrote it
+    X,  # [blocks of C.block_m rows, steps, C.k_blocks, C.block_m, 64] as `order` wrote it
     Codes,  # of each weight: 16-bit words [N, K / planes]
     Scales,  # [N, K / group], or [N, 1]
     Zeros,  # uint8, as Scales
     Biases,  # [N]
     Factors,  # fp32 [1]
     Outs,  # [rows, N]
-    Part,  # fp32 workspace: two partial results a program
-    Count,  # int32, one a tile, zero before and after
+    Partials,  # fp32 workspace: two partial results a program
+    Semaphores,  # int32, one a tile, zero before and after
     rows,
     K,
     Ns,
     C: gl.constexpr,
 ):
-    """One program's share of the steps of all tiles: rows of the weight times C.rows rows of x, those of x first."""
+    """One program's share of the steps of all tiles: rows of the weight times C.block_m rows of x, those of x first."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = sums_layout(C)
     ahead: gl.constexpr = C.stages - 2
     rings = _make_rings(S, C)
     steps = (K + C.chunk - 1) // C.chunk
-    blocks = (rows + C.rows - 1) // C.rows
+    blocks = (rows + C.block_m - 1) // C.block_m
     tiles = 0
     for i in gl.static_range(gl.constexpr(len(C.weights))):
         tiles += (Ns[i] + C.tile - 1) // C.tile
@@ -251,10 +252,10 @@ def linear(
         next_tile, next_block, next_step, at = _next(
             next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
         )
-    if S.kind == "pairs":
-        make_table(rings[0], S, C)
+    if S.kind == "codebook":
+        make_codebook(rings[0], S, C)
     zero_next = _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
-    if C.pair:
+    if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
     x_block = block
@@ -270,7 +271,7 @@ def linear(
     while now < end:
         begin = step
         stop = gl.minimum(end, now + (steps - step))
-        acc = gl.full([C.tile, C.rows], 0.0, gl.float32, mma)
+        acc = gl.full([C.tile, C.block_m], 0.0, gl.float32, mma)
         pending = gl.full([C.tile, 1], 0.0, gl.float32, mma)
         p = warpgroup_mma_init(acc)
         for at_step in range(now, stop):
@@ -297,22 +298,22 @@ def linear(
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         if C.carried:
             acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
-        first_row = block * C.rows
+        first_row = block * C.block_m
         if (begin == 0) & (step == steps):
             write_tile(acc, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
         else:
             n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
-            offsets = n * C.rows + gl.arange(0, C.rows, layout=gl.SliceLayout(0, mma))[None, :]
+            offsets = n * C.block_m + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, mma))[None, :]
             own = 2 * program + (begin == 0).to(gl.int32)
-            gl.store(Part + own.to(gl.int64) * C.part_floats + offsets, acc, cache_modifier=".cg")
+            gl.store(Partials + own.to(gl.int64) * C.partial_floats + offsets, acc, cache_modifier=".cg")
             at_all = tile * blocks + block
             first = program_at(at_all * steps, programs, total)
             last = program_at(at_all * steps + (steps - 1), programs, total)
             barrier()
-            arrived = gl.atomic_add(Count + at_all, 1, sem="acq_rel", scope="gpu")
+            arrived = gl.atomic_add(Semaphores + at_all, 1, sem="acq_rel", scope="gpu")
             if arrived == last - first:
-                gl.store(Count + at_all, 0)
-                v = sum_parts(Part, offsets, first, last, program, acc, C)
+                gl.store(Semaphores + at_all, 0)
+                v = sum_partials(Partials, offsets, first, last, program, acc, C)
                 write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
         now = stop
         step = 0
@@ -324,18 +325,18 @@ def linear(
 
 @gluon.jit(do_not_specialize=["rows"])
 def order(X, Y, rows, K, x_row, C: gl.constexpr, BLOCK: gl.constexpr):
-    """x [rows, K] -> y [blocks of C.rows rows, K in pieces of 64, C.rows, 64]: k in the order of the operands, zeros beyond x."""
+    """x [rows, K] -> y [blocks of C.block_m rows, K in pieces of 64, C.block_m, 64]: k as operands order it, zeros beyond x."""
     S: gl.constexpr = C.weights[0]
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    if C.pair:
+    if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
     m = gl.program_id(1)
     k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
     x = gl.load(X + m.to(gl.int64) * x_row + k, mask=(k < K) & (m < rows), other=0.0)
     x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), S, C)
-    pieces = (K + C.chunk - 1) // C.chunk * C.blocks
-    at = ((m // C.rows).to(gl.int64) * pieces + k // 64) * (C.rows * 64) + (m % C.rows * 64 + k % 64)
+    pieces = (K + C.chunk - 1) // C.chunk * C.k_blocks
+    at = ((m // C.block_m).to(gl.int64) * pieces + k // 64) * (C.block_m * 64) + (m % C.block_m * 64 + k % 64)
     gl.store(Y + at, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < pieces * 64)
 
 
@@ -346,27 +347,27 @@ def launch(
     outs: Sequence[torch.Tensor],
     spec: LinearWgmmaSpec,
     programs: int,
-    part: torch.Tensor,
-    count: torch.Tensor,
+    partials: torch.Tensor,
+    semaphores: torch.Tensor,
     compiled: Any = None,
 ) -> Any:
     """As `mma.launch`, with one launch more ahead, which brings x into the operands' order."""
     padded, grid = _shape_in_order(x, spec)
     y = x.new_empty(padded)
     to_order = (x, y, *x.shape, x.stride(0))
-    to_multiply = (y, *tensors_of(weights, biases), tuple(outs), part, count, *_numbers(x, weights))
+    to_multiply = (y, *tensors_of(weights, biases), tuple(outs), partials, semaphores, *_numbers(x, weights))
     if compiled is not None:
         compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
         compiled[1][programs, 1, 1](*to_multiply, spec)
         return compiled
-    ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.pair)
-    product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.pair, maxnreg=255)
+    ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.use_pdl)
+    product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
     return ordering, product
 
 
 def _shape_in_order(x: torch.Tensor, spec: LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape of x in the operands' order, and the programs that bring it there."""
-    rows, width = -(-x.shape[0] // spec.rows) * spec.rows, -(-x.shape[1] // spec.chunk) * spec.chunk
+    rows, width = -(-x.shape[0] // spec.block_m) * spec.block_m, -(-x.shape[1] // spec.chunk) * spec.chunk
     return (rows, width), (-(-width // ORDER_BLOCK), rows)
 
 

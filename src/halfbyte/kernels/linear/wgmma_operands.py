@@ -10,26 +10,26 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.linear.multiply import to_float
 from halfbyte.kernels.linear.operands import halves, sixteenth_layout
-from halfbyte.kernels.linear.unpack import byte_planes, look_up, nibble_planes
+from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 
 
 @gluon.constexpr_function
 def sums_layout(C):
     """wgmma.m64nNk16: rows of the weight are M, 16 for each warp; rows of x are N."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.across, 1], instr_shape=[16, C.rows, 16])
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, C.block_m, 16])
 
 
 @gluon.constexpr_function
 def x_copy_layout(C):
     """[blocks of 64 k, rows, 64]: eight lanes copy the 128 bytes of a row."""
-    rows = min(C.across, max(1, C.rows // 4))
-    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [C.across // rows, rows, 1], [2, 1, 0])
+    rows = min(C.warps_m, max(1, C.block_m // 4))
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [C.warps_m // rows, rows, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
-def half_type(C):
+def dtype_of(C):
     """The 16-bit type of x, operands and y."""
-    return gl.bfloat16 if C.half == "bf16" else gl.float16
+    return gl.bfloat16 if C.dtype == "bf16" else gl.float16
 
 
 @gluon.jit
@@ -54,17 +54,17 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
 def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     """Scales of groups of 16 codes, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
-    like = gl.full([C.tile, 16], 0.0, half_type(C), la)
+    like = gl.full([C.tile, 16], 0.0, dtype_of(C), la)
     grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S)
     n: gl.constexpr = (G // 4).bit_length() - 1
-    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(half_type(C))
+    s = to_float(ring.load(sixteenth_layout(C, G)), S).to(dtype_of(C))
     s = gl.permute(gl.reshape(s, [C.tile, G // 4, 4]), [0, 2, 1])
     parts = halves(gl.reshape(s, [C.tile, 4] + [2] * n), n)
     made = ()
     for block in gl.static_range(G // 4):
         one = gl.expand_dims(gl.convert_layout(parts[block], gl.SliceLayout(2, grouped), assert_trivial=True), 2)
-        one = one + gl.full([C.tile, 4, 4], 0.0, half_type(C), grouped)
+        one = one + gl.full([C.tile, 4, 4], 0.0, dtype_of(C), grouped)
         made = made + (gl.convert_layout(gl.reshape(one, [C.tile, 16]), la, assert_trivial=True),)
     return made
 
@@ -72,7 +72,7 @@ def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _pairwise(bf16: gl.constexpr, fp16: gl.constexpr, a, b, C: gl.constexpr):
     """An instruction on two numbers of 16 bits at a time."""
-    if C.half == "bf16":
+    if C.dtype == "bf16":
         return gl.inline_asm_elementwise(bf16, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         return gl.inline_asm_elementwise(fp16, "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
@@ -92,8 +92,8 @@ def _times(a, b, C: gl.constexpr):
 def _rows(v, C: gl.constexpr):
     """[tile], the same for all 16 k of an operand."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
-    v = gl.expand_dims(gl.convert_layout(v.to(half_type(C)), gl.SliceLayout(1, la), assert_trivial=True), 1)
-    return v + gl.full([C.tile, 16], 0.0, half_type(C), la)
+    v = gl.expand_dims(gl.convert_layout(v.to(dtype_of(C)), gl.SliceLayout(1, la), assert_trivial=True), 1)
+    return v + gl.full([C.tile, 16], 0.0, dtype_of(C), la)
 
 
 @gluon.jit
@@ -127,10 +127,10 @@ def _planes(codes, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Codes of 64 k as four operands [tile, 16], with what they have too much; halved: the first two are the first 32 k."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
     if S.kind == "bytes":
-        first = byte_planes(codes.slice(block * 32, 16, dim=1).load(la), C)
-        planes = first + byte_planes(codes.slice(block * 32 + 16, 16, dim=1).load(la), C)
+        first = unpack_int8(codes.slice(block * 32, 16, dim=1).load(la), C)
+        planes = first + unpack_int8(codes.slice(block * 32 + 16, 16, dim=1).load(la), C)
     elif S.kind == "nibbles":
-        planes = nibble_planes(codes.slice(block * 16, 16, dim=1).load(la), C)
+        planes = unpack_nibbles(codes.slice(block * 16, 16, dim=1).load(la), C)
     else:
         planes = look_up(codes.slice(block * 16, 16, dim=1).load(la), S, C)
     if C.halved and S.kind != "bytes":
@@ -149,12 +149,12 @@ def _group_of(block, operand, S):
 @gluon.jit
 def _exact(p, block: gl.constexpr, operand: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
     """An operand less what its codes have too much: 128, a bias, a zero point; times its scale, where that is exact."""
-    shift: gl.constexpr = S.shift(C.half)
+    shift: gl.constexpr = S.shift(C.dtype)
     group: gl.constexpr = _group_of(block, operand, S)
     if S.zero:
-        p = _minus(p, _rows(zeros[group].to(gl.float32) * S.unit(C.half) + shift, C), C)
+        p = _minus(p, _rows(zeros[group].to(gl.float32) * S.unit(C.dtype) + shift, C), C)
     elif shift != 0.0:
-        p = _minus(p, gl.full([C.tile, 16], shift, half_type(C), p.type.layout), C)
+        p = _minus(p, gl.full([C.tile, 16], shift, dtype_of(C), p.type.layout), C)
     if C.fold and S.group == 16:
         p = _times(p, scales[block], C)
     elif C.fold:

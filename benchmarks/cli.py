@@ -1,0 +1,138 @@
+"""`python -m benchmarks`: every case with a target, the baselines, and the studies; `make study NAME=...` runs one of these."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli import run_app
+from halfbyte.cli.bench import Against, Files, PageFile, Title
+from halfbyte.cli.options import Impls, Output, RunOptions, Where, measures, run_suites, write_report
+from halfbyte.cli.shared import Json, print_table, words
+from halfbyte.errors import InvalidArgument
+
+app = typer.Typer(
+    name="python -m benchmarks",
+    help="Measure halfbyte against its targets, other implementations and published figures. Small without a GPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    run_app(app, arguments)
+
+
+@app.command("all")
+@measures
+def run_all(options: RunOptions) -> None:
+    """Everything: attention, linear layers, baselines and every study. Ctrl-C keeps what was measured."""
+    from benchmarks import report_sections, suites
+
+    run_suites(options, "everything", suites.every, report_sections.section_of)
+
+
+@app.command("decode")
+@measures
+def run_decode(options: RunOptions, impl: Impls = "") -> None:
+    """Decode attention, appends and the host's time of a call: every case with a target."""
+    from benchmarks import report_sections, suites
+
+    run_suites(options, "decode attention", lambda s: [suites.decode(s, words(impl))], report_sections.section_of)
+
+
+@app.command("linear")
+@measures
+def run_linear(options: RunOptions, impl: Impls = "") -> None:
+    """Linear layers: every case with a target."""
+    from benchmarks import report_sections, suites
+
+    run_suites(options, "linear layers", lambda s: [suites.linear(s, words(impl))], report_sections.section_of)
+
+
+@app.command("qkv")
+@measures
+def run_qkv(
+    options: RunOptions,
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder of `halfbyte extract`; default: the shipped model's, in GPT-2's shape.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
+) -> None:
+    """The four published variants of quantised attention, launch by launch, and one launch for q, k and v against three."""
+    from benchmarks import report_sections, suites
+
+    run_suites(options, "q, k, v", lambda _: [suites.qkv(weights, impl)], report_sections.section_of)
+
+
+@app.command("study")
+@measures
+def run_study(
+    options: RunOptions,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which ones; without a name they are listed.")
+    ] = None,
+) -> None:
+    """Published tables and questions, measured again: each a table, a chart and what they show."""
+    from benchmarks import report_sections, suites
+    from benchmarks.studies import QUESTIONS
+
+    if not names:
+        for known, asks in QUESTIONS.items():
+            print(f"{known:18} {asks}")
+        return
+    chosen = [suites.study(name) for name in dict.fromkeys(names)]
+    run_suites(options, ", ".join(dict.fromkeys(names)), lambda _: chosen, report_sections.section_of)
+
+
+@app.command("overhead")
+def run_overhead(output: Output = None, device: Where = None, as_json: Json = False) -> None:
+    """What one eager call costs the host, compared with Triton's own launch of a kernel. Needs a GPU."""
+    from benchmarks import report_sections, suites
+
+    options = RunOptions(output, device=device, as_json=as_json)
+    run_suites(options, "overhead", lambda _: [suites.overhead()], report_sections.section_of)
+
+
+@app.command("baselines")
+@measures
+def run_baselines(
+    options: RunOptions,
+    measure: Annotated[bool, typer.Option("--measure", help="Time those that run here, and halfbyte, on three cases.")] = False,
+) -> None:
+    """The other implementations that halfbyte is measured against: which run here, and why the others do not."""
+    from benchmarks import report_sections, suites
+    from benchmarks.baselines import run
+    from halfbyte.device import describe
+
+    if measure:
+        run_suites(options, "baselines", lambda _: [suites.baselines()], report_sections.section_of)
+        return
+    if replace(options, device=None, as_json=False) != RunOptions():
+        options_of = "--output, --quick, --filter, --threads, --kernels and --html"
+        raise InvalidArgument(f"{options_of} need --measure; without it the baselines are listed")
+    rows = run.table_rows(describe(options.device))
+    if options.as_json:
+        print(json.dumps([dict(zip(run.HEADERS, row, strict=True)) for row in rows], indent=2))
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*run.HEADERS, header_style="bold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    print_table(table)
+
+
+@app.command("report")
+def run_report(files: Files, against: Against = None, output: PageFile = Path("report.html"), title: Title = "report") -> None:
+    """As `halfbyte bench report`, with each study and each target in a section of its own."""
+    from benchmarks.report_sections import section_of
+
+    write_report(files, against or [], output, title, section_of)

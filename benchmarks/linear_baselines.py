@@ -1,0 +1,119 @@
+"""What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel, dequantise first.
+
+A peer's result is right when its relative L2 error against float64 on its own dequantised weights is at most 1 %: fp16 atomics and
+rounded scales are part of a peer's accuracy, and no reason to leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.linear_targets import INT4, PUBLISHED
+from halfbyte.measure.checks import Accuracy
+from halfbyte.ops.dequantize import dequantize_rows
+from halfbyte.packing import unpack_nibbles
+from halfbyte.settings import interpreted
+from halfbyte.tensors import QuantTensor
+
+CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantise, then cuBLAS"
+#: Most relative L2 error of a peer.
+BASELINE_ERROR = 0.01
+Call = Callable[[torch.Tensor], torch.Tensor]
+Judge = Callable[[torch.Tensor], Accuracy]
+
+
+@dataclass(frozen=True)
+class LinearBaseline:
+    """An implementation with its rotation of weights; each call takes x [rows, K] in bf16.
+
+    nbytes  of the stored weight
+    values  [N, K], what the weight means: float64 references are made from it
+    before  what is done to x outside of what is timed: a cast
+    """
+
+    name: str
+    formats: str
+    nbytes: int
+    calls: Sequence[Call]
+    values: torch.Tensor
+    before: Call = torch.Tensor.contiguous
+
+
+def cublas(w: torch.Tensor, copies: Callable[[int], int]) -> LinearBaseline:
+    """torch's linear layer on w [N, K], bf16."""
+    rotation = [w, *(w.clone() for _ in range(copies(w.nbytes) - 1))]
+    return LinearBaseline(CUBLAS, "bf16", w.nbytes, [partial(_times, weight=one) for one in rotation], w)
+
+
+def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
+
+
+def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBaseline]:
+    """The 4-bit peers that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
+    assert weight.format.name == INT4
+    found = [tinygemm(weight, copies)]
+    if weight.device.type == "cuda" or interpreted():
+        found.append(published_split_k(weight, copies))
+    return found
+
+
+def tinygemm(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
+    """torch's own int4 product: W = (q - 8) s + z with s and z in bf16, here z = 0."""
+    assert weight.scales is not None
+    q, s = unpack_nibbles(weight.codes), weight.scales.bfloat16()  # [N, K], [N, G]
+    scales = torch.stack([s, torch.zeros_like(s)], -1).transpose(0, 1).contiguous()  # [G, N, 2]
+    if weight.device.type == "cuda":
+        packed = torch.ops.aten._convert_weight_to_int4pack(((q[:, ::2] << 4) | q[:, 1::2]).contiguous(), 8)
+        run = torch.ops.aten._weight_int4pack_mm
+    else:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+        run = torch.ops.aten._weight_int4pack_mm_for_cpu
+    group = weight.format.group_size(weight.shape[1])
+    nbytes = packed.nbytes + scales.nbytes
+    pairs = [(packed.clone(), scales.clone()) for _ in range(copies(nbytes))]
+    values = (q.float() - 8) * s.float().repeat_interleave(group, 1)
+    return LinearBaseline(TINYGEMM, "int4", nbytes, [partial(_tinygemm, run, group, *pair) for pair in pairs], values)
+
+
+def _tinygemm(run: Call, group: int, packed: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return run(x, packed, group, scales)  # type: ignore[call-arg]
+
+
+def published_split_k(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
+    """The published Triton kernel, in fp16, split as its authors ship it."""
+    from benchmarks.published_split_k import GptqWeight, published
+
+    stored = GptqWeight.of(weight)
+    rotation = [stored, *(stored.clone() for _ in range(copies(stored.nbytes) - 1))]
+    calls = [partial(published, weight=one) for one in rotation]
+    return LinearBaseline(PUBLISHED, "int4", stored.nbytes, calls, weight.dequantize(), torch.Tensor.half)
+
+
+def expanded(rotation: Sequence[QuantTensor]) -> LinearBaseline:
+    """The whole weight dequantised into one buffer, then torch's linear layer."""
+    weight = rotation[0]
+    buffer = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    calls = [partial(_expanded, one, buffer) for one in rotation]
+    return LinearBaseline(EXPANDED, weight.format.name, weight.nbytes, calls, weight.dequantize(torch.bfloat16))
+
+
+def _expanded(weight: QuantTensor, buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dequantize_rows([weight], buffer)
+    return F.linear(x, buffer)
+
+
+def judged_loosely(values: torch.Tensor, x: torch.Tensor) -> Judge:
+    """Judges a peer's y [rows, N], for any number of rows of x, by its relative L2 error."""
+    ref = F.linear(x.double(), values.double())
+
+    def judge(y: torch.Tensor) -> Accuracy:
+        wanted = ref[: y.shape[0]]
+        return Accuracy(float((y.double() - wanted).norm() / wanted.norm()), BASELINE_ERROR, "relative L2")
+
+    return judge

@@ -1,0 +1,252 @@
+"""Study `accuracy`: what the bits cost, on the model that ships with the library. Nothing is timed.
+
+Of the whole model, on held-out text that is fed in chunks so that older keys and values come from the cache: perplexity, KL
+divergence from the 16-bit run, error of the hidden states behind each layer. Of the keys alone, layer by layer: attention of the
+newest token over the keys that a cache gives back, in float64, against attention over the 16-bit keys, so that nothing but the
+format is seen; the kernel on the same cache must keep its accuracy promise, or there is no figure. Keys come with and without
+Hadamard rotation, and as they are or with a large constant in two channels of each head, as Qwen2's key bias makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.studies import Study
+from halfbyte.cache import KVCache
+from halfbyte.evals.heads import BIAS, Heads, recorded_heads
+from halfbyte.evals.model import load
+from halfbyte.evals.quality import Quality, Setting, evaluate, every_kv_setting, every_weight_setting
+from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import KV_FORMATS, weight_format
+from halfbyte.measure import charts
+from halfbyte.measure.checks import attention_accuracy, eager_attention, float64_attention
+from halfbyte.measure.records import Record
+from halfbyte.measure.session import Job, Session, reason
+from halfbyte.measure.tables import Table
+from halfbyte.measure.timing import fixed_threads
+from halfbyte.memory import quantized_bytes
+from halfbyte.ops.decode_attention import decode_attention
+
+QUALITY, KEYS = "quality", "attention over quantised keys"
+CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
+#: Windows and tokens of each: of the whole model, of the keys alone; in a quick run the smaller ones.
+TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 256), (2, 128), (8, 512), (4, 256), 16
+#: What a quick run leaves in.
+QUICK = (
+    *("int8", "fp8", "int4", "int4_g32", "int4_channel / int4", "int8 / int4_g32", "int4 rotated"),
+    *("int8_col", "int4_g128", "nf4", "mxfp4", "int4_channel", "int4_g32 rotated"),
+)
+
+
+@functools.lru_cache(maxsize=1)
+def _shipped(device: torch.device) -> tuple[Any, list[int]]:
+    """The shipped model and the held-out text as its tokens."""
+    model, tokenizer = load("demo", device)
+    return model, tokenizer.encode(heldout_text())
+
+
+def jobs(session: Session) -> list[Job]:
+    """The whole model with every cache and with all weights, then the keys alone, as they are and with a bias."""
+    quick = session.options.quick
+    text, keys_text = (QUICK_TEXT, QUICK_KEYS_TEXT) if quick else (TEXT, KEYS_TEXT)
+    rotated = [Setting(name, name, rotate_keys=True) for name in ("int8", "int4_g32")]
+    caches, weights = [*every_kv_setting(), *rotated], every_weight_setting()
+    keys = [(name, turned) for name, fmt in KV_FORMATS.items() if fmt.is_quantized for turned in (False, True)]
+    if quick:
+        caches, weights = ([s for s in group if formats_of(s) in QUICK] for group in (caches, weights))
+        keys = [pair for pair in keys if _name(*pair) in QUICK]
+    quality = [QualityJob(CACHES, tuple(caches), *text), QualityJob(WEIGHTS, tuple(weights), *text)]
+    return [*quality, KeysJob(PLAIN, tuple(keys), *keys_text), KeysJob(BIASED, tuple(keys), *keys_text)]
+
+
+def formats_of(setting: Setting) -> str:
+    """The formats of a setting as a record names them: those of its weights, or of its cache."""
+    return setting.weights or setting.kv
+
+
+def _name(keys: str, rotated: bool) -> str:
+    return keys + " rotated" * rotated
+
+
+@dataclass(frozen=True)
+class QualityJob:
+    """The whole model under several settings, beside its 16-bit run."""
+
+    name: str
+    settings: tuple[Setting, ...]
+    count: int
+    length: int
+    op: str = QUALITY
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """The record of the 16-bit run, then one for each setting."""
+        wanted = [s for s in self.settings if session.wants(self.name, formats_of(s), "halfbyte")]
+        if not wanted:
+            return
+        model, tokens = _shipped(session.device.torch)
+        cut = windows(tokens, self.length, self.count)
+        with fixed_threads(session.threads):
+            results = evaluate(model, [Setting(), *wanted], cut, chunk=CHUNK, batch=self.count)
+        for result in results:
+            yield self._record(session, model, result, results[0])
+
+    def _record(self, session: Session, model: Any, result: Quality, base: Quality) -> Record:
+        weights = result.setting.weights
+        if weights is None:
+            bits, nbytes = 16 * result.kv_bytes_per_token / base.kv_bytes_per_token, round(result.kv_bytes_per_token)
+        else:
+            saved, parameters = quantized_bytes(model, weight_format(weights))
+            bits, nbytes = 16 - 8 * saved / parameters, result.weight_bytes
+        shape = {"windows": self.count, "T": self.length}
+        return Record(
+            *(QUALITY, shape, formats_of(result.setting), "halfbyte", nbytes, session.environment),
+            case=self.name,
+            error=result.kl_mean,
+            error_kind="mean KL divergence, nats",
+            perplexity=result.perplexity,
+            change=result.change,
+            bits=bits,
+            by_layer=tuple(result.layer_error),
+        )
+
+
+@dataclass(frozen=True)
+class KeysJob:
+    """Keys of the shipped model, quantised in several formats, rotated or not; values stay in bf16."""
+
+    name: str
+    keys: tuple[tuple[str, bool], ...]
+    count: int
+    length: int
+    op: str = KEYS
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """One record for each format; one whose kernel breaks its promise is refused."""
+        wanted = [pair for pair in self.keys if session.wants(self.name, _name(*pair), "halfbyte")]
+        if not wanted:
+            return
+        with torch.no_grad(), fixed_threads(session.threads):
+            model, tokens = _shipped(session.device.torch)
+            layers = recorded_heads(model, windows(tokens, self.length, self.count))
+            if self.name == BIASED:
+                layers = [heads.with_key_bias() for heads in layers]
+            for keys, rotated in wanted:
+                yield self._record(session, layers, keys, rotated)
+
+    def _record(self, session: Session, layers: Sequence[Heads], keys: str, rotated: bool) -> Record:
+        shape = {"B": self.count, "T": self.length}
+        stored = (self.count, layers[0].k.shape[1], self.length, layers[0].k.shape[3])
+        fmt = KV_FORMATS[keys]
+        blank = Record(KEYS, shape, _name(keys, rotated), "halfbyte", fmt.nbytes(stored), session.environment, case=self.name)
+        try:
+            errors = [key_error(heads, keys, rotated) for heads in layers]
+        except Exception as error:
+            return replace(blank, refused=f"{self.name} {blank.formats}: {reason(error)}")
+        whole = (sum(e**2 for e, _ in errors) / sum(n**2 for _, n in errors)) ** 0.5
+        return replace(
+            blank,
+            error=whole,
+            error_kind="relative L2 of attention's output",
+            bits=fmt.bits_per_element(stored),
+            by_layer=tuple(e / n for e, n in errors),
+        )
+
+
+def key_error(heads: Heads, keys: str, rotated: bool) -> tuple[float, float]:
+    """(norm of the error, norm) of attention's output over keys in this format, against the 16-bit keys; both in float64.
+
+    Raises `BenchmarkRefused` when what `decode_attention` makes of the same cache is outside of its accuracy promise.
+    """
+    q, k, v = heads.q, heads.k, heads.v
+    cache = KVCache(k.shape[0], k.shape[1], k.shape[3], k.shape[2], keys=keys, values="bf16", rotate_keys=rotated, device=k.device)
+    cache.append(k, v)
+    held, scale = cache.dequantized(), q.shape[-1] ** -0.5
+    exact, over_held = float64_attention(q, k, v, scale), float64_attention(q, *held, scale)
+    out = decode_attention(q, cache)
+    assert isinstance(out, torch.Tensor)  # the pair with lse comes only on request
+    attention_accuracy(out, eager_attention(q, *held, scale), over_held).require(f"decode_attention over {_name(keys, rotated)}")
+    return float((over_held - exact).norm()), float(exact.norm())
+
+
+# ------------------------------------------------------------------------------------------------------------- how it is told
+
+HEADERS = ("case", "formats", "bits", "perplexity", "change, %", "KL, nats", "attention error", "by layer")
+#: The keys that the charts by layer show.
+DRAWN = ("int8", "int4", "int4 rotated", "int4_g32", "int4_g32 rotated", "int4_channel")
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """One row for each format and measure."""
+    return HEADERS, [_row(r) for r in measured if r.bits is not None]
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    error = "" if r.error is None else f"{r.error:.1e}"
+    return (
+        r.case,
+        r.formats,
+        f"{r.bits:.2f}",
+        "" if r.perplexity is None else f"{r.perplexity:.4f}",
+        "" if r.change is None else f"{r.change:+.2f}",
+        *((error, "") if r.op == QUALITY else ("", error)),
+        " ".join(f"{e:.0e}" for e in r.by_layer),
+    )
+
+
+def front(records: Sequence[Record]) -> list[Record]:
+    """The records with a fifth less error than any of this list with fewer bits: those worth a name in a crowded chart."""
+    kept: list[Record] = []
+    for r in sorted(records, key=lambda r: (r.bits or 0.0, r.error or 0.0)):
+        if not kept or (r.error or 0.0) < 0.8 * (kept[-1].error or 0.0):
+            kept.append(r)
+    return kept
+
+
+def drawn(measured: Sequence[Record]) -> list[str]:
+    """KL divergence against bits, the fronts named; error of attention by layer for keys as they are and with a bias."""
+    made = []
+    quality = [r for r in measured if r.op == QUALITY and r.error and r.bits]
+    if quality:
+        named = [id(r) for case in (CACHES, WEIGHTS) for r in front([r for r in quality if r.case == case])]
+        points = [charts.Point(r.formats if id(r) in named else "", r.bits or 0.0, r.error or 0.0, r.case) for r in quality]
+        title = "Divergence from the 16-bit run against bits"
+        x_label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
+        made.append(charts.scatter(points, x_label=x_label, y_label="mean KL divergence, nats", title=title, log_y=True))
+    for case, what in ((PLAIN, "as they are"), (BIASED, f"bias of {BIAS:.0f} in two channels")):
+        by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
+        shown = {name: by_name[name] for name in DRAWN if name in by_name}
+        if shown:
+            title = f"Error of attention over quantised keys, {what}"
+            made.append(charts.lines(shown, x_label="layer", y_label="relative error of the output", title=title, log_y=True))
+    return made
+
+
+def says(measured: Sequence[Record]) -> list[str]:
+    """Perplexity of some caches and of 4-bit weights; what rotation does to 4-bit keys."""
+    told = []
+    caches = {r.formats: r for r in measured if r.op == QUALITY and r.case == CACHES and r.change is not None}
+    if caches:
+        shown = [name for name in ("int8", "int8 / int4_g32", "int4_g32", "int4") if name in caches]
+        parts = [f"{name} ({caches[name].bits:.1f} bits) {caches[name].change:+.2f} %" for name in shown]
+        four = [r.change or 0.0 for r in measured if r.case == WEIGHTS and (r.bits or 16) < 7]
+        weights = f"; 4-bit weights change it by {min(four):+.2f} to {max(four):+.2f} %" if four else ""
+        told.append(f"Perplexity against the 16-bit run, by cache: {', '.join(parts)}{weights}.")
+    plain, biased = (_errors(measured, case) for case in (PLAIN, BIASED))
+    if both := [name for name in DRAWN if name in plain and name in biased]:
+        parts = [f"{name} {plain[name]:.2g} and {biased[name]:.2g}" for name in both]
+        told.append(
+            f"Relative error of attention over quantised keys, as they are and with a bias of {BIAS:.0f}: {', '.join(parts)}."
+        )
+    return told
+
+
+def _errors(measured: Sequence[Record], case: str) -> dict[str, float]:
+    return {r.formats: r.error for r in measured if r.op == KEYS and r.case == case and r.error is not None}
+
+
+STUDY = Study("accuracy", jobs, table, drawn, says, text_columns=2)

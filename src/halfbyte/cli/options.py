@@ -1,0 +1,105 @@
+"""The options that every measuring command has, written once: `halfbyte bench` and `python -m benchmarks` share them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from halfbyte.cli.shared import Json, check_appendable, check_page
+from halfbyte.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from halfbyte.measure.report_sections import SectionOf
+    from halfbyte.measure.session import Session
+    from halfbyte.measure.suite import Suite
+
+Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
+Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a command measures on, how much, and where its records go."""
+
+    output: Output = None
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases, few repeats.")] = False
+    pattern: Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")] = ""
+    device: Where = None
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")] = None
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="On a GPU also the kernels' own times, by CUPTI; it slows what is timed later.")
+    ] = False
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
+    as_json: Json = False
+
+    def session(self) -> Session:
+        """A session by these options."""
+        from halfbyte.measure.session import Options, Session
+
+        options = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels)
+        return Session.start(options)
+
+
+def measures(command: Callable[..., None]) -> Callable[..., None]:
+    """`command(options, ...)` as a command whose options are its own and, behind them, those of `RunOptions`."""
+    _, *own = inspect.signature(command).parameters.values()
+    shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(RunOptions)]
+    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(RunOptions, include_extras=True)}
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
+        command(options, **given)
+
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def run_suites(
+    options: RunOptions, title: str, chosen: Callable[[Session], Sequence[Suite]], section_of: SectionOf | None = None
+) -> None:
+    """Measure and show; exit code 130 after Ctrl-C, 1 when nothing was measured, all was refused or the GPU no longer answers."""
+    from halfbyte.measure import suite
+    from halfbyte.measure.page import write_page
+    from halfbyte.measure.report_sections import by_operation
+
+    check_page(options.html, "html")
+    check_appendable(options.output, "output")
+    session = options.session()
+    suite.run(session, chosen(session))
+    if options.html is not None and session.records:
+        page = write_page(session.records, title, options.html, section_of=section_of or by_operation)
+        print(f"page written to {page}", file=sys.stderr)
+    if session.interrupted:
+        raise typer.Exit(130)
+    if not session.records:
+        raise InvalidArgument(f"filter={options.pattern!r} leaves nothing to measure")
+    if session.broken or all(record.refused for record in session.records):
+        raise typer.Exit(1)
+
+
+def write_report(
+    files: Sequence[Path], against: Sequence[Path], output: Path, title: str, section_of: SectionOf | None = None
+) -> None:
+    """Any set of records as one HTML page, held against others if there are any."""
+    from halfbyte.measure.page import write_page
+    from halfbyte.measure.records import read_all
+    from halfbyte.measure.report_sections import by_operation
+
+    check_page(output, "output")
+    after, notices = read_all(files)
+    before, more = read_all(against)
+    for notice in (*notices, *more):
+        print(f"note: {notice}", file=sys.stderr)
+    print(f"page written to {write_page(after, title, output, before, section_of or by_operation)}", file=sys.stderr)

@@ -1,0 +1,118 @@
+"""`halfbyte.hf.quantize`: weights and the KV cache of a transformers model, in place, after every check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.cache import check_rotation
+from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
+from halfbyte.formats import weight_format
+from halfbyte.hf.attention import NAME
+from halfbyte.hf.cache import half_type, head_dims, layer_formats
+from halfbyte.hf.default_cache import CacheSettings, make_default
+from halfbyte.hf.key_bias import check_key_bias
+from halfbyte.hf.model_support import check_model_support, text_config
+from halfbyte.hf.quantizer import mark_quantized
+from halfbyte.hf.weights import quantize_modules
+from halfbyte.nn import QuantLinear
+from halfbyte.nn import fuse_gate_up as _fuse_gate_up
+from halfbyte.nn import fuse_qkv as _fuse_qkv
+
+
+def quantize(
+    model: Any,
+    weights: str | None = None,
+    keys: str | None = None,
+    values: str | None = None,
+    *,
+    rotate_keys: bool = False,
+    skip_layers: Iterable[int] = (),
+    skip_modules: Iterable[str] = ("lm_head",),
+    fuse_qkv: bool = False,
+    fuse_gate_up: bool = False,
+) -> Any:
+    """Quantise a transformers model in place, and return it.
+
+    weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
+                  norms, routers and expert weights that are no linear modules stay as they are
+    keys, values  formats of the KV cache that `generate()` makes; one alone leaves the other in 16 bits, neither leaves the cache
+    rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
+    skip_modules  modules that keep their weights: names, or parts of names between dots
+    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantised already)
+    fuse_gate_up  the same of gate_proj and up_proj
+
+    Every check comes before the first change: on an error the model is as it was.
+    """
+    _check_model(model)
+    inner = _inner(model)
+    quantised = any(isinstance(m, QuantLinear) for m in model.modules())
+    check(
+        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantised),
+        "weights, keys and values are all None; name a format for at least one of them",
+    )
+    for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
+        check(not wanted or quantised or weights is not None, f"{name}=True needs quantised weights; pass weights= as well")
+    check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
+    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
+    check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
+    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
+    if weights is not None:
+        weight_format(weights)
+        if getattr(inner, "hf_quantizer", None) is not None:
+            method = getattr(inner, "quantization_method", "unknown")
+            raise InvalidArgument(f"weights={weights!r}: the model's weights are quantised already ({method}); leave weights out")
+    if settings is not None:
+        check_key_bias(inner, settings.keys, settings.skip_layers)
+    if weights is not None:
+        mark_quantized(inner, quantize_modules(inner, weights, skip_modules))
+    if fuse_qkv and not _fuse_qkv(inner):
+        warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
+    if fuse_gate_up and not _fuse_gate_up(inner):
+        warn_once("fuse_gate_up=True found no module with gate_proj and up_proj; nothing was fused")
+    if settings is not None:
+        inner.set_attn_implementation(NAME)
+        make_default(inner, settings)
+    return model
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model whose `generate()` runs: the one inside, where `model` wraps it (PEFT, torch.compile)."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InvalidArgument(
+            f"model is a {type(model).__name__}; pass a transformers model (AutoModelForCausalLM.from_pretrained(...))"
+        )
+
+
+def _cache_settings(
+    model: Any, keys: str | None, values: str | None, rotate_keys: bool, skip_layers: tuple[int, ...]
+) -> CacheSettings | None:
+    """Checked settings of the cache; None when the cache stays transformers' own."""
+    if keys is None and values is None:
+        check(
+            not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
+        )
+        return None
+    check_model_support(model)
+    plain = "fp16" if half_type(model) is torch.float16 else "bf16"
+    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
+    layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
+    if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+        raise Unsupported(  # transformers would warn, and go on with 16 bits
+            f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "
+            f"transformers, so nothing would read a packed cache; quantise its weights only (keys=None, values=None)"
+        )
+    if not hasattr(model, "_prepare_cache_for_generation") and hasattr(model, "generate"):
+        raise Unsupported(
+            "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantise "
+            "the weights only, and pass past_key_values=halfbyte.hf.PackedCache(...) to generate()"
+        )
+    return settings

@@ -1,0 +1,156 @@
+"""Kernels of plans compiled by many processes before they are timed: one after the other they would take minutes.
+
+Nothing is launched and no GPU is asked for: a launch on tensors without memory says what would be compiled
+(`kernels/aot/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from rich.console import Console
+from rich.progress import Progress
+
+from halfbyte.device import Device
+from halfbyte.formats import weight_format
+from halfbyte.measure.decode import DecodeShape, parse_formats
+from halfbyte.measure.session import Session
+from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, format_of
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.tuning_cache import LinearProblem, decode_plan, linear_plan, table_of
+from halfbyte.plans.tuning_space import Plan
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.aot.compiling import Configuration
+
+Pair = tuple[LinearProblem | Problem, Plan]
+
+
+class BiasedProblem(LinearProblem):
+    """The same with a bias for each weight, in the dtype of x: other kernels by the same plans."""
+
+
+#: More processes than this wait for each other's memory.
+_MOST = 16
+
+
+def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: int = 2) -> int:
+    """Compile what these plans launch, each variant once; how many there are. What fails to compile fails again at its launch.
+
+    Fewer variants than `fewest` are left to their launches.
+    """
+    variants = list({_variant(problem, plan): (problem, plan) for problem, plan in wanted}.values())
+    processes = min(_MOST, len(os.sched_getaffinity(0)), len(variants))
+    if processes < 2 or len(variants) < fewest:  # no gain over compiling at the first launch
+        return len(variants)
+    console = Console(stderr=True)
+    with (
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+        Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar,
+        contextlib.suppress(BrokenProcessPool),
+    ):
+        task = bar.add_task(f"compiling in {processes} processes", total=len(variants))
+        try:
+            for _ in as_completed([pool.submit(compile_plan, problem, plan, capability) for problem, plan in variants]):
+                bar.advance(task)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return len(variants)
+
+
+def _variant(problem: LinearProblem | Problem, plan: Plan) -> tuple[object, ...]:
+    """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
+    return type(problem), plan.spec
+
+
+def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> None:
+    """Compile one plan's kernels, in this process."""
+    from halfbyte.kernels.aot.compiling import TARGETS, Target, build
+
+    number = 10 * capability[0] + capability[1]
+    target = next((t for t in TARGETS if t.capability == number), Target(number, 0))
+    for configuration in configurations(problem, plan, capability):
+        build(configuration, target)
+
+
+def configurations(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    """What a launch by this plan would compile."""
+    if isinstance(problem, LinearProblem) and isinstance(plan, LinearPlan):
+        yield from _products(problem, plan, capability)
+    elif isinstance(problem, Problem) and isinstance(plan, DecodePlan):
+        yield from _attention(problem, plan)
+
+
+def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
+    from halfbyte.kernels.aot.linear_sample import sample_configurations
+    from halfbyte.kernels.linear import mma, wgmma
+
+    launch = mma.launch if isinstance(plan.spec, LinearSpec) else wgmma.launch
+    (name, *_), features = zip(*problem.weights, strict=True)
+    options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
+    given = (name, problem.rows, features, problem.width, options)
+    yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
+
+
+def _attention(p: Problem, plan: DecodePlan) -> Iterator[Configuration]:
+    import torch
+
+    from halfbyte.kernels.aot.compiling import empty, kv_buffer, recorded
+    from halfbyte.kernels.decode.launch import launch
+    from halfbyte.kv_buffer import AttentionOptions
+
+    dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
+    keys, values = (
+        kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
+    )
+    q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
+    lse, part = empty(*q.shape[:3], dtype=torch.float32), empty(plan.floats, dtype=torch.float32)
+    inputs = (q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))
+    rest = (plan.spec, plan.programs, empty(*q.shape, dtype=dtype), lse, part, empty(plan.counters))
+    yield from recorded("decode", lambda: launch(*inputs, *rest))
+
+
+#: Launches kept apart, and overlapping: two kernels.
+BOTH = (False, True)
+
+
+@runtime_checkable
+class Precompiled(Protocol):
+    """A job that knows what it launches."""
+
+    def to_compile(self, session: Session) -> Iterable[Pair]:
+        """Problems of the tuned kernels with the plans that they get on this GPU."""
+
+
+def products(
+    device: Device, formats: str, features: Sequence[int], rows: int, width: int, half: str = "bf16", biased: bool = False
+) -> Iterator[Pair]:
+    """x [rows, width] times weights of one format in one launch; `biased`: each with a bias."""
+    weights, num_sms = [(weight_format(formats), n) for n in features], device.sm_count or 1
+    gpu = {"num_sms": num_sms, "capability": device.capability or (0, 0), "table": table_of(device.name, num_sms)}
+    for pair in BOTH:
+        plan, _ = linear_plan(weights, m=rows, width=width, dtype=half, use_pdl=pair, **gpu)  # type: ignore[arg-type]
+        problem = LinearProblem.of(weights, rows, width, half)
+        if not isinstance(plan, str):
+            yield BiasedProblem(**vars(problem)) if biased else problem, plan
+
+
+def attention(
+    device: Device, shape: DecodeShape, formats: str, pairs: Sequence[bool] = BOTH, dtype: str = "bf16"
+) -> Iterator[Pair]:
+    """One new token of each sequence over a full cache, which lies as caches are allocated."""
+    s, (keys, values), num_sms = shape, parse_formats(formats), device.sm_count or 1
+    group = s.q_heads // s.kv_heads
+    problem = dense_problem(dtype, s.batch, s.kv_heads, group, 1, s.dim, s.context, keys.name, values.name)
+    for pair in pairs:
+        plan, _ = decode_plan(problem, num_sms, device.capability or (0, 0), pair, table_of(device.name, num_sms))
+        if not isinstance(plan, str):
+            yield problem, plan

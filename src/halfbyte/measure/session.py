@@ -1,0 +1,341 @@
+"""One run of a benchmark: check, time and record candidates case by case, show progress, keep what is measured when interrupted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from halfbyte.device import Device, describe
+from halfbyte.errors import HalfbyteError, InvalidArgument
+from halfbyte.measure import cupti, records
+from halfbyte.measure.checks import Accuracy
+from halfbyte.measure.progress import Named, Steps, job_name
+from halfbyte.measure.records import Record
+from halfbyte.measure.roofline import Roofline
+from halfbyte.measure.tables import is_noisy
+from halfbyte.measure.timing import (
+    GRAPHS,
+    QUICK,
+    Effort,
+    Timing,
+    Work,
+    check_threads,
+    fixed_threads,
+    is_cold,
+    make_sampler,
+    rotation_copies,
+    sample_in_turn,
+    summary,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation on one case.
+
+    formats    what is read: "int8", "int8+int4_g32", "bf16"
+    fns        the rotation, the same work on different buffers; each returns its result
+    accuracy   judges a result before anything is timed
+    nbytes     bytes a call must move at least
+    """
+
+    implementation: str
+    formats: str
+    nbytes: int
+    fns: Sequence[Callable[[], torch.Tensor]]
+    accuracy: Callable[[torch.Tensor], Accuracy]
+
+
+class Job(Named, Protocol):
+    """Something that a session measures: its records, one by one, so that an interrupt keeps those that are finished."""
+
+    def measure(self, session: Session) -> Iterable[Record]:
+        """Measure, and give each record when it is complete."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem and a way to make its candidates; made late, so that one case at a time is in memory."""
+
+    op: str
+    name: str
+    shape: dict[str, int]
+    candidates: Callable[[], list[Candidate]]
+
+    def measure(self, session: Session) -> Iterable[Record]:
+        """All candidates, timed in turn."""
+        return session.measure(self)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    pattern  a regular expression over "case formats implementation"
+    kernels  times of the kernels by themselves, too, by CUPTI
+    """
+
+    output: Path | None = None
+    quick: bool = False
+    pattern: str = ""
+    json: bool = False
+    device: str | None = None
+    threads: int | None = None
+    kernels: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise InvalidArgument(f"filter={self.pattern!r} is not a regular expression: {error}") from error
+        if self.threads is not None:
+            check_threads(self.threads)
+
+
+@dataclass
+class Session:
+    """Measures cases and holds their records; `graphs` is how much a GPU measures for each candidate, `study` marks the records.
+
+    interrupted  by Ctrl-C: what was measured is kept
+    broken       the GPU does not answer after a failure, so that nothing more can be measured
+    """
+
+    options: Options
+    device: Device
+    graphs: Effort = GRAPHS
+    records: list[Record] = field(default_factory=list)
+    interrupted: bool = False
+    broken: bool = False
+    study: str = ""
+
+    @staticmethod
+    def start(options: Options, graphs: Effort = GRAPHS) -> Session:
+        """A session on the device that the options name."""
+        return Session(options, describe(options.device), graphs)
+
+    def __post_init__(self) -> None:
+        self.effort = self._effort(self.graphs)
+        self.threads = self.options.threads or torch.get_num_threads()
+        self.roofline = Roofline(self.device, self.threads, self.effort)
+        self.environment = records.environment(self.device, self.threads)
+        self._errors = Console(stderr=True)
+        self._out = Console()
+
+    def _effort(self, graphs: Effort) -> Effort:
+        return graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
+
+    def part(self, graphs: Effort, study: str = "") -> Session:
+        """A session with records of its own, in the same environment and under the roofs that are known here."""
+        made = copy.copy(self)
+        made.graphs, made.effort, made.study, made.records = graphs, self._effort(graphs), study, []
+        made.roofline = Roofline(self.device, self.threads, made.effort, self.roofline.known)
+        return made
+
+    def copies(self, nbytes: int) -> int:
+        """How many copies of a working set make a rotation on this device."""
+        return rotation_copies(nbytes, self.device)
+
+    @property
+    def no_kernel_times(self) -> str:
+        """Why the kernels' own times cannot be had, in words; "" where they can. To be asked after samples are taken."""
+        return cupti.unavailable(self.device.torch) if self.device.kind == "cuda" else "there is no GPU here"
+
+    def traced(self, works: Mapping[str, Work]) -> dict[str, cupti.Calls]:
+        """The kernels of some calls of each work, where they can be had. Asked after samples are taken: it may disturb them."""
+        if not works or self.no_kernel_times:
+            return {}
+        try:
+            with torch.no_grad(), torch.cuda.device(self.device.torch):
+                return cupti.traced(works)
+        except Exception as error:
+            self._errors.print(f"no kernel times of {', '.join(works)}: {reason(error)}", markup=False)
+            return {}
+
+    def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless asked for."""
+        if not self.options.kernels:
+            return {}
+        return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
+
+    def wants(self, case: str, formats: str, implementation: str) -> bool:
+        """Whether the filter lets this through."""
+        return re.search(self.options.pattern, f"{case} {formats} {implementation}") is not None
+
+    def steps(self, total: int) -> Steps:
+        """A progress bar over so many jobs."""
+        return Steps(total, self._errors)
+
+    def run(self, jobs: Sequence[Job], steps: Steps | None = None) -> list[Record]:
+        """Measure all jobs, under a progress bar of their own unless they share one; one that fails is recorded as refused and the
+        others go on.
+
+        After Ctrl-C what was measured stays, is shown, and `interrupted` is set.
+        """
+        if steps is None:
+            with self.steps(len(jobs)) as steps:
+                return self.run(jobs, steps)
+        try:
+            for job in steps.over(jobs):
+                try:
+                    for record in job.measure(self):
+                        self.keep(replace(record, job=job_name(job)))
+                except Exception as error:
+                    self.keep(self.failed(job, error))
+                    if not self._recovered():
+                        self.broken = True
+                        self._errors.print("the GPU does not answer after this failure: the rest is not measured")
+                        break
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._errors.print("interrupted: what was measured so far is kept" if self.records else "interrupted")
+        return self.records
+
+    def free(self) -> None:
+        """Give back the memory of graphs and caches that are done with. Raises where a kernel has broken the GPU's context."""
+        gc.collect()
+        if self.device.kind == "cuda":
+            torch.cuda.synchronize(self.device.torch)
+            torch.cuda.empty_cache()
+
+    def failed(self, job: Job, error: Exception) -> Record:
+        """The record of a job that raised."""
+        why = f"{job.name}: {reason(error)}"
+        return Record(job.op, {}, "", "", 0, self.environment, refused=why, case=job.name, job=job_name(job))
+
+    def _recovered(self) -> bool:
+        """Whether this can go on after a failure; a kernel that broke the GPU's context has ended the run."""
+        if self.device.kind == "cuda":
+            try:
+                torch.cuda.synchronize(self.device.torch)
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                return False
+        return True
+
+    def measure(self, case: Case) -> list[Record]:
+        """The records of one case: those that keep their accuracy promise, before and after, are timed in turn; the others say why
+        not."""
+        wanted = [c for c in case.candidates() if self.wants(case.name, c.formats, c.implementation)]
+        judged = [(c, *self._judge(c, (fn() for fn in c.fns))) for c in wanted]
+        accepted = {str(i): c for i, (c, _, refused) in enumerate(judged) if not refused}
+        with torch.no_grad(), fixed_threads(self.threads):
+            samplers = {i: make_sampler(i, Work(c.fns), self.device, self.effort) for i, c in accepted.items()}
+            samples = sample_in_turn(samplers, self.effort) if samplers else {}
+            for i, c in accepted.items():
+                judged[int(i)] = (c, *self._judge(c, cast(Iterable[torch.Tensor], samplers[i].run()), ", as it was timed"))
+        right = {str(i): Work(c.fns) for i, (c, _, refused) in enumerate(judged) if not refused}
+        times = {i: summary(samples[i], samplers[i].method) for i in right}
+        kernels = self.kernel_seconds(right)
+        found = [self._record(case, c, acc, refused, times.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
+
+    def _judge(self, candidate: Candidate, results: Iterable[torch.Tensor], when: str = "") -> tuple[Accuracy | None, str]:
+        """(accuracy, why it is refused): the result on every buffer of the rotation must pass, since every buffer is timed."""
+        accuracy = None
+        try:
+            with torch.no_grad():
+                for result in results:
+                    accuracy = candidate.accuracy(result)
+                    accuracy.require(f"{candidate.implementation} {candidate.formats}{when}")
+        except Exception as error:
+            return accuracy, reason(error)
+        return accuracy, ""
+
+    def _record(self, case: Case, who: Candidate, accuracy: Accuracy | None, refused: str, timing: Timing | None) -> Record:
+        common = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refused)
+        values: dict[str, object] = {}
+        if accuracy:
+            values |= {"error": accuracy.error, "error_allowed": accuracy.allowed, "error_kind": accuracy.kind}
+        if timing:
+            cold = is_cold(len(who.fns), who.nbytes, self.device.cache_bytes)
+            method = timing.method + ("" if cold else ", partly from cache")
+            rate, roof = who.nbytes / timing.median / 1e9, self.roofline.read(who.nbytes)
+            values |= {"seconds": timing.median, "p10": timing.p10, "p90": timing.p90, "repeats": timing.repeats}
+            values |= {
+                "method": method,
+                "gb_per_s": rate,
+                "roof_gb_per_s": roof.gb_per_s,
+                "roof_share": rate / roof.gb_per_s,
+            }
+        return Record(**{**vars(common), **values})
+
+    def keep(self, record: Record) -> None:
+        """Remember a record, and write it where the options say."""
+        if self.study:
+            record = replace(record, study=self.study)
+        self.records.append(record)
+        if self.options.output is not None and (notice := records.append(self.options.output, [record])):
+            self._errors.print(notice, markup=False)
+        if self.options.json:
+            print(record.to_json(), flush=True)
+        if not sys.stderr.isatty() and self.device.kind == "cuda":  # no progress bar there: say what is done
+            time = "refused" if record.refused else "" if record.seconds is None else f"{1e6 * record.seconds:.1f} us"
+            print(f"{record.case or record.shape} {record.formats} {record.implementation}: {time}", file=sys.stderr, flush=True)
+
+    # ------------------------------------------------------------------------------------------------------- what is shown
+
+    def show_roofline(self, nbytes: int = 2**26) -> None:
+        """Print the roofs of this machine: read and copy at `nbytes`, and a 16-bit product."""
+        if self.options.json:
+            return
+        # A CPU without 16-bit instructions takes seconds for a product of 1,024.
+        read, size = self.roofline.read(nbytes), 4096 if self.device.kind == "cuda" else 512
+        self._out.print(
+            f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
+            f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roofline.copy(nbytes):,.1f} GB/s, "
+            f"bf16 product of {size} x {size}: {self.roofline.matmul(size):.3g} TFLOP/s",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def show_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> None:
+        """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for i, header in enumerate(headers):
+            table.add_column(header, justify="left" if i < text_columns else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        with _wide_when_piped(self._out):
+            self._out.print(table)
+        for record in self.records:
+            if record.refused:
+                self._out.print(f"refused: {record.refused}", markup=False, highlight=False, soft_wrap=True)
+        if noisy := sum(is_noisy(r) for r in self.records):
+            self._out.print(
+                f"note: {noisy} of {len(self.records)} times vary by more than half from sample to sample (p10 - p90): "
+                f"something else runs on this machine",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def say(self, text: str) -> None:
+        """Print a line, unless only JSON is wanted."""
+        if not self.options.json:
+            self._out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _wide_when_piped(console: Console) -> Iterator[None]:
+    """Outside a terminal rich assumes 80 columns and would fold every cell; a file has room."""
+    before = console.width
+    if not console.is_terminal:
+        console.width = 200
+    yield
+    console.width = before
+
+
+def reason(error: Exception) -> str:
+    """What an error says in one line; its type too, unless it is one of ours."""
+    text = str(error).strip() or "no message"
+    return text if isinstance(error, HalfbyteError) else f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -1,0 +1,68 @@
+"""Attention of one sequence after the other, for results that do not depend on the rest of the batch.
+
+Torch's matrix products add up in another order for another batch, and a level cuts the tokens according to the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+
+Attend = Callable[
+    [torch.Tensor, KVBuffer, KVBuffer, torch.Tensor, torch.Tensor | None, torch.Tensor, AttentionOptions],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+def attend_per_sequence(
+    attend: Attend,
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    query_start: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of each sequence alone, on a contiguous copy of its queries and no more of the cache than it fills."""
+    outs, lses = [], []
+    unit = keys.codes.shape[2] if page_table is not None else keys.format.token_block or 1
+    for b, length in enumerate(lengths.tolist()):
+        own = slice(b, b + 1)
+        units = -(-max(length, 0) // max(unit, 1))  # nobody has looked at lengths in a GPU's memory
+        tokens = None if page_table is not None else units * unit
+        out, lse = attend(
+            q[own].clone(memory_format=torch.contiguous_format),
+            _of_sequence(keys, own, tokens),
+            _of_sequence(values, own, tokens),
+            lengths[own],
+            None if page_table is None else page_table[own, :units],
+            query_start[own],
+            replace(options, starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
+    """The part of a buffer that belongs to one sequence: its tail, and its first tokens (None: they are in a pool of pages)."""
+    codes, scales, offsets, tail = buffer.tensors()
+    if tokens is not None:
+        count = tokens // (buffer.format.token_block or 1)
+        codes = codes[own, :, :tokens]
+        scales, offsets = (t if t is None or t.ndim == 1 else _rows(t, own, count) for t in (scales, offsets))
+    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own))
+
+
+def _rows(t: torch.Tensor, own: slice, count: int) -> torch.Tensor:
+    """The first scales or offsets of a sequence: of whole tokens [B, T], else [B, H, T, ...]."""
+    return t[own, :count] if t.ndim == 2 else t[own, :, :count]
+
+
+def _cut(t: torch.Tensor | None, own: slice) -> torch.Tensor | None:
+    return None if t is None else t[own]

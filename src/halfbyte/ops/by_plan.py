@@ -1,0 +1,56 @@
+"""Ops by a plan of one's own: what halfbyte would launch, and a launch by any such plan. For tuning and for studies of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfbyte.errors import Unsupported
+from halfbyte.kv_buffer import AttentionOptions
+from halfbyte.ops import _decode_on_gpu as gpu
+from halfbyte.ops._linear_on_gpu import run_plan as linear
+from halfbyte.ops._workspace import prepare
+from halfbyte.plans.decode_attention import DecodePlan, Problem
+from halfbyte.plans.decode_portable import TritonTiles
+from halfbyte.settings import interpreted, pair_launches
+
+if TYPE_CHECKING:
+    from halfbyte.cache import KVCache
+
+__all__ = ["Plan", "attend", "call_of", "linear", "planned", "prepare", "problem_of", "unpaired"]
+
+Plan = DecodePlan | TritonTiles
+
+
+def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tensor | None = None) -> Plan:
+    """What halfbyte launches for q [B, Hq, 1, D] when told `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
+    if q.device.type == "cpu" and not interpreted():
+        raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
+    # Paired where the GPU can; `attend` takes that back where the environment says so.
+    return gpu.plan_of(call_of(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
+
+
+def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
+    """`halfbyte.decode_attention`, as planned here; launches are paired only where HALFBYTE_PDL allows it."""
+    call = call_of(q, cache, alibi_slopes)
+    gpu.launch(call, plan if pair_launches() else unpaired(plan), own=False)
+    return call.out
+
+
+def unpaired(plan: Plan) -> Plan:
+    """The same, launched when its predecessor has ended."""
+    return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, pair=False))
+
+
+def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> gpu.Call:
+    """A call and the memory of its results. Slopes are fp32 and contiguous."""
+    options = AttentionOptions(q.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, rotate_keys=cache.rotate_keys)
+    out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return gpu.Call(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, out, lse)
+
+
+def problem_of(q: torch.Tensor, cache: KVCache) -> Problem:
+    """What a plan needs to know of a call."""
+    return gpu.problem_of(call_of(q, cache), False)

@@ -1,0 +1,382 @@
+"""What the tuned linear kernels are compiled for: how a weight is stored, the shape of a block, and the plan of a launch.
+
+Specs are compile-time constants: kernels read their fields. plans/linear.py and plans/linear_wgmma.py choose them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from halfbyte.formats import E2M1, Format
+from halfbyte.plans.codebooks import pattern, unit_of_codebook
+
+#: Shared memory of a codebook: both values of every byte, for each of 32 banks.
+CODEBOOK_BYTES = 256 * 32 * 4
+_SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
+
+
+class Ring(Protocol):
+    """What a ring of stored words in shared memory is laid out by."""
+
+    @property
+    def k_slices(self) -> int: ...
+    @property
+    def tile(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def pad_slots(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How a weight is stored.
+
+    kind           what a 16-bit word holds: "nibbles" (four integers), "bytes" (two int8), "floats" (four E2M1 numbers), "codebook"
+                   (four indices)
+    group          codes that share a scale; 0: a whole row
+    scale          type of a stored scale: "f16", "f32", "e8m0", "e4m3"
+    zero           zero points are stored
+    bias           constant that is subtracted from every code as well
+    codebook       16-bit patterns of the codebook's values over `codebook_unit`, of every code
+    codebook_unit  what the codebook's values are multiples of
+    factor         one more fp32 scale, of the whole tensor
+    """
+
+    kind: str
+    group: int
+    scale: str
+    zero: bool
+    bias: int
+    codebook: tuple[int, ...]
+    codebook_unit: float
+    factor: bool
+
+    @property
+    def codes_per_word(self) -> int:
+        """Codes in one 16-bit word."""
+        return 2 if self.kind == "bytes" else 4
+
+    def words(self, spec: Ring) -> int:
+        """16-bit words of a chunk of a row."""
+        return spec.chunk // self.codes_per_word
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row in 128 k."""
+        return 128 // self.group if self.group else 0
+
+    def groups_per_mma(self, spec: LinearSpec) -> int:
+        """Groups whose sums share one MMA: with M below 8 it has columns to spare."""
+        free = spec.block_m // spec.x_rows
+        return free if self.codes_per_word == 4 and 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
+
+    def operands(self, spec: LinearSpec) -> int:
+        """MMA operands, 16 k each, whose sums are scaled together."""
+        return self.groups_per_mma(spec) * self.group // 16
+
+    def halved(self, spec: LinearSpec) -> bool:
+        """Only 8 words are scaled together, half the depth of an MMA: two codes of a word share an operand."""
+        return self.operands(spec) == 2
+
+    def operands_scaled(self, spec: LinearSpec) -> bool:
+        """Groups of 16: the scale multiplies the codes, in 16 bits."""
+        return self.group == 16 and self.groups_per_mma(spec) == 1
+
+    @property
+    def scale_bytes(self) -> int:
+        return _SCALES[self.scale]
+
+    def slot_bytes(self, spec: Ring) -> int:
+        """Shared memory of the codes of one stage."""
+        return spec.k_slices * spec.tile * self.words(spec) * 2
+
+    def codebook_at(self, spec: Ring) -> int:
+        """Where in shared memory the codebook lies, a multiple of its size: behind the stages."""
+        return -(-spec.stages * self.slot_bytes(spec) // CODEBOOK_BYTES) * CODEBOOK_BYTES
+
+    def slots(self, spec: Ring) -> int:
+        """Slots of the ring: the stages, and what the codebook takes behind them."""
+        behind = -(-(self.codebook_at(spec) + CODEBOOK_BYTES) // self.slot_bytes(spec)) if self.codebook else spec.stages
+        return behind + spec.pad_slots
+
+    def unit(self, dtype: str) -> float:
+        """The value of one code step in the sums of the MMA: from the operands, and for E2M1 in bf16 from those of x as well."""
+        if self.kind == "floats":
+            return 2.0**-62 if dtype == "bf16" else 2.0**-14
+        return 1.0 / self.codebook_unit if self.codebook else 1.0 if dtype == "bf16" else 2.0**-24
+
+    def x_factor(self, spec: LinearSpec) -> float:
+        """What x is multiplied by: E2M1's bits in a bf16 are the number times 2^-126, too small for fp32 sums."""
+        return 1.0 if self.kind != "floats" or spec.dtype == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
+
+    def scale_factor(self, spec: LinearSpec) -> float:
+        """What scales that multiply operands are multiplied by: a bf16 holds code times scale exactly from 2^-133 on."""
+        return 2.0**7 if self.kind == "floats" and spec.dtype == "bf16" else 1.0
+
+    def bias_in_unpack(self, spec: LinearSpec) -> bool:
+        """Unpacking subtracts the bias of 4-bit codes: with 16 rows of x, an MMA with ones costs more."""
+        return self.kind == "nibbles" and not self.zero and spec.x_rows == 16
+
+    def shift(self, dtype: str) -> float:
+        """What operands exceed their codes' values by, zero points left out."""
+        extra = {("nibbles", "bf16"): 128, ("bytes", "fp16"): 128}.get((self.kind, dtype), 0)
+        return (self.bias + extra) * self.unit(dtype)
+
+
+def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightSpec | str:
+    """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `e2m1_codebook`: E2M1 through a codebook."""
+    code, scale = fmt.code, fmt.scale
+    assert scale is not None
+    floats = code.values == E2M1.values and not e2m1_codebook
+    group = scale.group or 0
+    if group not in (0, 16, 32, 64, 128) or scale.nested is not None:
+        return f"{fmt.name} is read by the portable kernel only"
+    if fmt.offset == "int" and not group:
+        return "zero points of whole rows are read by the portable kernel only"
+    codebook, unit = tuple[int, ...](), 1.0
+    if code.values is not None and not floats:
+        unit = unit_of_codebook(code, dtype)
+        codebook = tuple(pattern(value / unit, dtype) for value in code.values)
+    kind = "floats" if floats else "codebook" if codebook else "bytes" if code.bits == 8 else "nibbles"
+    return WeightSpec(kind, group, scale.dtype, fmt.offset == "int", code.bias, codebook, unit, fmt.tensor_scale)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Everything the kernel for small M (kernels/linear/mma.py) is compiled for."""
+
+    weights: tuple[WeightSpec, ...]
+    dtype: str  # of x and y: "bf16" or "fp16"
+    block_m: int  # M of the MMAs of a block, a power of two, at least 8
+    tile: int  # rows of the weight
+    k_slices: int  # warps, or groups of `warps_m` of them, that take a chunk of K each
+    warps_m: int  # warps that divide the rows of a tile
+    chunk: int  # K of a chunk: 128, 256, ...
+    stages: int
+    scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices drift apart freely
+    scales_per_copy: int
+    zeros_per_copy: int  # zero points, the same
+    use_pdl: bool
+    x_rows: int  # rows of x that are loaded: 1, 2, 4 or `block_m`
+    separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
+    x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
+    pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
+
+    @property
+    def x_low(self) -> int:
+        """The lowest axis of rows of x in shared memory: two rows are neighbours, to avoid bank conflicts."""
+        return min(2, self.x_rows)
+
+    @property
+    def x_high(self) -> int:
+        return self.x_rows // self.x_low
+
+    @property
+    def sums(self) -> int:
+        """Columns of a tile's sums once the groups that share an MMA are added."""
+        return self.block_m if self.weights[0].groups_per_mma(self) == 1 else self.x_rows
+
+    @property
+    def partial_floats(self) -> int:
+        """fp32 numbers of one partial result."""
+        return self.tile * self.sums
+
+    @property
+    def step(self) -> int:
+        """K of one step, a chunk for every K slice."""
+        return self.k_slices * self.chunk
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.k_slices * self.warps_m
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the rings of codes (the codebook behind them), x, scales and zero points, and sums."""
+        return self.ring_bytes + (4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0)
+
+    @property
+    def x_at(self) -> int:
+        """Where x lies in shared memory: behind the codes."""
+        return self.weights[0].slots(self) * self.weights[0].slot_bytes(self)
+
+    @property
+    def scales_at(self) -> int:
+        return self.x_at + self.stages * 2 * self.step * self.x_rows
+
+    @property
+    def zeros_at(self) -> int:
+        return self.scales_at + self._scale_bytes(self.weights[0].scale_bytes)
+
+    @property
+    def barriers_at(self) -> int:
+        """Where the mbarriers lie, 8 bytes each: a "full" one for each slot of scales, then the "empty" ones."""
+        return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
+
+    @property
+    def has_empty_barrier(self) -> bool:
+        """K slices signal when they have read a slot of scales, before it is overwritten.
+
+        With slots for twice the stages they need not. A slice in step s has received the scales of step s - 1. So every slice has
+        requested those, `stages` - 1 steps ahead: it is in step s - `stages` or later. What step s overwrites, the scales of step
+        s - `stages` - 1, every slice has read. (That a thread's reads precede its later requests is the order of the machine: PTX
+        promises it for the arrival alone.)
+        """
+        return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
+
+    @property
+    def ring_bytes(self) -> int:
+        """Codes, x, scales and zero points of all stages, and barriers."""
+        return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
+
+    def _scale_bytes(self, size: int) -> int:
+        """Of all slots of scales (or zero points) of `size` bytes."""
+        return self.scale_slots * self.tile * self.columns(self.weights[0]) * size
+
+    def columns(self, weight: WeightSpec) -> int:
+        """Scales of a row in one step."""
+        return self.step // 128 * weight.groups
+
+
+@dataclass(frozen=True)
+class LinearWgmmaSpec:
+    """Everything the kernel for larger M on Hopper (kernels/linear/wgmma.py) is compiled for."""
+
+    weights: tuple[WeightSpec, ...]
+    dtype: str  # of x and y: "bf16" or "fp16"
+    block_m: int  # rows of x in a block: 32 or 64
+    chunk: int  # K of a step
+    stages: int
+    scales_per_copy: int
+    use_pdl: bool
+    tile: int = 128  # rows of the weight: 64 for each of two warp groups
+    warps_m: int = 8  # warps, which divide them
+
+    @property
+    def k_slices(self) -> int:
+        """Groups of warps that take a chunk of K each: here all share one."""
+        return 1
+
+    @property
+    def pad_slots(self) -> int:
+        """Unused slots of the ring: none is needed, as an SM has no room for a second block."""
+        return 0
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m
+
+    @property
+    def step(self) -> int:
+        return self.chunk
+
+    @property
+    def k_blocks(self) -> int:
+        """Blocks of 64 k in a step: 128 bytes of x."""
+        return self.chunk // 64
+
+    @property
+    def halved(self) -> bool:
+        """Groups of 32: two MMAs for each 64 k, as their sums have different scales."""
+        return self.weights[0].group == 32
+
+    @property
+    def fold(self) -> bool:
+        """Scales multiply the codes, in 16 bits: where that is exact, as scaling the sums of so few codes would take long."""
+        weight = self.weights[0]
+        return weight.group == 16 or (weight.group == 32 and weight.scale == "e8m0" and self.dtype == "bf16")
+
+    @property
+    def direct(self) -> bool:
+        """All MMAs of a tile accumulate into one sum: no scale multiplies the sums of a group."""
+        return not self.weights[0].group or self.fold
+
+    @property
+    def carried(self) -> bool:
+        """A step's last MMA runs on into the next step. Not where codebook look-ups leave no registers for its sums, nor where
+        the assembler would make it wait (two MMAs of codebook codes for each 64 k).
+        """
+        return self.weights[0].kind != "codebook" or self.direct or (self.block_m < 64 and not self.halved)
+
+    @property
+    def sums(self) -> int:
+        """Columns of a tile's sums."""
+        return self.block_m
+
+    @property
+    def partial_floats(self) -> int:
+        """fp32 numbers of one partial result."""
+        return self.tile * self.block_m
+
+    def columns(self, weight: WeightSpec) -> int:
+        """Scales of a row in one step."""
+        return self.chunk // 128 * weight.groups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the rings of codes (the codebook behind them), scales and x, and a tile of y."""
+        weight = self.weights[0]
+        scales = self.tile * self.columns(weight) * weight.scale_bytes
+        stages = self.stages * (2 * self.chunk * self.block_m + scales)
+        return weight.slots(self) * weight.slot_bytes(self) + stages + 2 * self.tile * self.block_m
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """A launch of a tuned kernel: what it is compiled for, and how many programs share the steps of its tiles.
+
+    split_tiles: tiles that several programs compute, which are the first ones. programs_per_sm: how many run at once on an SM.
+    """
+
+    spec: LinearSpec | LinearWgmmaSpec
+    programs: int
+    tiles: int
+    steps: int
+    split_tiles: int
+    programs_per_sm: int
+
+    @property
+    def why(self) -> str:
+        """How the work is divided, in words."""
+        spec, programs = self.spec, self.programs
+        size = f"{spec.tile} rows" if isinstance(spec, LinearSpec) else f"{spec.tile} x {spec.block_m}"
+        tiles = f"{self.tiles} tiles of {size}, {self.steps} steps of {spec.step} each"
+        return f"{tiles}; {programs} programs, {decomposition(programs, self.tiles)}"
+
+    @property
+    def floats(self) -> int:
+        """fp32 numbers of workspace: two partial results a program, unless it computes whole tiles only."""
+        return 2 * self.programs * self.spec.partial_floats if self.split_tiles else 1
+
+    @property
+    def counters(self) -> int:
+        """Semaphores: one for each split tile; with none there is nothing to clear."""
+        return self.split_tiles
+
+    def describe(self, m: int) -> dict[str, str]:
+        """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
+        spec = self.spec
+        there = f"of which {m} are there" if m <= spec.block_m else f"in {-(-m // spec.block_m)} blocks"
+        small = isinstance(spec, LinearSpec)
+        launches = "one launch" if small else "warp-group products; two launches, the first brings x into order"
+        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the program that arrives last adds them up"
+        return {
+            "kernel": f"gluon, the tuned one; {launches}",
+            "tile": f"{spec.tile} rows of the weight by {spec.block_m} of x, {there}; {spec.warps} warps",
+            "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+            "programs": f"{self.programs}, {self.programs_per_sm} at once on a multiprocessor",
+            "cut": self.why,
+            "partial sums": partials if self.split_tiles else "none",
+        }
+
+
+def decomposition(programs: int, tiles: int) -> str:
+    """The name of a decomposition."""
+    if tiles % programs == 0:
+        return "data-parallel"
+    return f"split-K, {programs // tiles} parts a tile" if programs % tiles == 0 else "stream-K"

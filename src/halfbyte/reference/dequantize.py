@@ -1,0 +1,108 @@
+"""Dequantise: the values of stored codes, whatever their scales are stored as. The way back of `halfbyte.reference.quantize`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfbyte.errors import check
+from halfbyte.formats import Code, Format, Shape
+from halfbyte.packing import unpack_nibbles
+
+if TYPE_CHECKING:
+    from halfbyte.tensors import QuantTensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def values_of(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`halfbyte.dequantize` of what is a QuantTensor."""
+    check(
+        isinstance(dtype, torch.dtype) and dtype in _FLOATS,
+        f"dtype={dtype!r}; expected torch.float16, bfloat16, float32 or float64",
+    )
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    if q.format.scale is None:
+        return q.codes.to(dtype)
+    values = decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
+    return values if q.perm is None else torch.empty_like(values).index_copy_(1, q.perm.long(), values)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
+    """Values of stored codes under scales that are already plain numbers; computed in the dtype of `scales`."""
+    scale = over_elements(scales, fmt, shape)
+    unit = decode_unit(codes, fmt.code).to(scales.dtype)
+    if fmt.offset == "none" or offsets is None:
+        return unit * scale
+    offset = over_elements(offsets.to(scales.dtype), fmt, shape)
+    return (unit - offset) * scale if fmt.offset == "int" else unit * scale + offset
+
+
+def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
+    """Values of stored codes before scaling, float32, 4-bit codes unpacked."""
+    if code.bits == 4:
+        codes = unpack_nibbles(codes)
+    if code.values is not None:
+        return code.codebook().to(codes.device)[codes.int()]
+    if code.kind == "float":
+        return codes.view(code.dtype).float()
+    return codes.float() - code.bias
+
+
+def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tensor:
+    """Scales (or offsets) spread so that they broadcast against a tensor of shape `shape`."""
+    assert fmt.scale is not None
+    match fmt.scale.granularity:
+        case "tensor":
+            return scales.reshape((1,) * len(shape))
+        case "token":
+            return scales.unsqueeze(-2).unsqueeze(-1)
+        case "head":
+            return scales.unsqueeze(-1)
+        case "out_channel":
+            return scales
+        case "group":
+            return scales.repeat_interleave(fmt.group_size(shape[-1]), dim=-1)
+        case "channel":
+            return scales.repeat_interleave(fmt.token_block or 1, dim=-2)
+
+
+# -------------------------------------------------------------------------------- block scales that are not plain numbers
+
+
+def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The scales of a QuantTensor as plain numbers in `dtype`, whatever they are stored as; its second level included."""
+    assert q.scales is not None and q.format.scale is not None
+    if q.nested is not None:
+        flat = dynamic_map(q.device)[q.scales.int()].flatten().to(dtype)
+        absmax, mean = q.nested[:-1].to(dtype), q.nested[-1].to(dtype)
+        spread = absmax.repeat_interleave(q.format.scale.nested or 1)[: flat.numel()]
+        return (flat * spread + mean).reshape(q.scales.shape)
+    if q.format.scale.dtype == "e8m0":
+        return e8m0_to_float(q.scales).to(dtype)
+    if q.format.scale.dtype == "e4m3":
+        scales = q.scales.view(torch.float8_e4m3fn).to(dtype)
+        return scales if q.tensor_scale is None else scales * q.tensor_scale.to(dtype)
+    return q.scales.to(dtype)
+
+
+def e8m0_to_float(stored: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes as float32: 2^(b - 127); 0 is 2^-127, a subnormal; 255 is NaN (OCP MX v1.0)."""
+    value = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+    return value.masked_fill(stored == 255, torch.nan)
+
+
+@functools.cache
+def dynamic_map(device: torch.device) -> torch.Tensor:
+    """bitsandbytes' signed dynamic map, float32 [256], ascending.
+
+    Seven decades, 10^-6 to 1; decade i holds the 2^i midpoints of an even partition of [0.1, 1], both signs; then 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
+        middle = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (i - 6)
+        values += [*middle.tolist(), *(-middle).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)

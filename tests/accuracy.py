@@ -1,0 +1,60 @@
+"""The accuracy promise for tests: the library's own, for whole results of attention (with lse) and of linear layers."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.measure.checks import attention_accuracy, eager_attention, float64_attention, linear_accuracy
+from halfbyte.tensors import QuantTensor
+
+__all__ = [
+    "attention_accuracy",
+    "attention_errors",
+    "check_product",
+    "eager_attention",
+    "float64_attention",
+    "linear_accuracy",
+    "products",
+]
+
+Attention = tuple[torch.Tensor, torch.Tensor]
+
+
+def attention_errors(out: torch.Tensor, lse: torch.Tensor, truth: Attention, base: Attention, lse_roundings: int = 0) -> str:
+    """What of a result breaks the promise, in words; "" when nothing does. truth, base: (out, lse) in float64, and by eager torch.
+
+    lse: 1e-5 plus twice eager PyTorch's error, and so many roundings in fp32 of a score of that size.
+    """
+    (ref, ref_lse), (base_out, base_lse) = truth, base
+    if out.shape != ref.shape or lse.shape != ref_lse.shape or lse.dtype is not torch.float32:
+        return f"shapes {list(out.shape)} {list(lse.shape)} {lse.dtype}, expected {list(ref.shape)}"
+    if not out.numel():
+        return ""
+    if out.isnan().any() or lse.isnan().any():
+        return f"NaN in {int(out.isnan().any(-1).sum())} rows of out, {int(lse.isnan().sum())} of lse"
+    empty = ref_lse == -torch.inf
+    if not torch.equal(lse == -torch.inf, empty) or out[empty].any():
+        return "rows that see no key: out is not 0 or lse not -inf there, or only there"
+    promise = attention_accuracy(out, base_out, ref)
+    lse, ref_lse, base_lse = (t.masked_fill(empty, 0).double() for t in (lse, ref_lse, base_lse))
+    roundings = lse_roundings * torch.finfo(torch.float32).eps * ref_lse.abs().max().item()
+    allowed = 1e-5 + 2 * (base_lse - ref_lse).abs().max().item() + roundings
+    error = (lse - ref_lse).abs().max().item()
+    found = [] if promise.ok else [f"out is off by {promise.error:.3g}, allowed {promise.allowed:.3g}"]
+    return "; ".join(found + [f"lse is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed))
+
+
+def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x times a dequantised weight: in float64, and as torch rounds it with the weight in x's dtype."""
+    full = weight.dequantize(torch.float64)
+    truth = x.double() @ full.mT + (0 if bias is None else bias.double())
+    base = torch.nn.functional.linear(x.contiguous(), full.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return truth, base
+
+
+def check_product(out: torch.Tensor, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:
+    """Raise unless `out` keeps the promise for linear layers."""
+    truth, base = products(x, weight, bias)
+    assert out.dtype is x.dtype
+    assert out.shape == truth.shape
+    linear_accuracy(out, base, truth).require(f"{weight.format} {list(weight.shape)} {list(x.shape)} {x.stride()}")

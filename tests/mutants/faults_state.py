@@ -1,0 +1,261 @@
+"""Faults of what lasts from call to call: caches, pages, ops and the launch caches."""
+
+from __future__ import annotations
+
+from edits import InText, Rewrite, drop
+from mutant import Mutant, tests_of
+
+APPEND_OP = "ops/append.py"
+APPEND = "reference/append.py"
+PREFILL = "ops/prefill_attention.py"
+CACHE = "cache.py"
+DECODE_PLAN = "plans/decode_attention.py"
+PAGING = "paging.py"
+DECODE_OP = "ops/decode_attention.py"
+LINEAR_OP = "ops/linear.py"
+FACTS = "ops/_facts.py"
+RELAUNCH = "ops/_relaunch.py"
+RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
+RELAUNCH_APPEND = "ops/_relaunch_append.py"
+
+caches = tests_of("test_cache.py")
+attention = tests_of("test_attention_reference.py")
+plans = tests_of("test_plans.py")
+pages = tests_of("test_paging.py")
+ops = tests_of("test_ops.py")
+attend_again = tests_of("test_relaunch.py")
+multiply_again = tests_of("test_relaunch_linear.py")
+append_again = tests_of("test_relaunch_append.py")
+
+STATE = [
+    # -- caches
+    Mutant(
+        "counts ignored",
+        APPEND_OP,
+        "store",
+        Rewrite("_l.add_(_n if _c is None else _c)", "_l.add_(_n)"),
+        caches("test_select_and_repeat_copy"),
+    ),
+    Mutant(
+        "counts not looked at",
+        APPEND,
+        "append_",
+        Rewrite("_n if _c is None else _c.to(_d)", "_n"),
+        caches("test_counts_outside_the_tokens_given_change_nothing"),
+    ),
+    Mutant(
+        "the past's length taken for the cache's",
+        PREFILL,
+        "prefill_attention",
+        Rewrite(
+            "attend_again(_q, _c, _c.lengths, _p, replace(_o, sinks=None, ends=_p), _i)",
+            "attend_again(_q, _c, _p, _p, replace(_o, sinks=None), _i)",
+        ),
+        attention("test_prefill_after_any_past"),
+    ),
+    Mutant(
+        "no capacity check",
+        APPEND,
+        "append_",
+        drop("check_capacity(*_a)"),
+        caches("test_an_append_past_the_capacity_changes_nothing"),
+    ),
+    Mutant(
+        "one token too many fits",
+        APPEND,
+        "check_capacity",
+        Rewrite("_a > _b", "_a >= _b"),
+        caches("test_an_append_past_the_capacity_changes_nothing"),
+    ),
+    Mutant(
+        "keys written before values are checked",
+        APPEND,
+        "append_",
+        Rewrite("_w += prepare(*_a)", "for write in prepare(*_a):\n    write()"),
+        caches("test_nan_and_infinity_change_nothing"),
+    ),
+    Mutant(
+        "what lies beyond counts is looked at",
+        APPEND,
+        "append_",
+        Rewrite("_x.masked_fill(~_m, 0)", "_x * 1"),
+        caches("test_counts_store_what_each_sequence_alone_would"),
+    ),
+    Mutant(
+        "the scale of a tensor follows the data",
+        APPEND,
+        "_fixed_scale",
+        Rewrite("torch.where(_s == 0, _m * _p, _s)", "_m"),
+        caches("test_the_per_tensor_scale_is_measured_once"),
+    ),
+    Mutant(
+        "blocks quantised from unrounded keys",
+        APPEND,
+        "_whole_blocks",
+        Rewrite("_x.to(_b.tail.dtype)", "_x.float()"),
+        caches("test_any_cut_stores_the_same_bits"),
+    ),
+    Mutant(
+        "the block is not brought back by crop",
+        CACHE,
+        "KVCache.crop",
+        drop("reopen_block(*_a)"),
+        caches("test_crop_into_a_finished_block_brings_it_back"),
+    ),
+    Mutant(
+        "writes to lengths by others are not noticed",
+        CACHE,
+        "KVCache.length_bound",
+        Rewrite("_l is _o and _w == _l._version", "_l is _o"),
+        caches("test_what_the_host_is_sure_of"),
+    ),
+    Mutant(
+        "copies of a cache believe what the first one knows",
+        CACHE,
+        "KVCache.__getstate__",
+        Rewrite("_n != '_version'", "_n"),
+        caches("test_what_the_host_is_sure_of"),
+    ),
+    Mutant(
+        "blocks of as many new tokens as there are rows",
+        DECODE_PLAN,
+        "queries_of_a_block",
+        Rewrite("min(_q, _r // _g)", "min(_q, _r)"),
+        plans("test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds"),
+    ),
+    Mutant(
+        "shared pages are written",
+        PAGING,
+        "PagedKVCache._make_room",
+        Rewrite("_c and _u % _p and _h > 1", "False"),
+        pages("test_shared_pages_are_copied_before_they_are_written"),
+    ),
+    Mutant(
+        "a new page for a shared one, but empty",
+        PAGING,
+        "PagedKVCache._make_room",
+        drop("_s._copy_page(*_a)"),
+        pages("test_shared_pages_are_copied_before_they_are_written"),
+    ),
+    Mutant(
+        "pages taken by a refused append are lost",
+        PAGING,
+        "PagedKVCache._append_with_pages",
+        drop("_s._recount()"),
+        pages("test_a_pool_that_is_too_small_changes_nothing"),
+    ),
+    # -- ops
+    Mutant(
+        "an undeclared mutation",
+        APPEND_OP,
+        "_SCHEMA",
+        InText("Tensor(a!) k_codes", "Tensor k_codes"),
+        ops("test_opcheck_append[int8-int4_g32]"),
+    ),
+    Mutant(
+        "a fake of the wrong shape",
+        DECODE_OP,
+        "_fake",
+        Rewrite("_q.new_empty(*_q.shape[:3], _v.dim)", "_q.new_empty(*_q.shape[:3], _v.codes.shape[-1])"),
+        ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
+    ),
+    Mutant(
+        "the bias of another shard",
+        LINEAR_OP,
+        "_call_projections",
+        Rewrite("list(_b)", "[*_b[:-1], None]"),
+        ops("test_qkv_projection_is_three_products"),
+    ),
+    Mutant(
+        "the parts of the first weight for all",
+        LINEAR_OP,
+        "_weights",
+        Rewrite("_p[_e - _c : _e]", "_p[:_c]"),
+        ops("test_qkv_projection_is_three_products"),
+    ),
+    # -- calls launched like an earlier one
+    Mutant(
+        "strides are no fact",
+        FACTS,
+        "add_facts",
+        Rewrite("(*_b, _t.stride(), *_a)", "(*_b, *_a)"),
+        attend_again("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "alignment is no fact",
+        FACTS,
+        "add_facts",
+        Rewrite("(*_b, _p % 16)", "(*_b,)"),
+        attend_again("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "devices are no fact",
+        FACTS,
+        "add_facts",
+        Rewrite("(*_b, _t.get_device(), *_a)", "(*_b, *_a)"),
+        attend_again("test_a_tensor_of_another_device_makes_another_call"),
+    ),
+    Mutant(
+        "formats by name",
+        RELAUNCH,
+        "request",
+        Rewrite("[*_b, id(_f[0]), id(_f[1]), *_a]", "[*_b, _f[0].name, _f[1].name, *_a]"),
+        attend_again("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "converted tensors remembered",
+        RELAUNCH,
+        "remember",
+        Rewrite("all(_a is _b for _a, _b in zip(*_z, strict=True))", "True"),
+        attend_again("test_what_was_converted_on_the_way_is_not_remembered"),
+    ),
+    Mutant(
+        "the environment is no fact",
+        RELAUNCH,
+        "request",
+        Rewrite("[*_b, *as_set(), *_a]", "[*_b, *_a]"),
+        attend_again("test_the_environment_makes_another_call"),
+    ),
+    Mutant(
+        "the tail of an earlier call",
+        RELAUNCH,
+        "tensors_of",
+        Rewrite("(*_b, _k.tail, *_a)", "(*_b, None, *_a)"),
+        attend_again("test_a_tail_is_that_of_each_call"),
+    ),
+    Mutant(
+        "formats of products by name",
+        RELAUNCH_LINEAR,
+        "request",
+        Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
+        multiply_again("test_every_fact_makes_another_call"),
+    ),
+    Mutant(
+        "a product remembered that was converted",
+        RELAUNCH_LINEAR,
+        "remember",
+        Rewrite("_x.data_ptr() == _r.addresses[0]", "True"),
+        multiply_again("test_what_was_converted_on_the_way_is_not_remembered"),
+    ),
+    Mutant(
+        "act-order remembered",
+        RELAUNCH_LINEAR,
+        "request",
+        Rewrite("_w.perm is not None", "False"),
+        multiply_again("test_what_is_never_like_another"),
+    ),
+    Mutant(
+        "rotated keys are no fact of an append",
+        RELAUNCH_APPEND,
+        "signature_of",
+        Rewrite("(rotate_keys,)", "()"),
+        append_again("test_every_fact_makes_another_append"),
+    ),
+    Mutant(
+        "an append of converted tensors remembered",
+        RELAUNCH_APPEND,
+        "remember",
+        Rewrite("_s.covers(_t)", "True"),
+        append_again("test_what_needs_more_than_one_launch_is_not_remembered"),
+    ),
+]

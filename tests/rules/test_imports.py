@@ -1,0 +1,121 @@
+"""Imports form no circle, and nothing that a package keeps to itself is used by another one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "halfbyte"
+BENCHMARKS = ROOT / "benchmarks"
+FILES = [*sorted(SOURCE.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
+
+
+def dotted(path: Path) -> str:
+    """The module's name as it is imported."""
+    parts = path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(path): path for path in FILES}
+
+#: Imports that close a circle and are to go. Remove a line when its import is gone.
+CIRCLES: set[tuple[str, str]] = set()
+#: (package that uses, "" for the files at the top; private name) that are to go. Remove an entry when its use is gone.
+PRIVATES: set[tuple[str, str]] = {
+    ("", "_launch_cache"),
+    ("", "_relaunch_append"),
+    ("", "_workspace"),
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The file, parsed, without what only type checkers read."""
+
+    class Runtime(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            self.generic_visit(node)
+            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else node
+
+    return Runtime().visit(ast.parse(path.read_text()))  # type: ignore[no-any-return]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of halfbyte that a file imports, at the top or inside functions."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else str(node.module) for name in names)
+
+
+def test_imports_form_no_circle() -> None:
+    graph = {name: {other for other in imported(path) if other in MODULES and other != name} for name, path in MODULES.items()}
+    for module, other in CIRCLES:
+        assert other in graph.get(module, ()), f"{module} imports {other} no more: remove it from CIRCLES"
+        graph[module].discard(other)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def package(path: Path) -> str:
+    """The folder that a file is in, below halfbyte; "" for the files at the top."""
+    if SOURCE not in path.parents:
+        return path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+    return path.parent.relative_to(SOURCE).as_posix().replace("/", ".").removeprefix(".")
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def made(path: Path) -> Iterator[str]:
+    """The private names that a file gives to functions, classes, variables and attributes of its own objects."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and own(node):
+            yield node.attr
+
+
+def own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def owner(module: str) -> str:
+    """The package that a module, or a package's own name, belongs to."""
+    return package(MODULES[module]) if module in MODULES else module.removeprefix("halfbyte.")
+
+
+def crossed(path: Path, makers: dict[str, set[str]]) -> Iterator[str]:
+    """The private names of other packages that a file imports, or reads from objects."""
+    here = package(path)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("halfbyte"):
+            for alias in node.names:
+                parts = f"{node.module}.{alias.name}".split(".")
+                for i, part in enumerate(parts):
+                    if private(part) and owner(".".join(parts[:i])) != here:
+                        yield part
+        elif isinstance(node, ast.Attribute) and private(node.attr) and not own(node) and here not in makers.get(node.attr, {here}):
+            yield node.attr
+
+
+def test_no_private_name_crosses_packages() -> None:
+    """A name with an underscore that no package of ours makes is another library's, and not looked at here."""
+    makers: dict[str, set[str]] = {}
+    for path in FILES:
+        for name in filter(private, made(path)):
+            makers.setdefault(name, set()).add(package(path))
+    found = {(package(path), name) for path in FILES for name in crossed(path, makers)}
+    assert sorted(found - PRIVATES) == []
+    assert sorted(PRIVATES - found) == [], "no longer used: remove them from PRIVATES"

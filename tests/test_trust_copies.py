@@ -1,0 +1,132 @@
+"""Every public object, copied, deep-copied, pickled and sent to another process, and then used: the same bits as the original."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.nn import FusedProjections, QuantLinear
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda given: pickle.loads(pickle.dumps(given)),
+    "deepcopy of a pickle": lambda given: copy.deepcopy(pickle.loads(pickle.dumps(given))),
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(kind: type[hb.KVCache], name: str) -> hb.KVCache:
+    values = name if hb.KV_FORMATS[name].token_block is None else "fp8"
+    cache = kind(2, 2, 64, 96, keys=name, values=values)
+    cache.append(drawn(2, 2, 37, 64, seed=1), drawn(2, 2, 37, 64, seed=2), torch.tensor([37, 20]))
+    return cache
+
+
+def use_cache(cache: hb.KVCache) -> list[torch.Tensor]:
+    """What attention reads before and after more tokens, and over a cache that wraps the same memory."""
+    q = drawn(2, 4, 1, 64, seed=3).half()
+    results = list(hb.decode_attention(q, cache, return_lse=True))
+    wrapped = hb.KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table)
+    results.append(hb.decode_attention(q, wrapped))
+    cache.append(drawn(2, 2, 3, 64, seed=4), drawn(2, 2, 3, 64, seed=5))
+    results.append(hb.decode_attention(q, cache))
+    cache.crop(36)
+    return [*results, hb.decode_attention(q, cache), cache.lengths, *cache.dequantized()]
+
+
+def use_format(fmt: hb.Format) -> list[torch.Tensor]:
+    """Names are shared: weights and caches may each have an int4_g32 of their own."""
+    of_cache = hb.KV_FORMATS.get(fmt.name) == fmt
+    stored = hb.quantize(drawn(2, 2, 64, 64) if of_cache else drawn(32, 128), fmt)
+    assert stored.codes.dtype is fmt.storage
+    return [*stored.parts().values(), hb.dequantize(stored), *(use_cache(hb.KVCache(2, 2, 64, 96, keys=fmt)) if of_cache else [])]
+
+
+def use_weight(weight: hb.QuantTensor) -> list[torch.Tensor]:
+    return [weight.dequantize(), hb.linear(drawn(3, 128), weight), hb.linear(drawn(3, 128).half(), weight)]
+
+
+def use_module(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [module(drawn(3, 128).half())]
+
+
+def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]]:
+    """How to make each object, and how to use it."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]] = {}
+    for kind, registry in (("cache", hb.KV_FORMATS), ("weight", hb.WEIGHT_FORMATS)):
+        for name, fmt in registry.items():
+            if fmt.is_quantized:
+                found[f"format of a {kind} {name}"] = (lambda fmt=fmt: fmt, use_format)
+    for name in ("fp8", "fp8_tensor", "int8", "int8_tensor", "int4_channel", "bf16"):
+        found[f"cache {name}"] = (lambda name=name: filled(hb.KVCache, name), use_cache)
+        found[f"paged {name}"] = (lambda name=name: filled(hb.PagedKVCache, name), use_cache)
+    for name in hb.WEIGHT_FORMATS:
+        found[f"weight {name}"] = (lambda name=name: hb.quantize(drawn(32, 128), name), use_weight)
+    for name in ("int4_g32", "nf4_dq", "nvfp4"):
+        found[f"layer {name}"] = (lambda name=name: QuantLinear(hb.quantize(drawn(32, 128), name)), use_module)
+    layers = [QuantLinear(hb.quantize(drawn(32, 128, seed=i), "int4_g32")) for i in range(3)]
+    found["fused"] = (lambda: FusedProjections(*copy.deepcopy(layers)), use_module)
+    return found
+
+
+OBJECTS = objects()
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_copy_is_used_like_its_original(name: str, how: str) -> None:
+    make, use = OBJECTS[name]
+    expected = use(make())
+    assert same(use(COPIES[how](make())), expected)
+
+
+def test_a_deep_copy_has_memory_of_its_own() -> None:
+    for name in ("cache fp8", "paged int4_channel"):
+        make, use = OBJECTS[name]
+        cache, expected = make(), use(make())
+        for how in ("deepcopy", "pickle"):
+            use(COPIES[how](cache))
+        assert same(use(cache), expected)
+
+
+@pytest.mark.parametrize("error", [hb.HalfbyteError("a"), *(kind("a") for kind in hb.HalfbyteError.__subclasses__())], ids=repr)
+def test_errors_pass_between_processes(error: Exception) -> None:
+    other = pickle.loads(pickle.dumps(error))
+    assert type(other) is type(error)
+    assert other.args == error.args
+
+
+def answer(given: bytes) -> bytes:
+    """In the other process: use every object that came."""
+    torch.set_num_threads(1)
+    return pickle.dumps([OBJECTS[name][1](thing) for name, thing in pickle.loads(given)])
+
+
+def test_a_spawned_process_uses_them_alike() -> None:
+    names = [name for name in OBJECTS if name.split()[0] in ("cache", "paged", "layer", "fused") or "fp8" in name]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = [OBJECTS[name][1](OBJECTS[name][0]()) for name in names]
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            given = pickle.dumps([(name, OBJECTS[name][0]()) for name in names])
+            results = pickle.loads(pool.apply_async(answer, (given,)).get(timeout=120))
+    finally:
+        torch.set_num_threads(threads)
+    for name, theirs, ours in zip(names, results, expected, strict=True):
+        assert same(theirs, ours), name
