@@ -77,7 +77,7 @@ def environment() -> str:
     for _, function in inspect.getmembers(settings, inspect.isfunction):
         about = " ".join((inspect.getdoc(function) or "").split())
         if found := re.match(r"((?:HALFBYTE|TRITON)_\w+)(?:, \w+'s own flag)?: (.*)", about):
-            rows.append((f"`{found[1]}`", _escaped(found[2])))
+            rows.append((f"`{found[1]}`", _escaped(found[2]).replace("`IMPLS`", ", ".join(f"`{name}`" for name in settings.IMPLS))))
     return markdown(("variable", "meaning"), sorted(rows))
 
 

@@ -28,7 +28,6 @@ INSTEAD: dict[str, str] = {
     r"foreseen": "predicted",
     r"who (is|has|finds|sees|waits)": "which program, which warp",
     r"nobody": "no program, none",
-    r"in words": "with a reason",
     r"relaunch(es|ed|ing)?": "replay, launch cache",
     r"planes?": "KV buffer",
     r"multiplied up": "accumulated",
