@@ -117,6 +117,12 @@ def _demo_minutes() -> str:
     return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
 
 
+def _roofline(formats: str) -> str:
+    """Share of the read roofline in the cases of the README's chart."""
+    shares = sorted(100 * (find(attention(), f"batch {batch} x 8,192", formats).roof_share or 0.0) for batch in (32, 128, 512))
+    return f"{shares[0]:.0f}-{shares[-1]:.0f} %"
+
+
 def _host_time() -> str:
     """Host time of an eager call, from the fastest op to the slowest."""
     times = sorted(1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds)
@@ -127,5 +133,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_linear": lambda: _cpu_slowdown("linear"),
     "demo_minutes": _demo_minutes,
+    "roofline_int4": lambda: _roofline("int4"),
+    "roofline_int8": lambda: _roofline("int8"),
     "host_us": _host_time,
 }
