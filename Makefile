@@ -23,15 +23,16 @@ demo: $(VENV)/.ready-all   ## the main job on the shipped model: table, texts, H
 
 # The interpreter replaces Triton's compiler in a whole process, so its tests have one of their own. The tuned kernels, which it cannot
 # run, are compiled for a GPU and emulated. The GPU's suite runs dry here, in small and on the CPU, so that it does not rot between the
-# machines that have a GPU.
+# machines that have a GPU. Each suite takes two processes with a thread each: most tests are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
-	$(BIN)/python -m pytest tests/emulated
-	HALFBYTE_GPU_TESTS=dry $(BIN)/python -m pytest tests/gpu
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+	$(PYTEST) tests/emulated
+	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

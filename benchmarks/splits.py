@@ -32,9 +32,9 @@ def split(plan: Plan, splits: int, context: int) -> Plan:
         if splits > blocks:
             raise Unsupported(f"{splits} splits of {context} tokens; the portable kernel has {blocks} blocks of them")
         return replace(plan, splits=splits, chunk=0)
-    programs, spec = splits * plan.units, plan.spec
+    programs, spec = splits * plan.work_items, plan.spec
     if programs > MOST_PROGRAMS:
-        raise Unsupported(f"{splits} splits of {plan.units} units; the tuned kernel has at most {MOST_PROGRAMS} programs")
+        raise Unsupported(f"{splits} splits of {plan.work_items} work items; the tuned kernel has at most {MOST_PROGRAMS} programs")
     while splits > -(-context // spec.tile) and spec.tokens > _LEAST_TOKENS:
         spec = replace(spec, tokens=spec.tokens // 2)
     if splits > -(-context // spec.tile):
@@ -44,7 +44,7 @@ def split(plan: Plan, splits: int, context: int) -> Plan:
 
 def splits_of(plan: Plan) -> float:
     """Splits of a unit; where programs of the tuned kernel share units, how many of them there are for each, in the mean."""
-    return float(plan.splits) if isinstance(plan, TritonTiles) else plan.programs / plan.units
+    return float(plan.splits) if isinstance(plan, TritonTiles) else plan.programs / plan.work_items
 
 
 def launches(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import w4_reference_decoders as decoders
+import decoders
 
 
 @dataclass

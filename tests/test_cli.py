@@ -132,7 +132,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["work"] == "x [4, 4096] times nf4 [4096, 4096], nf4 [1024, 4096], nf4 [1024, 4096]"
     assert run("explain", "--heads", "8/2", *hardware) == 0
-    assert "2 units" in capsys.readouterr().out
+    assert "2 work items" in capsys.readouterr().out
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from halfbyte import WEIGHT_FORMATS, KVCache, QuantTensor, decode_attention, linear, qkv_projection
-from halfbyte.ops import _linear_on_gpu, _relaunch, _relaunch_append, _relaunch_linear
+from halfbyte.ops import _decode_on_gpu, _linear_on_gpu, _relaunch_append, _relaunch_linear
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
@@ -78,9 +78,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: made.kernel)
     watch_launches(monkeypatch)
-    for module in (_relaunch, _relaunch_linear):
-        monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(_relaunch, "shared", made.shared)
+    monkeypatch.setattr(_relaunch_linear, "_known", {})
+    monkeypatch.setattr(_decode_on_gpu, "shared", made.shared)
     monkeypatch.setattr(_relaunch_linear, "shared", made.shared)
     monkeypatch.setattr(_relaunch_append, "stream_of", lambda device: 7)
     monkeypatch.setattr(_linear_on_gpu, "_compiled", {})

@@ -303,9 +303,9 @@ def test_gradients_are_refused() -> None:
 
 def test_queries_that_lie_far_apart_are_not_for_the_tuned_kernel() -> None:
     """Where a head's queries lie is a product in 32 bits there."""
-    from halfbyte.ops._decode_on_gpu import _aligned
+    from halfbyte.ops._decode_problem import aligned
 
     codes = torch.empty(1, 2, 64, 64, dtype=torch.int8, device="meta")
     for apart, near in ((2**28, True), (2**29, False)):
         q = torch.empty_strided((1, 4, 2, 64), (0, apart, 64, 1), dtype=torch.bfloat16, device="meta")
-        assert _aligned(q, codes) is near
+        assert aligned(q, codes) is near

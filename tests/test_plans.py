@@ -16,14 +16,14 @@ from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
 from halfbyte.plans.decode_attention import (
     DecodePlan,
-    Problem,
+    DecodeProblem,
     format_of,
     gluon_plan,
-    neighbours,
+    kv_spec,
     programs,
     queries_of_a_block,
-    side,
-    summed_somewhere,
+    reduce_fanin_of,
+    with_reduce_smem,
 )
 from halfbyte.plans.decode_portable import triton_tiles
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, padded
@@ -33,19 +33,19 @@ from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactl
 from halfbyte.plans.linear_spec import LinearPlan
 
 H200 = (132, (9, 0))
-LAYER = Problem(
+LAYER = DecodeProblem(
     *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
     deterministic_batch=False,
 )
 
 
-def tuned(p: Problem, sm_count: int = 132, capability: tuple[int, int] = (9, 0)) -> DecodePlan:
-    found = gluon_plan(p, sm_count, capability, True)
+def tuned(p: DecodeProblem, num_sms: int = 132, capability: tuple[int, int] = (9, 0)) -> DecodePlan:
+    found = gluon_plan(p, num_sms, capability, True)
     assert isinstance(found, DecodePlan), found
     return found
 
 
-def why_not(p: Problem, capability: tuple[int, int] = (9, 0)) -> str:
+def why_not(p: DecodeProblem, capability: tuple[int, int] = (9, 0)) -> str:
     found = gluon_plan(p, 132, capability, True)
     assert isinstance(found, str)
     return found
@@ -63,7 +63,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
             found = gluon_plan(p, 132, capability, True)
             if isinstance(found, DecodePlan):
                 assert found.spec.shared_bytes <= limit
-                assert found.spec.pair == (capability >= (9, 0))
+                assert found.spec.use_pdl == (capability >= (9, 0))
                 assert found.spec.padded_rows >= max(8, group)
             else:
                 assert "registers" in found or "shared memory" in found, found
@@ -72,7 +72,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"keys": "int8_channel", "k_scales_apart": 0}, "do not lie a head"),
+        ({"keys": "int8_channel", "k_scale_stride": 0}, "do not lie a head"),
         ({"deterministic_batch": True}, "shares the work of a whole batch"),
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
@@ -163,7 +163,7 @@ def test_a_unit_a_multiprocessor_is_one_programs_alone(keys: str, values: str, d
     """Nothing is added up, and its ring leaves no room for the next call's programs."""
     one = replace(LAYER, batch=128, heads=1, group=8, keys=keys, values=values, dim=dim, value_dim=dim)
     found = tuned(one)
-    assert found.programs == found.units == 128
+    assert found.programs == found.work_items == 128
     assert found.spec.shared_bytes + 1024 <= 227 << 10 < 2 * (found.spec.shared_bytes + 1024)
     for other in (
         replace(one, batch=64),
@@ -186,7 +186,7 @@ def test_where_two_programs_are_faster_than_one_with_a_unit(change: dict[str, ob
 
 @pytest.mark.parametrize("parts", [33, 66, 132, 264, 296])
 def test_two_steps_of_adding_are_about_equally_long(parts: int) -> None:
-    first = neighbours(parts, 1)
+    first = reduce_fanin_of(parts, 1)
     assert first / 3 < -(-parts // first) < 3 * first
 
 
@@ -197,7 +197,7 @@ def test_an_old_gpu_is_refused() -> None:
 def test_a_triton_that_sees_equal_parts_only_sums_warps_apart_where_three_stages_are_as_large_as_two_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fits = replace(tuned(LAYER).spec, apart=False, stages=8)
+    fits = replace(tuned(LAYER).spec, separate_reduce_smem=False, stages=8)
     assert fits.reuses_ring
     assert fits.equal_parts
     other = replace(LAYER, group=16, keys="int8", values="int8")
@@ -205,8 +205,8 @@ def test_a_triton_that_sees_equal_parts_only_sums_warps_apart_where_three_stages
     assert usual.reuses_ring
     assert not usual.equal_parts
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
-    assert summed_somewhere(fits) == fits
-    assert tuned(other).spec == replace(usual, apart=True)
+    assert with_reduce_smem(fits) == fits
+    assert tuned(other).spec == replace(usual, separate_reduce_smem=True)
 
 
 @given(st.integers(1, 5000), st.integers(1, 400))
@@ -229,8 +229,8 @@ def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
     for units, neighbourhoods in ((1, 17), (3, 33)):
         found = tuned(replace(LAYER, batch=1, heads=units, alibi=True))
         assert found.programs == 264
-        assert (found.units, found.counters) == (units, units + 2 * neighbourhoods)
-        assert found.floats == 2 * 264 * found.spec.part_floats
+        assert (found.work_items, found.semaphores) == (units, units + 2 * neighbourhoods)
+        assert found.floats == 2 * 264 * found.spec.partial_floats
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_workspace_has_two_counters_for_every_neighbourhood() -> None:
         ({"heads": 128, "keys": "int8", "values": "int4_g32"}, 128, 3),
         ({"heads": 128, "keys": "int4", "values": "int4_g32"}, 256, 2),
         ({"heads": 8, "alibi": True}, 264, 2),
-        ({"heads": 8, "k_apart": 8}, 264, 2),
+        ({"heads": 8, "k_token_stride": 8}, 264, 2),
         ({"heads": 8, "keys": "int4_g32", "values": "int4_g32"}, 264, 2),
         ({"heads": 8, "dim": 64, "value_dim": 64}, 264, 2),
     ],
@@ -256,16 +256,19 @@ def test_few_units_are_shared_by_half_as_many_programs(change: dict[str, Any], p
     assert (found.programs, found.spec.stages) == (programs, stages)
 
 
-@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_apart": 0}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
+@pytest.mark.parametrize(("change", "tokens"), [({}, 64), ({"k_token_stride": 0}, 32), ({"page": 64}, 32), ({"window": True}, 32)])
 def test_tiles_of_many_rows_are_larger_where_addresses_are_simple(change: dict[str, object], tokens: int) -> None:
     rows = replace(LAYER, keys="int4", values="int4", group=16)
     assert tuned(replace(rows, **change)).spec.tokens == tokens  # type: ignore[arg-type]
 
 
-def tokens_first(**change: Any) -> Problem:
+STRIDES = ("k_token_stride", "v_token_stride", "k_scale_stride", "v_scale_stride")
+
+
+def tokens_first(**change: Any) -> DecodeProblem:
     """[B, T, H, D] in INT4, codes and scales."""
     p = replace(LAYER, **({"keys": "int4", "values": "int4"} | change))
-    return replace(p, **{name: change.get(name, p.heads) for name in ("k_apart", "v_apart", "k_scales_apart", "v_scales_apart")})
+    return replace(p, **{name: change.get(name, p.heads) for name in STRIDES})
 
 
 @pytest.mark.parametrize(
@@ -277,10 +280,10 @@ def tokens_first(**change: Any) -> Problem:
         ({"keys": "int8", "values": "int8"}, 1),  # 128 bytes a head
         ({"keys": "int8"}, 1),  # only the values are narrow
         ({"keys": "int8", "values": "fp8_tensor", "dim": 64, "value_dim": 64}, 2),
-        ({"k_apart": 1}, 1),
-        ({"v_apart": 0}, 1),
-        ({"k_scales_apart": 1}, 1),
-        ({"v_scales_apart": 0}, 1),
+        ({"k_token_stride": 1}, 1),
+        ({"v_token_stride": 0}, 1),
+        ({"k_scale_stride": 1}, 1),
+        ({"v_scale_stride": 0}, 1),
         ({"values": "int4_g32"}, 1),
         ({"dim": 96, "value_dim": 96}, 1),
         ({"page": 64, "window": True, "group": 32}, 2),
@@ -291,9 +294,9 @@ def test_narrow_heads_side_by_side_are_units_of_two(change: dict[str, Any], head
     p = tokens_first(**change)
     plan = tuned(p)
     assert plan.spec.heads == heads
-    assert plan.units == p.batch * p.heads // heads
-    assert plan.spec.tile * heads == plan.spec.streams * plan.spec.tokens
-    assert plan.spec.part_floats == heads * plan.spec.head_floats
+    assert plan.work_items == p.batch * p.heads // heads
+    assert plan.spec.tile * heads == plan.spec.kv_warps * plan.spec.tokens
+    assert plan.spec.partial_floats == heads * plan.spec.head_floats
 
 
 @pytest.mark.parametrize(
@@ -315,17 +318,17 @@ def test_no_more_programs_fit_than_are_meant_to(fmt: str, dim: int) -> None:
 
 
 def test_a_side_says_how_its_words_are_read() -> None:
-    int4 = side(format_of("int4_g32"), 128)
+    int4 = kv_spec(format_of("int4_g32"), 128)
     assert isinstance(int4, KVSpec)
-    assert (int4.words, int4.planes, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
-    odd = side(format_of("int8"), 80, 1, 0)
+    assert (int4.words, int4.codes_per_word, int4.groups, int4.halved, int4.operands, int4.offset) == (32, 4, 4, True, 2, True)
+    odd = kv_spec(format_of("int8"), 80, 1, 0)
     assert isinstance(odd, KVSpec)
     assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
-    assert side(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scale_stride=1)
+    assert kv_spec(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scale_stride=1)
 
 
 def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
-    near, apart, far = (side(format_of("int4_g32"), 128, 8, n) for n in (1, 8, 0))
+    near, apart, far = (kv_spec(format_of("int4_g32"), 128, 8, n) for n in (1, 8, 0))
     assert isinstance(near, KVSpec)
     assert isinstance(apart, KVSpec)
     assert isinstance(far, KVSpec)
@@ -335,7 +338,7 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
         (True, False, 4),
     ]
     assert near.tile_bytes(64, 4, 1) == apart.tile_bytes(64, 4, 1) == far.tile_bytes(64, 4, 1)
-    one = side(format_of("int4"), 128, 8, 8)
+    one = kv_spec(format_of("int4"), 128, 8, 8)
     assert isinstance(one, KVSpec)
     assert one.scale_columns == 1
     assert [one.tile_bytes(64, 4, heads) for heads in (1, 2)] == [64 * (64 + 8), 64 * (128 + 8)]  # the neighbour's come along
@@ -343,7 +346,7 @@ def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:
 
 def test_a_warp_s_tokens_share_their_scales_of_channels() -> None:
     for keys in ("int8_channel", "int4_channel"):
-        one = side(format_of(keys), 128)
+        one = kv_spec(format_of(keys), 128)
         assert isinstance(one, KVSpec)
         assert (one.scale, one.groups, one.block) == ("channel", 1, 32)
         assert one.tile_bytes(128, 4, 1) == 128 * one.words * 2 + 4 * 256 * (1 + one.offset)
@@ -384,7 +387,7 @@ def test_an_explanation_says_which_kernel_and_why() -> None:
     sizes = (8, 32, 8, 128, 8192, 1, "int8", "int4_g32", 0, "bf16")
     facts = explanation(*sizes, False, *H200)
     assert facts["kernel"].startswith("gluon")
-    assert "64 units" in facts["work"]
+    assert "64 work items" in facts["work"]
     facts = explanation(*sizes, True, *H200)
     assert facts["kernel"].startswith("triton")
     assert "deterministic_batch" in facts["not gluon"]

@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.cache import KVCache
 from halfbyte.formats import plain_format
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
 from halfbyte.reference import attention as reference
 
@@ -33,18 +33,18 @@ def tokens(batch: int, length: int, heads: int = 2, group: int = 3, dim: int = 6
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who attended to what, in turn."""
     asked: list[str] = []
-    again, merge = prefill.attend_again, prefill.merged
+    attend, merge = prefill.attend, prefill.merged
 
     def told(name: str, run: Any) -> Any:
         return lambda *args: asked.append(name) or run(*args)
 
-    def by_kernels(q: torch.Tensor, cache: Any, *args: Any) -> Any:
-        asked.append("its past" if isinstance(cache, KVCache) else "itself")
-        return again(q, cache, *args[:-1], "reference")
+    def by_kernels(call: DecodeCall) -> Any:
+        asked.append("its past" if call.keys.format.is_quantized else "itself")
+        return attend(call._replace(impl="reference"))
 
     monkeypatch.setattr(prefill, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(prefill, "can_bypass_dispatcher", lambda *given: True)
-    monkeypatch.setattr(prefill, "attend_again", by_kernels)
+    monkeypatch.setattr(prefill, "attend", by_kernels)
     monkeypatch.setattr(prefill, "merged", told("merged", merge))
     monkeypatch.setattr(_fused, "causal", told("fused", lambda *a: None if a[3].softcap else causal(*a)))
     return asked

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -20,19 +20,28 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from halfbyte import KV_FORMATS, KVCache, decode_attention, prefill_attention
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kernels.common.compat import launcher
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
-from halfbyte.ops import _facts, _relaunch, _workspace
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
+from halfbyte.ops import _decode_on_gpu, _launch_cache, _workspace
 from halfbyte.ops import decode_attention as public
-from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages, watch_launches
 
 Change = Callable[["Asked"], "Asked"]
+
+#: Where the tail of the keys and the results are among all arguments of the kernel, those in structs one by one.
+TAIL, RESULTS = 7, 29
+
+
+def flat(arguments: Any) -> Iterator[Any]:
+    """The arguments of a kernel, those in structs one by one."""
+    for one in arguments:
+        yield from flat(one) if isinstance(one, tuple) else [one]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that a request is made of."""
+    """Everything that a signature is made of."""
 
     q: torch.Tensor
     keys: KVBuffer
@@ -44,16 +53,14 @@ class Asked:
     impl: str = "auto"
     deterministic_batch: bool = False
 
-    def request(self) -> _relaunch.Request | None:
-        tensors = _relaunch.tensors_of(
-            self.q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options
-        )
-        formats = (self.keys.format, self.values.format)
-        return _relaunch.request(tensors, formats, self.options, self.impl, self.deterministic_batch)
+    def signature(self) -> _launch_cache.Signature | None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            return public._signature(DecodeCall(*(getattr(self, f.name) for f in fields(self))))
 
     @property
     def key(self) -> Any:
-        found = self.request()
+        found = self.signature()
         assert found is not None
         return found.key
 
@@ -109,7 +116,7 @@ def test_other_addresses_and_numbers_are_the_same_call() -> None:
     assert first.key == second.key
     assert hash(first.key) == hash(second.key)
     assert first.key == option(sm_scale=0.25, softcap=1.0, window=7)(second).key
-    one, other = first.request(), second.request()
+    one, other = first.signature(), second.signature()
     assert one is not None
     assert other is not None
     assert not {a for a in one.addresses if a} & {a for a in other.addresses if a}
@@ -154,7 +161,7 @@ def test_the_environment_makes_another_call(variable: str, value: str, monkeypat
     ],
 )
 def test_what_is_never_like_another(change: Change) -> None:
-    assert change(full()).request() is None
+    assert change(full()).signature() is None
 
 
 def test_a_parameter_is_a_tensor() -> None:
@@ -170,12 +177,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu(Compiled())
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
-        made.first.append(((*args, kwargs["C"]), grid))
+        made.first.append((tuple(flat(args)), grid))
         return made.kernel
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_relaunch, "_known", {})
-    monkeypatch.setattr(_relaunch, "shared", made.shared)
+    watch_launches(monkeypatch)
+    monkeypatch.setattr(_decode_on_gpu, "shared", made.shared)
     monkeypatch.setattr(public, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
@@ -210,13 +217,13 @@ def test_the_same_arguments_at_other_addresses(options: Callable[[], dict[str, A
     q, cache, given = query(), cache_of(1), options()
     out, lse = decode_attention(q, cache, return_lse=True, **given)
     assert len(gpu.first) == len(gpu.kernel.launched) == 1
-    _relaunch._known.clear()
+    _launch_cache._launches.clear()
     decode_attention(q, cache, **given)
     (expected, grid), launched = gpu.first[1], gpu.kernel.launched[0]
     assert launched[:9] == (*grid, 1, 1, 7, 11, (4, 1, 100), None, None, None)
     made = (out, lse, gpu.floats, gpu.counters)
-    wanted = [*expected[:8], *made, *expected[12:]]
-    assert list(launched[9:]) == [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in wanted]
+    wanted = [*expected[:RESULTS], *made, *expected[RESULTS + 4 :]]
+    assert list(flat(launched[9:])) == [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in wanted]
     assert out.shape == q.shape
     assert out.dtype is q.dtype
     assert out.is_contiguous()
@@ -230,9 +237,9 @@ def test_a_tail_is_that_of_each_call(gpu: Gpu) -> None:
     for cache in (first, other):
         decode_attention(query(), cache)
     (expected, _), (launched,) = gpu.first[0], gpu.kernel.launched
-    assert first.keys.tail is expected[4]
+    assert first.keys.tail is expected[TAIL]
     assert other.keys.tail is not None
-    assert launched[9 + 4] == other.keys.tail.data_ptr()
+    assert list(flat(launched[9:]))[TAIL] == other.keys.tail.data_ptr()
 
 
 def test_numbers_are_those_of_each_call(gpu: Gpu) -> None:
@@ -240,7 +247,7 @@ def test_numbers_are_those_of_each_call(gpu: Gpu) -> None:
     decode_attention(q, cache, sm_scale=0.5, window=3, softcap=4.0)
     decode_attention(q, cache, sm_scale=0.25, window=2**31 - 1, softcap=5.0)
     (again,) = gpu.kernel.launched
-    assert again[9 + 19 : 9 + 22] == (0.25, 5.0, 2**30)
+    assert list(flat(again[9:]))[RESULTS + 4 :][:3] == [0.25, 5.0, 2**30]
 
 
 def test_a_prefill_is_launched_again_in_both_parts(gpu: Gpu) -> None:
@@ -302,25 +309,21 @@ CONVERTED: dict[str, Callable[[], dict[str, Any]]] = {
 def test_what_was_converted_on_the_way_is_not_remembered(
     options: Callable[[], dict[str, Any]], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfbyte.ops._decode_on_gpu._launch_triton", lambda *_: None)
+    monkeypatch.setattr(_decode_on_gpu, "_launch_portable", lambda *_: None)
     given = options()
     for _ in range(2):
         decode_attention(query(), cache_of(), **given)
-    assert not _relaunch._known
+    assert not _launch_cache._launches
     assert not gpu.kernel.launched
 
 
 def test_tensors_of_two_devices_are_not_remembered() -> None:
     """Host memory that is pinned can be read by a GPU; what is not pinned looks the same and cannot."""
-    asked = full()
-    r = asked.request()
-    assert r is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relaunch, "_known", {})
-        there = asked.q.to("meta")
-        plan: Any = None
-        _relaunch.remember(r, r.tensors, (asked.keys.format, asked.values.format), plan, Compiled(), (there, there), ())
-        assert not _relaunch._known
+    made = full().signature()
+    assert made is not None
+    assert made.covers(made.tensors)
+    there = (made.tensors[0].to("meta"), *made.tensors[1:])
+    assert not made._replace(tensors=there).covers(made.tensors)
 
 
 def test_another_length_of_lengths_that_is_not_dense(gpu: Gpu) -> None:
@@ -328,7 +331,7 @@ def test_another_length_of_lengths_that_is_not_dense(gpu: Gpu) -> None:
     cache.lengths = torch.zeros(4, dtype=torch.int32)[::2]
     for _ in range(2):
         decode_attention(query(), cache)
-    assert not _relaunch._known
+    assert not _launch_cache._launches
     assert len(gpu.first) == 2
 
 
@@ -369,17 +372,27 @@ def test_gradients_and_subclasses_take_the_long_way(gpu: Gpu) -> None:
     q, cache = query(), cache_of()
     decode_attention(q, cache)
     wanting = q.clone().requires_grad_()
-    assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+    call = DecodeCall(wanting, cache.keys, cache.values, cache.lengths, None, None, AttentionOptions(1.0))
+    assert public._signature(call) is None
     with torch.no_grad():
-        assert public._request(wanting, cache, cache.lengths, None, AttentionOptions(1.0), "auto") is not None
-    assert public._request(q.as_subclass(Watched), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
-    assert public._request(q.float(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+        assert public._signature(call) is not None
+    assert public._signature(call._replace(q=q.as_subclass(Watched))) is None
+
+
+def test_queries_of_32_bits_are_not_stored(gpu: Gpu) -> None:
+    cache = cache_of()
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="takes float16 and bfloat16"):
+            decode_attention(query().float(), cache)
+    assert not _launch_cache._launches
 
 
 def test_compiled_code_does_not_look_for_earlier_calls(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     cache = cache_of()
-    assert public._request(query(), cache, cache.lengths, None, AttentionOptions(1.0), "auto") is None
+    assert (
+        public._signature(DecodeCall(query(), cache.keys, cache.values, cache.lengths, None, None, AttentionOptions(1.0))) is None
+    )
 
 
 def test_nothing_keeps_a_cache_alive(gpu: Gpu) -> None:
@@ -391,17 +404,17 @@ def test_nothing_keeps_a_cache_alive(gpu: Gpu) -> None:
     del cache
     gc.collect()
     assert codes() is None
-    assert len(_relaunch._known) == 1
+    assert len(_launch_cache._launches) == 1
 
 
 def test_so_many_calls_are_remembered_and_then_none(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_facts, "_MOST", 3)
+    monkeypatch.setattr(_launch_cache, "_CAPACITY", 3)
     cache = cache_of()
     for tokens in (1, 2, 3):
         decode_attention(query(tokens), cache)
-    assert len(_relaunch._known) == 3
+    assert len(_launch_cache._launches) == 3
     decode_attention(query(4), cache)
-    assert len(_relaunch._known) == 1
+    assert len(_launch_cache._launches) == 1
 
 
 # ------------------------------------------------------------------------------------------------- what it is built on

@@ -30,7 +30,7 @@ from halfbyte.measure.timing import MANY_GRAPHS
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_portable import TritonTiles
-from halfbyte.plans.decode_spec import KVSpec, Spec
+from halfbyte.plans.decode_spec import DecodeSpec, KVSpec
 
 OP = "ladder study"
 ROW_WISE, GROUPS = "int4", "int4_g32"
@@ -109,7 +109,7 @@ def _last(inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
 
 
 def _paired(plan: by_plan.Plan) -> bool:
-    return isinstance(plan, DecodePlan) and plan.spec.pair
+    return isinstance(plan, DecodePlan) and plan.spec.use_pdl
 
 
 def _numbered(measured: Sequence[Record]) -> list[Record]:
@@ -133,22 +133,24 @@ def climb(tuned: DecodePlan, portable: TritonTiles, tiles: bool) -> dict[str, Ru
     }
     if portable.splits > 1:
         found["split, added up by a second launch"] = Rung(replace(portable, pdl=False), {"splits": portable.splits})
-    programs = portable.splits * tuned.units
-    apart = replace(tuned.spec, pair=False)
-    for name, (spec, sizes) in (_tile_rungs(apart) if tiles else {"tuned kernel as planned, one launch": (apart, {})}).items():
+    programs = portable.splits * tuned.work_items
+    unpaired = replace(tuned.spec, use_pdl=False)
+    rungs = _tile_rungs(unpaired) if tiles else {"tuned kernel as planned, one launch": (unpaired, {})}
+    for name, (spec, sizes) in rungs.items():
         found[name] = Rung(replace(tuned, spec=spec, programs=programs), sizes)
     if tuned.programs != programs:
-        found["programs as planned"] = Rung(replace(tuned, spec=apart), {"programs": tuned.programs})
-    if tuned.spec.pair:
+        found["programs as planned"] = Rung(replace(tuned, spec=unpaired), {"programs": tuned.programs})
+    if tuned.spec.use_pdl:
         found["launches overlap"] = Rung(tuned)
     return found
 
 
-def _tile_rungs(planned: Spec) -> dict[str, tuple[Spec, dict[str, int]]]:
+def _tile_rungs(planned: DecodeSpec) -> dict[str, tuple[DecodeSpec, dict[str, int]]]:
     """The tuned kernel from its smallest tiles to those of its plan; those before the last have no larger ring."""
     spec = replace(planned, tokens=_TOKENS, stages=_STAGES, keys=_plain(planned.keys), values=_plain(planned.values))
     found = {"tuned kernel, one launch, smallest tiles": (spec, {"tile": spec.tile})}
-    spec = replace(spec, keys=replace(spec.keys, apart=planned.keys.apart), values=replace(spec.values, apart=planned.values.apart))
+    spec = replace(spec, keys=replace(spec.keys, token_stride=planned.keys.token_stride))
+    spec = replace(spec, values=replace(spec.values, token_stride=planned.values.token_stride))
     found["distances of codes known when compiling"] = (spec, {})
     spec = replace(spec, keys=planned.keys, values=planned.values)
     found["scales past the registers (cp.async)"] = (spec, {})
@@ -164,7 +166,7 @@ def _tile_rungs(planned: Spec) -> dict[str, tuple[Spec, dict[str, int]]]:
 
 def _plain(side: KVSpec) -> KVSpec:
     """The same codes and scales; scales pass through registers, and distances of codes are numbers of the launch."""
-    return replace(side, apart=0, scale_stride=0)
+    return replace(side, token_stride=0, scale_stride=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

@@ -1,10 +1,10 @@
-"""What attention reads: KV buffers and the options of a call. Plain data, shared by every level of an op."""
+"""What attention reads: KV buffers, the options of a call, and the call. Plain data, shared by every level of an op."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -86,6 +86,38 @@ class AttentionOptions:
     def limit(self, lengths: torch.Tensor) -> torch.Tensor:
         """Keys that may be seen lie before this position, [B]."""
         return lengths if self.ends is None else torch.minimum(lengths, self.ends)
+
+
+class DecodeCall(NamedTuple):
+    """One call of decode attention, made once from its arguments and passed on.
+
+    q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
+    query_start None: the newest tokens, lengths - L. `impl`: what was requested, and then the level that runs.
+    """
+
+    q: torch.Tensor
+    keys: KVBuffer
+    values: KVBuffer
+    lengths: torch.Tensor
+    query_start: torch.Tensor | None
+    page_table: torch.Tensor | None
+    options: AttentionOptions
+    impl: str = "auto"
+    deterministic_batch: bool = False
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Every tensor, in the order in which the op and the kernels take them."""
+        k, v, o = self.keys, self.values, self.options
+        return (
+            self.q, k.codes, k.scales, k.offsets, k.tail, v.codes, v.scales, v.offsets,
+            self.lengths, self.query_start, self.page_table, o.starts, o.ends, o.alibi_slopes, o.sinks,
+        )  # fmt: skip
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence has room for."""
+        rows = self.keys.codes.shape[2]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
 
 
 class Cache(Protocol):

@@ -24,7 +24,7 @@ from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import Effort
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
-from halfbyte.plans.decode_attention import Problem as Call
+from halfbyte.plans.decode_attention import DecodeProblem as Call
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.settings import pair_launches
 
@@ -165,7 +165,7 @@ def test_gqa_sweeps_the_splits_that_need_no_other_kernel() -> None:
 def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be launched, without a GPU to launch it."""
     planned = {"auto": tuned(32), "gluon": tuned(32), "triton": portable(32)}
-    monkeypatch.setattr(splits, "planned", lambda q, cache, impl: planned[impl])
+    monkeypatch.setattr(by_plan, "planned", lambda q, cache, impl: planned[impl])
     job, gpu = int4_gqa.BatchJob(32, 8192, splits=(1, 32, 64)), quick(dataclasses.replace(FAKE, kind="cuda"))
     inputs = Inputs.random(SMALL, torch.device("cpu"))
     ways = job._ways(gpu, inputs, None)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_gqa_on_a_gpu_runs_each_kernel_with_each_number_of_splits(monkeypatch: p
     }
     assert not any(way.paired for way in ways.values())
     plans = [way.call.keywords["plan"] for name, way in ways.items() if "gluon" in name]  # type: ignore[attr-defined]
-    assert not any(plan.spec.pair for plan in plans)
+    assert not any(plan.spec.use_pdl for plan in plans)
     full = int4_gqa.jobs(Session(Options(), dataclasses.replace(FAKE, kind="cuda")))
     assert [job.batch for job in full if isinstance(job, int4_gqa.BatchJob)] == [32, 64, 128, 256, 512]
     others = [(job.others, job.compiled) for job in full if isinstance(job, int4_gqa.BatchJob)]
@@ -236,10 +236,10 @@ def test_the_ladder_ends_with_the_plan_and_changes_one_thing_at_a_time() -> None
     for before, after in itertools.pairwise(climbed):
         apart = {f.name for f in dataclasses.fields(plan.spec) if getattr(before.spec, f.name) != getattr(after.spec, f.name)}
         apart |= {"programs"} if before.programs != after.programs else set()
-        assert apart in ({"keys", "values"}, {"stages"}, {"tokens", "stages"}, {"programs"}, {"pair"})
+        assert apart in ({"keys", "values"}, {"stages"}, {"tokens", "stages"}, {"programs"}, {"use_pdl"})
         assert after.spec.shared_bytes <= max(plan.spec.shared_bytes, before.spec.shared_bytes)
     assert climbed[0].spec.keys.staged
-    assert climbed[0].spec.keys.apart == 0
+    assert climbed[0].spec.keys.token_stride == 0
     assert (climbed[0].spec.tokens, climbed[0].spec.stages, climbed[0].programs) == (16, 2, 512)
 
 

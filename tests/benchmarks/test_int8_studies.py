@@ -21,7 +21,7 @@ from halfbyte.measure.records import Environment, Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import Effort
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference import attention
 
@@ -95,7 +95,7 @@ def test_splitk_times_an_empty_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_splitk_counts_the_programs_that_have_work() -> None:
-    p = Problem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
+    p = DecodeProblem("bf16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
     plan = gluon_plan(p, 132, (9, 0), True)
     assert isinstance(plan, DecodePlan)
     found = splitk.cuts(plan, (1, 4, 16, 64), 1024)

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from gpu_cases import Call, poisoned
 
-from halfbyte.kv_buffer import AttentionOptions
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
-from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan, queries_of_a_block
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor
@@ -43,7 +43,7 @@ def machine(order: Order, backwards: bool = False, change: Callable[[str], str] 
 def attend(call: Call, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call by the tuned kernel of a Hopper GPU with so many multiprocessors."""
 
-    def plan(problem: Problem, *_: Any) -> DecodePlan:
+    def plan(problem: DecodeProblem, *_: Any) -> DecodePlan:
         found = gluon_plan(problem, num_sms, (9, 0), True)
         if isinstance(found, str):
             raise Refused(found)
@@ -52,14 +52,14 @@ def attend(call: Call, order: Order, num_sms: int = 3, backwards: bool = False) 
     cache, given = call.cache, dict(call.options)
     start = given.pop("query_start", None)
     options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
-    tensors = (call.q, cache.keys, cache.values, cache.lengths, start, cache.page_table)
+    decode_call = DecodeCall(call.q, cache.keys, cache.values, cache.lengths, start, cache.page_table, options, "gluon")
 
-    def blocks(problem: Problem, *_: Any) -> int:
+    def blocks(problem: DecodeProblem, *_: Any) -> int:
         return queries_of_a_block(problem, (9, 0))
 
     patched = mock.patch.multiple(_decode_on_gpu, _plan=plan, _queries_of_a_block=blocks)
     with patched, machine(order, backwards):
-        return _decode_on_gpu.run(*tensors, options, "gluon", False, compiled=True)
+        return _decode_on_gpu.run(decode_call, compiled=True)
 
 
 def multiply(

@@ -10,18 +10,16 @@ import pytest
 import torch
 from gpu_cases import Call, Case, Variant, build, differs, same_bits
 from gpu_place import PLACE
-from halfbyte.measure.planned_decode import call_of
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.ops import _workspace
-from halfbyte.ops._decode_on_gpu import plan_of
+from halfbyte.ops import _workspace, by_plan
 from halfbyte.plans.decode_attention import DecodePlan
-from halfbyte.plans.decode_spec import Spec
+from halfbyte.plans.decode_spec import DecodeSpec
 
 pytestmark = pytest.mark.compile_first
 
-GATHER = Spec.gather
+FANIN = DecodeSpec.reduce_fanin
 VARIANTS = [
     Variant("int4", "int4", group=8, batch=1),
     Variant("int4", "int4", group=32, batch=1),
@@ -36,7 +34,7 @@ VARIANTS = [
 PARTS = (
     [1, 2, 5]
     if PLACE.dry
-    else sorted({1, 2, 3, 7, 8, 9, *(n * GATHER + d for n in (2, 3, 4, 5, 8) for d in (-1, 0, 1)), 263, 264, 265, 300})
+    else sorted({1, 2, 3, 7, 8, 9, *(n * FANIN + d for n in (2, 3, 4, 5, 8) for d in (-1, 0, 1)), 263, 264, 265, 300})
 )
 TILE = PLACE.size(256, 8)
 #: Tokens of sequences side by side: long ones that share programs, short and empty ones between them, ends inside of a tile.
@@ -70,7 +68,7 @@ def _unit(variant: Variant) -> int:
 
 def _check_unit(call: Call, heads: int) -> DecodePlan:
     """The plan of a call, whose units have so many KV heads."""
-    plan = plan_of(call_of(call.q, call.cache), "auto", False, True)
+    plan = by_plan.planned(call.q, call.cache, "auto")
     assert isinstance(plan, DecodePlan)
     assert plan.spec.heads == heads, plan.why
     return plan
@@ -127,7 +125,7 @@ def test_a_unit_for_each_multiprocessor(variant: Variant, lengths: tuple[int, ..
     call = build(Case(variant, 4 * heads, (lengths * sequences)[:sequences], slack=5, seed=7), PLACE.device)
     if not PLACE.dry:
         plan = _check_unit(call, heads)
-        assert plan.programs == plan.units == 4 * sequences, plan.why
+        assert plan.programs == plan.work_items == 4 * sequences, plan.why
     check_repeats(call)
 
 

@@ -12,7 +12,8 @@ from gpu_place import PLACE
 
 import halfbyte as hb
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
-from halfbyte.ops import _relaunch
+from halfbyte.ops import _launch_cache
+from relaunching import watch_launches
 
 pytestmark = pytest.mark.compile_first
 needs_gpu = pytest.mark.skipif(PLACE.dry, reason="a CPU launches nothing")
@@ -37,12 +38,12 @@ def watch(relaunch: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    return watch(_relaunch, monkeypatch)
+    return watch_launches(monkeypatch).results
 
 
 def anew(call: Call, impl: str) -> Any:
     """The call as if it were the first one."""
-    _relaunch._known.clear()
+    _launch_cache._launches.clear()
     return call.run(impl)
 
 

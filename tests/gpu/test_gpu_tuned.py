@@ -6,14 +6,13 @@ import pytest
 import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
-from halfbyte.measure.planned_decode import attend, call_of
 from test_gpu_graphs import Captured, needs_gpu
 from test_gpu_linear import judge
 
 import halfbyte as hb
 from halfbyte.device import describe
 from halfbyte.measure.caches import Promise, held_by
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops import _linear_on_gpu, by_plan
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -70,15 +69,15 @@ def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: t
     cache.append(k, v)
     cache.lengths.copy_(torch.tensor(lengths))
     q = 4 * torch.randn(batch, 4 * heads, 1, 128, generator=rng, device=PLACE.device).bfloat16()
-    first = gluon_plan(_decode_on_gpu.problem_of(call_of(q, cache), False), num_sms, capability, True)
+    first = gluon_plan(by_plan.problem_of(q, cache), num_sms, capability, True)
     assert isinstance(first, DecodePlan), first
     promise = Promise(q, held_by(cache))
     for choice in decode_choices(first, num_sms, capability):
         plan = with_decode_choice(first, choice, num_sms, capability)
         assert isinstance(plan, DecodePlan), plan
         with poisoned():
-            once = attend(q, cache, plan)
+            once = by_plan.attend(q, cache, plan)
         promise.judge([once]).require(str(choice))
-        graph = Captured(lambda plan=plan: attend(q, cache, plan))  # type: ignore[misc]
+        graph = Captured(lambda plan=plan: by_plan.attend(q, cache, plan))  # type: ignore[misc]
         for _ in range(3):
             assert same_bits(graph.replay(), once), choice

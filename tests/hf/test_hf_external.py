@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA
 from torch import nn
 
+import decoders
 import halfbyte.hf as hf
-import w4_reference_decoders as decoders
 from checkpoint_files import KINDS, Drawn, draw
 from fuzz import damage_config, mutate
 from halfbyte import cli

@@ -58,7 +58,7 @@ def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
         assert isinstance(cut, DecodePlan)
         assert (cut.programs, splits.splits_of(cut), splits.launches(cut)) == (4 * count, count, 1)
         assert count * cut.spec.tile <= 1024
-        assert cut.floats == 2 * cut.programs * cut.spec.part_floats
+        assert cut.floats == 2 * cut.programs * cut.spec.partial_floats
     assert splits.split(plan, 2, 1024).spec == plan.spec  # type: ignore[union-attr]
     with pytest.raises(Unsupported, match="32 splits of 1024 tokens; the tuned kernel's tiles have 64 at least"):
         splits.split(plan, 32, 1024)
@@ -66,8 +66,8 @@ def test_the_tuned_kernel_has_as_many_programs_and_a_tile_for_each() -> None:
         splits.split(plan, 2**14, 2**24)
     with pytest.raises(InvalidArgument, match="splits=0"):
         splits.split(plan, 0, 1024)
-    paired = replace(plan, spec=replace(plan.spec, pair=True))
-    assert by_plan.unpaired(paired) == replace(plan, spec=replace(plan.spec, pair=False))
+    paired = replace(plan, spec=replace(plan.spec, use_pdl=True))
+    assert by_plan.unpaired(paired) == replace(plan, spec=replace(plan.spec, use_pdl=False))
 
 
 def test_without_a_gpu_or_the_interpreter_there_are_no_splits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import test_cpu_attention as corpus
 from halfbyte.formats import KV_FORMATS, key_format, plain_format
 from halfbyte.kernels.decode.portable import launch, workspace_floats
-from halfbyte.kv_buffer import KVBuffer
+from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
 from halfbyte.reference import attention as reference
 
@@ -46,10 +46,8 @@ class Case(corpus.Case):
         out = torch.full((*q.shape[:3], dim), torch.nan, dtype=q.dtype)
         lse = torch.full(q.shape[:3], torch.nan)
         workspace = torch.full((workspace_floats(lse.numel(), dim, chosen.splits),), torch.nan)
-        launch(
-            *(q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options),
-            *(chosen, out, lse, workspace),
-        )
+        call = DecodeCall(q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options)
+        launch(call, chosen, out, lse, workspace)
         return out, lse
 
 

@@ -57,9 +57,7 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
 def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[torch.Tensor], list[int]]:
     """Tensors of a call, and what the kernel is passed: addresses and numbers, but those that it was compiled for."""
     tensors, values = [], []
-    for path, one in _leaves(given):
-        if path in configuration.constexprs:
-            continue
+    for one in _leaves(given, configuration.constexprs):
         if isinstance(one, torch.Tensor):
             tensors.append(one)
             values.append(one.data_ptr())
@@ -68,10 +66,12 @@ def _arguments(given: list[Any], configuration: Configuration) -> tuple[list[tor
     return tensors, values
 
 
-def _leaves(values: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """What is in tuples within tuples, with the way to it."""
+def _leaves(values: Any, constants: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
+    """What is in tuples within tuples, but what the kernel was compiled for."""
     for i, one in enumerate(values):
-        if isinstance(one, tuple) and type(one) is tuple:
-            yield from _leaves(one, (*path, i))
+        if (*path, i) in constants:
+            continue
+        if isinstance(one, tuple):
+            yield from _leaves(one, constants, (*path, i))
         else:
-            yield (*path, i), one
+            yield one

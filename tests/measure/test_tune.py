@@ -25,7 +25,7 @@ from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work
 from halfbyte.ops import by_plan
 from halfbyte.paths import own_plans, shipped_plans
-from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import BLOCK_BYTES, shares
 from halfbyte.plans.linear_spec import LinearPlan
@@ -69,7 +69,7 @@ def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> Lin
     return found
 
 
-def attention(p: Problem = ATTENTION) -> DecodePlan:
+def attention(p: DecodeProblem = ATTENTION) -> DecodePlan:
     found = gluon_plan(p, 132, (9, 0), True)
     assert isinstance(found, DecodePlan), found
     return found
@@ -108,7 +108,11 @@ def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
 
 #: One program with a unit of two heads, whose ring of small tiles has more stages than others.
 TWO_HEADS = replace(
-    dense_problem("bf16", 132, 2, 8, 1, 64, 4096, "int4", "int4"), k_apart=2, v_apart=2, k_scales_apart=2, v_scales_apart=2
+    dense_problem("bf16", 132, 2, 8, 1, 64, 4096, "int4", "int4"),
+    k_token_stride=2,
+    v_token_stride=2,
+    k_scale_stride=2,
+    v_scale_stride=2,
 )
 
 
@@ -116,7 +120,7 @@ CHANNELS = replace(ATTENTION, keys="int4_channel")
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, TWO_HEADS, CHANNELS], ids=["one head", "two heads", "channels"])
-def test_choices_of_attention_are_plans(problem: Problem) -> None:
+def test_choices_of_attention_are_plans(problem: DecodeProblem) -> None:
     plan = attention(problem)
     choices = decode_choices(plan, 132, (9, 0))
     assert choices[0] == decode_choice(plan)
@@ -164,7 +168,7 @@ def test_illegal_choices_are_refused(changed: dict[str, int]) -> None:
 def test_no_choice_mixes_scales_of_channels() -> None:
     plan = attention(CHANNELS)
     refused = with_decode_choice(plan, replace(decode_choice(plan), tokens=64, stages=2), 132, (9, 0))
-    assert refused == "64 tokens of a warp do not share scales of channels; 32 do"
+    assert refused == "64 tokens of a warp do not share per-channel scales; 32 do"
 
 
 @pytest.mark.parametrize("changed", [{"tokens": 24}, {"tokens": 128}, {"stages": 9}, {"programs": 0}, {"programs": 529}])
@@ -178,7 +182,7 @@ def test_another_number_of_programs_has_neighbourhoods_of_its_own() -> None:
     assert isinstance(plan, DecodePlan)
     fewer = with_decode_choice(plan, replace(decode_choice(plan), programs=128), 132, (9, 0))
     assert isinstance(fewer, DecodePlan)
-    assert (plan.spec.gather, fewer.spec.gather) == (16, 8)
+    assert (plan.spec.reduce_fanin, fewer.spec.reduce_fanin) == (16, 8)
 
 
 def test_warp_groups_have_choices_of_their_own() -> None:
@@ -198,7 +202,7 @@ def entry(choice: Choice | None, **more: Any) -> TunedEntry:
     return TunedEntry(choice, 4e-6, 5e-6, "2026-11-22", **more)
 
 
-def table(problem: LinearProblem | Problem, choice: Choice | None) -> Table:
+def table(problem: LinearProblem | DecodeProblem, choice: Choice | None) -> Table:
     return Table("NVIDIA H200", 132, {key_of(problem): entry(choice, file="plans.json")})
 
 
@@ -295,8 +299,8 @@ def test_a_problem_knows_the_order_of_tokens_and_heads(
     ]
     there = halfbyte.KVCache.from_buffers(planes[0], planes[1], cache.lengths)
     found = by_plan.problem_of(torch.zeros(4, heads, 1, 128, dtype=torch.bfloat16), there)
-    assert (found.k_apart, found.v_apart) == (apart, apart)
-    assert (found.k_scales_apart, found.v_scales_apart) == (scale_stride, scale_stride)
+    assert (found.k_token_stride, found.v_token_stride) == (apart, apart)
+    assert (found.k_scale_stride, found.v_scale_stride) == (scale_stride, scale_stride)
     assert isinstance(gluon_plan(found, 132, (9, 0), True), DecodePlan)
 
 
@@ -406,7 +410,7 @@ def test_shipped_tables_are_legal() -> None:
                 given = {"m": fields["rows"], "width": fields["width"], "dtype": fields["half"]}
                 source = linear_plan(weights, **given, **gpu, table=found)[1]
             else:
-                source = decode_plan(Problem(**fields), found.num_sms, (9, 0), True, found)[1]
+                source = decode_plan(DecodeProblem(**fields), found.num_sms, (9, 0), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
 
 

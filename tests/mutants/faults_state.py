@@ -13,8 +13,9 @@ DECODE_PLAN = "plans/decode_attention.py"
 PAGING = "paging.py"
 DECODE_OP = "ops/decode_attention.py"
 LINEAR_OP = "ops/linear.py"
-FACTS = "ops/_facts.py"
-RELAUNCH = "ops/_relaunch.py"
+LAUNCH_CACHE = "ops/_launch_cache.py"
+DECODE_ON_GPU = "ops/_decode_on_gpu.py"
+KV_BUFFER = "kv_buffer.py"
 RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
 RELAUNCH_APPEND = "ops/_relaunch_append.py"
 
@@ -48,8 +49,8 @@ STATE = [
         PREFILL,
         "prefill_attention",
         Rewrite(
-            "attend_again(_q, _c, _c.lengths, _p, replace(_o, sinks=None, ends=_p), _i)",
-            "attend_again(_q, _c, _p, _p, replace(_o, sinks=None), _i)",
+            "_c._replace(query_start=_p, options=replace(_o, sinks=None, ends=_p))",
+            "_c._replace(query_start=_p, lengths=_p, options=replace(_o, sinks=None))",
         ),
         attention("test_prefill_after_any_past"),
     ),
@@ -155,8 +156,8 @@ STATE = [
     Mutant(
         "a fake of the wrong shape",
         DECODE_OP,
-        "_fake",
-        Rewrite("_q.new_empty(*_q.shape[:3], _v.dim)", "_q.new_empty(*_q.shape[:3], _v.codes.shape[-1])"),
+        "_empty",
+        Rewrite("_q.new_empty(*_s, _v.dim)", "_q.new_empty(*_s, _v.codes.shape[-1])"),
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),
     Mutant(
@@ -176,50 +177,50 @@ STATE = [
     # -- calls launched like an earlier one
     Mutant(
         "strides are no fact",
-        FACTS,
-        "add_facts",
+        LAUNCH_CACHE,
+        "signature",
         Rewrite("(*_b, _t.stride(), *_a)", "(*_b, *_a)"),
         attend_again("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "alignment is no fact",
-        FACTS,
-        "add_facts",
+        LAUNCH_CACHE,
+        "signature",
         Rewrite("(*_b, _p % 16)", "(*_b,)"),
         attend_again("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "devices are no fact",
-        FACTS,
-        "add_facts",
+        LAUNCH_CACHE,
+        "signature",
         Rewrite("(*_b, _t.get_device(), *_a)", "(*_b, *_a)"),
         attend_again("test_a_tensor_of_another_device_makes_another_call"),
     ),
     Mutant(
         "formats by name",
-        RELAUNCH,
-        "request",
-        Rewrite("[*_b, id(_f[0]), id(_f[1]), *_a]", "[*_b, _f[0].name, _f[1].name, *_a]"),
+        LAUNCH_CACHE,
+        "signature",
+        Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
         attend_again("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "converted tensors remembered",
-        RELAUNCH,
-        "remember",
-        Rewrite("all(_a is _b for _a, _b in zip(*_z, strict=True))", "True"),
+        DECODE_ON_GPU,
+        "run",
+        Rewrite("signature.covers(_t)", "True"),
         attend_again("test_what_was_converted_on_the_way_is_not_remembered"),
     ),
     Mutant(
         "the environment is no fact",
-        RELAUNCH,
-        "request",
+        LAUNCH_CACHE,
+        "signature",
         Rewrite("[*_b, *as_set(), *_a]", "[*_b, *_a]"),
         attend_again("test_the_environment_makes_another_call"),
     ),
     Mutant(
         "the tail of an earlier call",
-        RELAUNCH,
-        "tensors_of",
+        KV_BUFFER,
+        "DecodeCall.tensors",
         Rewrite("(*_b, _k.tail, *_a)", "(*_b, None, *_a)"),
         attend_again("test_a_tail_is_that_of_each_call"),
     ),

@@ -179,7 +179,7 @@ def test_files_are_short_and_documented(path: Path) -> None:
 
 
 #: The implementations of registered ops: torch.library passes tensors one by one, so the schema's list stands here once more.
-FLAT = {("ops/append.py", "_run"), ("ops/decode_attention.py", "_run")}
+FLAT = {("ops/append.py", "_run")}
 
 
 def kernels_of(tree: ast.Module) -> set[str]:
@@ -212,7 +212,7 @@ def test_kernels_have_seven_rooms_at_most() -> None:
 
 
 #: Files that still have facts about GPUs of their own. Remove a file when it takes them from `halfbyte.device`.
-OWN_FACTS = {"plans/decode_attention.py", "kernels/aot/compiling.py"}
+OWN_FACTS = {"kernels/aot/compiling.py"}
 
 
 def test_facts_about_gpus_are_in_one_place() -> None:

@@ -22,7 +22,7 @@ from halfbyte.device import Device
 from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.session import Session
-from halfbyte.plans.decode_attention import DecodePlan, Problem, dense_problem, format_of
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.tuning_cache import LinearProblem, decode_plan, linear_plan, table_of
 from halfbyte.plans.tuning_space import Plan
@@ -30,7 +30,7 @@ from halfbyte.plans.tuning_space import Plan
 if TYPE_CHECKING:
     from halfbyte.kernels.aot.compiling import Configuration
 
-Pair = tuple[LinearProblem | Problem, Plan]
+Pair = tuple[LinearProblem | DecodeProblem, Plan]
 
 
 class BiasedProblem(LinearProblem):
@@ -66,12 +66,12 @@ def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: i
     return len(variants)
 
 
-def _variant(problem: LinearProblem | Problem, plan: Plan) -> tuple[object, ...]:
+def _variant(problem: LinearProblem | DecodeProblem, plan: Plan) -> tuple[object, ...]:
     """What kernels are compiled for; how many weights and programs there are is in it, or plays no part."""
     return type(problem), plan.spec
 
 
-def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> None:
+def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
     """Compile one plan's kernels, in this process."""
     from halfbyte.kernels.aot.compiling import TARGETS, Target, build
 
@@ -81,11 +81,11 @@ def compile_plan(problem: LinearProblem | Problem, plan: Plan, capability: tuple
         build(configuration, target)
 
 
-def configurations(problem: LinearProblem | Problem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
+def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:
     """What a launch by this plan would compile."""
     if isinstance(problem, LinearProblem) and isinstance(plan, LinearPlan):
         yield from _products(problem, plan, capability)
-    elif isinstance(problem, Problem) and isinstance(plan, DecodePlan):
+    elif isinstance(problem, DecodeProblem) and isinstance(plan, DecodePlan):
         yield from _attention(problem, plan)
 
 
@@ -100,22 +100,20 @@ def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, i
     yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
 
 
-def _attention(p: Problem, plan: DecodePlan) -> Iterator[Configuration]:
+def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
     import torch
 
-    from halfbyte.kernels.aot.compiling import empty, kv_buffer, recorded
-    from halfbyte.kernels.decode.launch import launch
-    from halfbyte.kv_buffer import AttentionOptions
+    from halfbyte.kernels.aot.compiling import empty, kv_buffer
+    from halfbyte.kernels.aot.decode import recorded_launch
+    from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 
     dtype = torch.float16 if p.dtype == "fp16" else torch.bfloat16
     keys, values = (
         kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
     )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
-    lse, part = empty(*q.shape[:3], dtype=torch.float32), empty(plan.floats, dtype=torch.float32)
-    inputs = (q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))
-    rest = (plan.spec, plan.programs, empty(*q.shape, dtype=dtype), lse, part, empty(plan.counters))
-    yield from recorded("decode", lambda: launch(*inputs, *rest))
+    call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))
+    yield from recorded_launch("decode", call, plan)
 
 
 #: Launches kept apart, and overlapping: two kernels.

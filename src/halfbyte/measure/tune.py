@@ -27,7 +27,7 @@ from halfbyte.measure.records import Record
 from halfbyte.measure.session import Candidate, Case, Job, Session, reason
 from halfbyte.measure.timing import NOT_CAPTURED, Effort, paired_launches
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import Problem, dense_problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import LinearProblem, Store, TunedEntry
 from halfbyte.plans.tuning_space import Choice, Plan, decode_choices, linear_choices, with_decode_choice, with_linear_choice
@@ -50,12 +50,12 @@ Judge = Callable[[Any], Accuracy]
 class Planned:
     """One problem and its plans by their choices, the analytic one first; `refused`: in words, why there are none."""
 
-    problem: LinearProblem | Problem
+    problem: LinearProblem | DecodeProblem
     plans: dict[Choice, Plan]
     refused: str = ""
 
     @staticmethod
-    def of(problem: LinearProblem | Problem, made: Mapping[Any, Plan | str], quick: bool) -> Planned:
+    def of(problem: LinearProblem | DecodeProblem, made: Mapping[Any, Plan | str], quick: bool) -> Planned:
         """The plans that can be, as many as are to be measured."""
         legal = [(choice, plan) for choice, plan in made.items() if not isinstance(plan, str)]
         return Planned(problem, dict(legal[: _QUICK_CHOICES if quick else None]))

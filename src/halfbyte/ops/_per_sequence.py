@@ -10,39 +10,30 @@ from dataclasses import replace
 
 import torch
 
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import DecodeCall, KVBuffer
 
-Attend = Callable[
-    [torch.Tensor, KVBuffer, KVBuffer, torch.Tensor, torch.Tensor | None, torch.Tensor, AttentionOptions],
-    tuple[torch.Tensor, torch.Tensor],
-]
+Results = tuple[torch.Tensor, torch.Tensor]
 
 
-def attend_per_sequence(
-    attend: Attend,
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    query_start: torch.Tensor,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCall) -> Results:
     """`attend` of each sequence alone, on a contiguous copy of its queries and no more of the cache than it fills."""
     outs, lses = [], []
-    unit = keys.codes.shape[2] if page_table is not None else keys.format.token_block or 1
-    for b, length in enumerate(lengths.tolist()):
+    keys, table, options = call.keys, call.page_table, call.options
+    unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
+    for b, length in enumerate(call.lengths.tolist()):
         own = slice(b, b + 1)
         units = -(-max(length, 0) // max(unit, 1))  # nobody has looked at lengths in a GPU's memory
-        tokens = None if page_table is not None else units * unit
+        tokens = None if table is not None else units * unit
         out, lse = attend(
-            q[own].clone(memory_format=torch.contiguous_format),
-            _of_sequence(keys, own, tokens),
-            _of_sequence(values, own, tokens),
-            lengths[own],
-            None if page_table is None else page_table[own, :units],
-            query_start[own],
-            replace(options, starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+            call._replace(
+                q=call.q[own].clone(memory_format=torch.contiguous_format),
+                keys=_of_sequence(keys, own, tokens),
+                values=_of_sequence(call.values, own, tokens),
+                lengths=call.lengths[own],
+                query_start=_cut(call.query_start, own),
+                page_table=None if table is None else table[own, :units],
+                options=replace(options, starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+            )
         )
         outs.append(out)
         lses.append(lse)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfbyte.errors import Unsupported
-from halfbyte.kv_buffer import AttentionOptions
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu as gpu
+from halfbyte.ops._decode_problem import problem_of as _problem_of
 from halfbyte.ops._linear_on_gpu import run_plan as linear
 from halfbyte.ops._workspace import prepare
-from halfbyte.plans.decode_attention import DecodePlan, Problem
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.settings import interpreted, pair_launches
 
@@ -29,28 +30,28 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.
-    return gpu.plan_of(call_of(q, cache, alibi_slopes), impl, deterministic_batch=False, pair=True)
+    return gpu.plan_of(call_of(q, cache, alibi_slopes)._replace(impl=impl), use_pdl=True)
 
 
 def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
     """`halfbyte.decode_attention`, as planned here; launches are paired only where HALFBYTE_PDL allows it."""
     call = call_of(q, cache, alibi_slopes)
-    gpu.launch(call, plan if pair_launches() else unpaired(plan), own=False)
-    return call.out
+    out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    gpu.launch(call, plan if pair_launches() else unpaired(plan), out, lse, own=False)
+    return out
 
 
 def unpaired(plan: Plan) -> Plan:
     """The same, launched when its predecessor has ended."""
-    return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, pair=False))
+    return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, use_pdl=False))
 
 
-def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> gpu.Call:
-    """A call and the memory of its results. Slopes are fp32 and contiguous."""
+def call_of(q: torch.Tensor, cache: KVCache, alibi_slopes: torch.Tensor | None = None) -> DecodeCall:
+    """The call. Slopes are fp32 and contiguous."""
     options = AttentionOptions(q.shape[-1] ** -0.5, alibi_slopes=alibi_slopes, rotate_keys=cache.rotate_keys)
-    out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return gpu.Call(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, out, lse)
+    return DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options)
 
 
-def problem_of(q: torch.Tensor, cache: KVCache) -> Problem:
+def problem_of(q: torch.Tensor, cache: KVCache) -> DecodeProblem:
     """What a plan needs to know of a call."""
-    return gpu.problem_of(call_of(q, cache), False)
+    return _problem_of(call_of(q, cache))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,15 +10,18 @@ import torch
 from halfbyte.arguments import Kind, as_int32, check_tensor, integer, number
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
-from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
-from halfbyte.ops import _relaunch
+from halfbyte.ops._launch_cache import Signature, replay, signature
 from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
 from halfbyte.ops._per_sequence import attend_per_sequence
 from halfbyte.ops.append import Stored
 from halfbyte.plans.decode_attention import format_of
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size
+
+#: out [B, Hq, L, Dv], lse fp32 [B, Hq, L].
+Results = tuple[torch.Tensor, torch.Tensor]
 
 #: Queries that torch code attends in one pass; longer ones are walked in pieces, so that scores never take more rows a head.
 QUERY_BLOCK = 128
@@ -32,81 +34,71 @@ _SCHEMA = (
 )
 
 
-def _run(
-    q: torch.Tensor,
-    k_codes: torch.Tensor,
-    k_scales: torch.Tensor | None,
-    k_offsets: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    v_codes: torch.Tensor,
-    v_scales: torch.Tensor | None,
-    v_offsets: torch.Tensor | None,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    sm_scale: float,
-    softcap: float | None,
-    window: int | None,
-    rotate_keys: bool,
-    keys: str,
-    values: str,
-    level: str,
-    deterministic_batch: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key_buffer = KVBuffer(format_of(keys), k_codes, k_scales, k_offsets, k_tail)
-    value_buffer = KVBuffer(format_of(values), v_codes, v_scales, v_offsets)
-    _check_lengths(lengths, ends, key_buffer, page_table)
-    options = AttentionOptions(sm_scale, softcap, alibi_slopes, window, starts, ends, sinks, rotate_keys)
-    if q.numel() == 0:
-        return q.new_empty(*q.shape[:3], value_buffer.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
-    if level in ("cpu", "reference"):
-        refuse_capture("decode_attention", q.device)
-        query_start = lengths - q.shape[2] if query_start is None else query_start
-        where = (key_buffer, value_buffer, lengths, page_table, query_start, options)
-        attend = functools.partial(_in_torch, level)
-        return attend_per_sequence(attend, q, *where) if deterministic_batch else attend(q, *where)
-    return gpu.run(
-        q, key_buffer, value_buffer, lengths, query_start, page_table, options, level, deterministic_batch, compiled=True
+#: Of a call's flat arguments, so many are tensors.
+_TENSORS = 15
+
+
+def _flat(call: DecodeCall) -> tuple[Any, ...]:
+    """The arguments of the op."""
+    o = call.options
+    numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
+    return (*call.tensors(), *numbers, call.keys.format.name, call.values.format.name, call.impl, call.deterministic_batch)
+
+
+def _call(*flat: Any) -> DecodeCall:
+    """The call that the op's arguments are. Torch leaves out the last one where it is its default."""
+    q, *k, v_codes, v_scales, v_offsets, lengths, query_start, page_table, starts, ends, slopes, sinks = flat[:_TENSORS]
+    sm_scale, softcap, window, rotate_keys, keys, values, level, deterministic_batch = (*flat[_TENSORS:], False)[:8]
+    return DecodeCall(
+        q,
+        KVBuffer(format_of(keys), *k),
+        KVBuffer(format_of(values), v_codes, v_scales, v_offsets),
+        *(lengths, query_start, page_table),
+        AttentionOptions(sm_scale, softcap, slopes, window, starts, ends, sinks, rotate_keys),
+        *(level, deterministic_batch),
     )
 
 
-def _in_torch(
-    level: str,
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    query_start: torch.Tensor,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[level]
+def _run(*flat: Any) -> Results:
+    call = _call(*flat)
+    _check_lengths(call)
+    if call.q.numel() == 0:
+        return _empty(call)
+    if call.impl in ("cpu", "reference"):
+        refuse_capture("decode_attention", call.q.device)
+        return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
+    return gpu.run(call, compiled=True)
+
+
+def _fake(*flat: Any) -> Results:
+    call = _call(*flat)
+    check_tensor("q", call.q, ("B", "Hq", "L", call.keys.dim), device=call.keys.codes.device)
+    return _empty(call)
+
+
+def _empty(call: DecodeCall) -> Results:
+    shape = call.q.shape[:3]
+    return call.q.new_empty(*shape, call.values.dim), call.q.new_empty(shape, dtype=torch.float32)
+
+
+def _in_torch(c: DecodeCall) -> Results:
+    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[c.impl]
+    start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
     pieces = [
-        attend(piece, keys, values, lengths, page_table, query_start + i * QUERY_BLOCK, options)
-        for i, piece in enumerate(q.split(QUERY_BLOCK, dim=2))
+        attend(piece, c.keys, c.values, c.lengths, c.page_table, start + i * QUERY_BLOCK, c.options)
+        for i, piece in enumerate(c.q.split(QUERY_BLOCK, dim=2))
     ]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
 
 
-def _fake(q: torch.Tensor, k_codes: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    v_codes, (keys, values) = args[3], args[17:19]
-    key_buffer, value_buffer = KVBuffer(format_of(keys), k_codes), KVBuffer(format_of(values), v_codes)
-    check_tensor("q", q, ("B", "Hq", "L", key_buffer.dim), device=k_codes.device)
-    return q.new_empty(*q.shape[:3], value_buffer.dim), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _check_lengths(lengths: torch.Tensor, ends: torch.Tensor | None, keys: KVBuffer, page_table: torch.Tensor | None) -> None:
+def _check_lengths(call: DecodeCall) -> None:
     """Lengths outside 0..capacity would read what is not there. Checked where looking at them costs nothing."""
+    lengths, ends = call.lengths, call.options.ends
     if lengths.device.type != "cpu" or not lengths.numel():
         return
-    limit = keys.codes.shape[2] * (1 if page_table is None else page_table.shape[1])
-    low, high = int(lengths.min()), int(lengths.max())
+    low, high, limit = int(lengths.min()), int(lengths.max()), call.capacity
     check(ends is None or int(ends.min()) >= 0, "lengths: a sequence is shorter than the chunk; append the chunk first")
     check(low >= 0 and high <= limit, f"lengths run from {low} to {high}; this cache holds 0 to {limit} tokens a sequence")
 
@@ -149,13 +141,36 @@ def decode_attention(
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
-    request = _request(q, cache, cache.lengths, query_start, options, impl, deterministic_batch)
-    done = None if request is None else _relaunch.again(request, options)
-    if done is None:
-        options = checked(q, cache, options, query_start)
-        query_start = None if query_start is None else as_int32(query_start)
-        done = _attend(q, cache, cache.lengths, query_start, options, level_of(impl, q), deterministic_batch, request)
-    return done if return_lse else done[0]
+    call = DecodeCall(q, cache.keys, cache.values, cache.lengths, query_start, cache.page_table, options, impl, deterministic_batch)
+    found = attend(call, True)
+    return found if return_lse else found[0]
+
+
+def attend(call: DecodeCall, unchecked: bool = False) -> Results:
+    """(out, lse) of a call: launched like an earlier one where there was one. Of an unchecked call, numbers have been checked."""
+    known = _signature(call)
+    if known is not None:
+        found: Results | None = replay(known, call.options)
+        if found is not None:
+            return found
+    call = checked(call) if unchecked else call
+    call = call._replace(impl=level_of(call.impl, call.q))
+    kernel = call.impl not in ("cpu", "reference") and call.q.numel() > 0
+    if kernel and can_bypass_dispatcher(call.q, call.keys.codes, call.values.codes):
+        return gpu.run(call, signature=known)  # the dispatcher would take longer than the kernel
+    out: Results = _op(*_flat(call))
+    return out
+
+
+def _signature(call: DecodeCall) -> Signature | None:
+    """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
+    q, keys, values, _, _, _, o, impl, deterministic_batch = call
+    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon"):
+        return None
+    if not can_bypass_dispatcher(q, keys.codes, values.codes):
+        return None
+    options = (impl, o.window is None, o.softcap is None)
+    return signature("decode_attention", options, (keys.format, values.format), call.tensors())
 
 
 def decode_parts(
@@ -190,55 +205,6 @@ def level_of(impl: str, q: torch.Tensor) -> str:
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
-def attend_again(
-    q: torch.Tensor, cache: Cache, lengths: torch.Tensor, query_start: torch.Tensor, options: AttentionOptions, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of the calls of `prefill_attention`, whose arguments were checked; launched like an earlier one where there was one."""
-    request = _request(q, cache, lengths, query_start, options, impl)
-    done = None if request is None else _relaunch.again(request, options)
-    return _attend(q, cache, lengths, query_start, options, level_of(impl, q), request=request) if done is None else done
-
-
-def _request(
-    q: torch.Tensor,
-    cache: Cache,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor | None,
-    options: AttentionOptions,
-    impl: str,
-    deterministic_batch: bool = False,
-) -> _relaunch.Request | None:
-    """What to remember a call as; None where it is not to be remembered. Tensors may be unchecked."""
-    keys, values = cache.keys, cache.values
-    if not can_bypass_dispatcher(q, keys.codes, values.codes) or not q.numel() or q.element_size() > 2:
-        return None
-    tensors = _relaunch.tensors_of(q, keys, values, lengths, query_start, cache.page_table, options)
-    return _relaunch.request(tensors, (keys.format, values.format), options, impl, deterministic_batch)
-
-
-def _attend(
-    q: torch.Tensor,
-    cache: Cache,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor | None,
-    options: AttentionOptions,
-    chosen: str,
-    deterministic_batch: bool = False,
-    request: _relaunch.Request | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten everything for the op; on a GPU in eager mode go past the dispatcher, which would take longer than the kernel."""
-    o, keys, values = options, cache.keys, cache.values
-    if chosen not in ("cpu", "reference") and can_bypass_dispatcher(q, keys.codes, values.codes) and q.numel():
-        where = (lengths, query_start, cache.page_table)
-        return gpu.run(q, keys, values, *where, options, chosen, deterministic_batch, request=request)
-    out: tuple[torch.Tensor, torch.Tensor] = _op(
-        *(q, *keys.tensors(), *values.tensors()[:3], lengths, query_start, cache.page_table),
-        *(o.starts, o.ends, o.alibi_slopes, o.sinks, o.sm_scale, o.softcap, o.window, o.rotate_keys),
-        *(keys.format.name, values.format.name, chosen, deterministic_batch),
-    )
-    return out
-
-
 def options_of(
     cache: Cache,
     sm_scale: float | None,
@@ -259,27 +225,29 @@ def options_of(
     return AttentionOptions(scale, softcap, alibi_slopes, window, starts, None, sinks, cache.rotate_keys)
 
 
-def checked(q: torch.Tensor, cache: Cache, o: AttentionOptions, query_start: torch.Tensor | None) -> AttentionOptions:
-    """The options as kernels take them, after every tensor has been looked at."""
-    keys, batch = cache.keys, cache.lengths.shape[0]
+def checked(call: DecodeCall) -> DecodeCall:
+    """The call as kernels take it, after every tensor has been looked at."""
+    q, keys, lengths, o = call.q, call.keys, call.lengths, call.options
+    batch = lengths.shape[0]
     check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
     check(
         q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
     )
-    if cache.lengths.device != q.device and not cache.lengths.is_pinned():
+    if lengths.device != q.device and not lengths.is_pinned():
         # Triton raises, but not where the driver lets a GPU read all memory of the host: there it would be taken.
         raise InvalidArgument(
-            f"lengths are on {cache.lengths.device} and cannot be accessed from {q.device}: move them, or pin their memory"
+            f"lengths are on {lengths.device} and cannot be accessed from {q.device}: move them, or pin their memory"
         )
     for name, t, size, kind in (
         ("alibi_slopes", o.alibi_slopes, q.shape[1], "floating"),
         ("sinks", o.sinks, q.shape[1], "floating"),
         ("starts", o.starts, batch, "integer"),
-        ("query_start", query_start, batch, "integer"),
+        ("query_start", call.query_start, batch, "integer"),
     ):
         if t is not None:
             check_tensor(name, t, (size,), cast(Kind, kind), q.device)
     if o.rotate_keys:
         block_size(keys.dim)
-    return o if o.starts is None else replace(o, starts=as_int32(o.starts))
+    starts, query_start = (None if t is None else as_int32(t) for t in (o.starts, call.query_start))
+    return call._replace(query_start=query_start, options=o if o.starts is None else replace(o, starts=starts))

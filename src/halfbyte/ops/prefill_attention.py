@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from halfbyte.arguments import check_tensor
 from halfbyte.formats import plain_format
-from halfbyte.kv_buffer import AttentionOptions, Cache, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _fused
 from halfbyte.ops._library import can_bypass_dispatcher
-from halfbyte.ops.decode_attention import attend_again, checked, level_of, options_of
+from halfbyte.ops.decode_attention import attend, checked, level_of, options_of
 from halfbyte.ops.merge_states import merged
 from halfbyte.plans.decode_attention import MOST_NUMBERS
 from halfbyte.reference import merge as reference
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """New keys and values seen as a cache of their own, unquantised."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
-    page_table: torch.Tensor | None = None
-    rotate_keys: bool = False
-
-    @property
-    def keys(self) -> KVBuffer:
-        return KVBuffer(plain_format(self.k.dtype), self.k)
-
-    @property
-    def values(self) -> KVBuffer:
-        return KVBuffer(plain_format(self.v.dtype), self.v)
 
 
 def prefill_attention(
@@ -59,14 +40,16 @@ def prefill_attention(
     On a GPU, with impl="auto", torch's fused kernels attend a long chunk to itself where they can (16 bits, heads of one size up to
     256, no softcap, no ALiBi).
     """
-    options = checked(q, cache, options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts), None)
+    options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
+    call = checked(DecodeCall(q, cache.keys, cache.values, cache.lengths, None, cache.page_table, options, impl))
+    options = call.options
     for name, x, buffer in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
     own = replace(options, sinks=None, rotate_keys=False)
     chosen, parts = level_of(impl, q), []
     if not _fresh(cache, q.shape[2]):
         past = cache.lengths - q.shape[2]
-        parts.append(attend_again(q, cache, cache.lengths, past, replace(options, sinks=None, ends=past), impl))
+        parts.append(attend(call._replace(query_start=past, options=replace(options, sinks=None, ends=past))))
         own = own if options.starts is None else replace(own, starts=(options.starts - past).clamp_min(0))
     parts.append(_over_itself(q, k, v, own, impl, chosen))
     out, lse = parts[0]
@@ -89,4 +72,5 @@ def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Attention
         if found is not None:
             return found
     lengths = torch.full(q.shape[:1], q.shape[2], dtype=torch.int32, device=q.device)
-    return attend_again(q, _Chunk(k, v, lengths), lengths, torch.zeros_like(lengths), o, impl)
+    keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
+    return attend(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o, impl))

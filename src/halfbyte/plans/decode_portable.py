@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halfbyte.device import Capability
 from halfbyte.formats import Format
+from halfbyte.plans.decode_attention import DecodeProblem, format_of
 
+#: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
+_FIXED_CHUNK = 1024
 #: Programs that keep one multiprocessor busy, warps counted: beyond them more splits only cost.
 _WARPS_PER_SM = 16
 
@@ -28,6 +32,22 @@ class TritonTiles:
     pdl: bool = False
 
 
+def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> TritonTiles:
+    """How the portable kernel runs a problem."""
+    return triton_tiles(
+        format_of(p.keys),
+        format_of(p.values),
+        batch=p.batch,
+        heads=p.heads,
+        rows=p.rows,
+        capacity=p.capacity,
+        dim=max(p.dim, p.value_dim),
+        num_sms=num_sms,
+        capability=capability,
+        chunk=_FIXED_CHUNK if p.deterministic_batch else 0,
+    )
+
+
 def triton_tiles(
     keys: Format,
     values: Format,
@@ -38,7 +58,7 @@ def triton_tiles(
     capacity: int,
     dim: int,
     num_sms: int,
-    capability: tuple[int, int] = (8, 0),
+    capability: Capability = (8, 0),
     chunk: int = 0,
 ) -> TritonTiles:
     """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.

@@ -1,8 +1,13 @@
-"""What the tuned kernel of decode attention is compiled for: how each side is stored, and the tiles it works on."""
+"""What the tuned kernels of decode attention are compiled for: how keys and values are stored, and the tiles they work on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from halfbyte.formats import Format
+
+#: What the tuned kernels call the codes that they read.
+_CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,7 @@ class KVSpec:
     groups  scales of one token and head
     scale   "none"; "tensor", one for everything; "token", read with every token; "channel", one for each dim of a block of tokens
     offset  x = scale * code + offset
-    apart   codes of neighbouring tokens lie so many rows apart: 1, or the heads of a token; 0: known at the launch only
+    token_stride    rows from a token's codes to the next one's: 1, or the heads of a token; 0: known at the launch only
     scale_stride    the same of scales; where it is 0 they pass through registers and not by cp.async
     """
 
@@ -24,12 +29,12 @@ class KVSpec:
     groups: int
     scale: str
     offset: bool
-    apart: int
+    token_stride: int
     scale_stride: int
     block: int = 0  # tokens of a block whose channels have scales; what is not a whole block lies in a tail, in 16 bits
 
     @property
-    def planes(self) -> int:
+    def codes_per_word(self) -> int:
         """Codes in one 16-bit word."""
         return {"nibbles": 4, "bytes": 2, "e4m3": 2}.get(self.code, 1)
 
@@ -41,7 +46,7 @@ class KVSpec:
     @property
     def operands(self) -> int:
         """mma operands of one group."""
-        return self.planes // 2 if self.halved else self.planes
+        return self.codes_per_word // 2 if self.halved else self.codes_per_word
 
     @property
     def rows(self) -> int:
@@ -49,13 +54,13 @@ class KVSpec:
         return 16 if self.halved else self.padded // self.groups
 
     @property
-    def unit(self) -> float:
+    def code_step(self) -> float:
         """What an accumulated code must be multiplied by."""
         return {"nibbles": 2.0**24, "bytes": 2.0**24, "e4m3": 2.0**8}.get(self.code, 1.0)
 
     @property
     def shifted(self) -> bool:
-        """Whether products with values are owed a multiple of the sum of weights: codes made unsigned, or with offsets."""
+        """Whether products with values need a multiple of the sum of weights added: codes made unsigned, or with offsets."""
         return self.offset or self.code == "bytes"
 
     @property
@@ -77,25 +82,47 @@ class KVSpec:
         """Shared memory of a tile of tokens, in so many runs, for neighbouring heads. A word of two heads' scales serves both."""
         codes = 2 * self.padded * heads * tokens
         if self.scale == "channel":
-            return codes + 2 * self.planes * self.padded * runs * (1 + self.offset)
+            return codes + 2 * self.codes_per_word * self.padded * runs * (1 + self.offset)
         scales = (4 if self.paired else 2) * self.scale_columns
         return codes + scales * ((self.scale == "token") + self.offset) * tokens
 
     @property
     def pairs(self) -> bool:
         """Whether two neighbouring heads can be read as one: the heads of a token side by side, a scale of each in one word."""
-        whole = self.apart > 1 and self.padded == self.words and self.groups == 1
+        whole = self.token_stride > 1 and self.padded == self.words and self.groups == 1
         return whole and self.scale != "channel" and (self.scale != "token" or self.paired)
 
 
+def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
+    """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
+    code = _CODES.get(fmt.code.name)
+    if code is None:
+        return f"{fmt.name} is read by the portable kernel only"
+    words = dim * fmt.code.bits // 16
+    groups = dim // fmt.group_size(dim)
+    if dim * fmt.code.bits % 128:
+        return f"rows of {dim * fmt.code.bits / 8:g} bytes are not whole 16-byte pieces"
+    if groups & (groups - 1) or (groups > 1 and padded(words) != words):
+        return f"{groups} groups in a head are not a power of two"
+    if padded(words) < 16 or dim > 256:
+        return f"a head of {dim} is outside of what the tuned kernel holds in registers"
+    scale = {None: "none", "tensor": "tensor", "channel": "channel"}.get(fmt.granularity, "token")
+    if scale == "channel" and scale_stride == 0:
+        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
+    scale_stride = scale_stride if scale in ("token", "channel") else 1
+    return KVSpec(
+        code, words, padded(words), groups, scale, fmt.offset == "float", token_stride, scale_stride, fmt.token_block or 0
+    )
+
+
 @dataclass(frozen=True)
-class Spec:
+class DecodeSpec:
     """Everything the tuned kernel is compiled for."""
 
     keys: KVSpec
     values: KVSpec
     warps: int
-    tokens: int  # of one stream (a warp, or `across` of them) in one tile
+    tokens: int  # of one stream (a warp, or `warps_q` of them) in one tile
     stages: int
     rows: int  # G * L
     padded_rows: int
@@ -105,35 +132,35 @@ class Spec:
     window: bool
     alibi: bool
     softcap: bool
-    pair: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
-    gather: int = 16  # parts of a unit that are added up by themselves, where they are more than one step adds
-    apart: bool = False  # warps are summed in memory of their own and not in the ring
-    heads: int = 1  # neighbouring KV heads of a unit; stream w works on head w % heads of them
+    use_pdl: bool  # launched while its predecessor is still finishing (programmatic dependent launch)
+    reduce_fanin: int = 16  # partial results that are added in a first step, where they are more than one step adds
+    separate_reduce_smem: bool = False  # warps are summed in shared memory of their own, not in the ring
+    heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
     pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
 
     @property
-    def across(self) -> int:
+    def warps_q(self) -> int:
         """Warps that share their tokens and divide the query rows, so that each holds 2048 numbers of its output at most."""
         return max(1, self._output // 2048)
 
     @property
     def numbers(self) -> int:
         """Numbers of its output (or of its queries, if they are more) that one warp holds."""
-        return self._output // self.across
+        return self._output // self.warps_q
 
     @property
     def _output(self) -> int:
-        return self.padded_rows * max(s.planes * s.padded for s in (self.keys, self.values))
+        return self.padded_rows * max(s.codes_per_word * s.padded for s in (self.keys, self.values))
 
     @property
-    def streams(self) -> int:
-        """Warps, or groups of `across` of them, that work on tokens of their own."""
-        return self.warps // self.across
+    def kv_warps(self) -> int:
+        """Warps, or groups of `warps_q` of them, that work on tokens of their own."""
+        return self.warps // self.warps_q
 
     @property
     def runs(self) -> int:
-        """Runs of neighbouring tokens in a tile: each a stream's, or as many streams' as a unit has heads."""
-        return self.streams // self.heads
+        """Runs of neighbouring tokens in a tile: each a stream's, or as many streams' as a work item has heads."""
+        return self.kv_warps // self.heads
 
     @property
     def one_page(self) -> bool:
@@ -151,7 +178,7 @@ class Spec:
         return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
 
     @property
-    def part_floats(self) -> int:
+    def partial_floats(self) -> int:
         """fp32 numbers of one partial result."""
         return self.heads * self.head_floats
 
@@ -166,13 +193,13 @@ class Spec:
         return (
             self.ring_bytes // self.stages * (self.stages + self.pad_slots)
             + (0 if self.reuses_ring else self._sum_bytes)
-            + 4 * self.streams * self.padded_rows * (2 + self.values.groups)
+            + 4 * self.kv_warps * self.padded_rows * (2 + self.values.groups)
         )
 
     @property
     def reuses_ring(self) -> bool:
         """Whether warps are summed in the ring of keys, which must be large enough for that."""
-        return not self.apart and 2 * self.stages * self.streams * self.tokens * self.keys.padded >= self._sum_bytes
+        return not self.separate_reduce_smem and 2 * self.stages * self.kv_warps * self.tokens * self.keys.padded >= self._sum_bytes
 
     @property
     def equal_parts(self) -> bool:
@@ -182,18 +209,18 @@ class Spec:
 
     @property
     def _sum_bytes(self) -> int:
-        return 4 * self.streams * self.padded_rows * self.values.planes * self.values.padded
+        return 4 * self.kv_warps * self.padded_rows * self.values.codes_per_word * self.values.padded
 
 
 @dataclass(frozen=True)
-class DecodeWgmmaSpec(Spec):
+class DecodeWgmmaSpec(DecodeSpec):
     """What the kernel for many query rows is compiled for: 16 rows a warp, tokens of a tile for all of them.
 
-    Warps copy runs of tokens as in `Spec`, and nothing more is divided among them by tokens.
+    Warps copy runs of tokens as in `DecodeSpec`, and nothing more is divided among them by tokens.
     """
 
     @property
-    def across(self) -> int:
+    def warps_q(self) -> int:
         return 1
 
     @property
@@ -203,7 +230,7 @@ class DecodeWgmmaSpec(Spec):
     @property
     def dim(self) -> int:
         """Columns of operands: dims of a head, rounded up."""
-        return self.keys.planes * self.keys.padded
+        return self.keys.codes_per_word * self.keys.padded
 
     @property
     def shared_bytes(self) -> int:

@@ -8,7 +8,7 @@ from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec
 MOST_ROWS = 128
 
 
-def wide_spec(
+def wgmma_spec(
     keys: KVSpec, values: KVSpec, rows: int, queries: int, batch: int, page: int, flags: dict[str, bool], limit: int
 ) -> tuple[DecodeWgmmaSpec, int] | str:
     """What the kernel for many rows is compiled for and how many programs a multiprocessor runs; in words, why it cannot.
@@ -17,9 +17,9 @@ def wide_spec(
     """
     if rows > MOST_ROWS:
         return f"{rows} query rows a KV head; tuned kernels take up to {MOST_ROWS}"
-    dims = {side.planes * side.padded for side in (keys, values)}
-    if len(dims) > 1 or max(dims) > 128 or keys.block or any(side.planes == 1 for side in (keys, values)):
-        what = "16-bit tokens, scales of channels, heads of more than 128, or values of another size than keys"
+    dims = {side.codes_per_word * side.padded for side in (keys, values)}
+    if len(dims) > 1 or max(dims) > 128 or keys.block or any(side.codes_per_word == 1 for side in (keys, values)):
+        what = "16-bit tokens, per-channel scales, heads of more than 128, or values of another size than keys"
         return f"{rows} query rows a KV head are more than the tuned kernels hold in registers beside {what}"
     padded_rows, per_sm = (64, 2) if rows <= 64 else (128, 1)
     warps = padded_rows // 16

@@ -8,7 +8,7 @@ from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, Problem, dense_problem, queries_of_a_block
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, DecodeProblem, dense_problem, queries_of_a_block
 from halfbyte.plans.decode_portable import triton_tiles
 from halfbyte.plans.decode_spec import DecodeWgmmaSpec
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
@@ -49,7 +49,7 @@ def explanation(
         dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
     facts = _gpu(sm_count, capability)
-    facts["work"] = f"{batch * kv_heads} units (a KV head of a sequence), {p.rows} query rows each"
+    facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
     block = queries_of_a_block(p, capability)
@@ -79,7 +79,7 @@ def _tuned(plan: DecodePlan, source: str) -> dict[str, str]:
     }
 
 
-def _portable(p: Problem, sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
+def _portable(p: DecodeProblem, sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
     tiles = triton_tiles(
         key_format(p.keys),
         value_format(p.values),

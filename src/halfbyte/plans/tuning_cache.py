@@ -20,7 +20,7 @@ from typing import Any
 from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
-from halfbyte.plans.decode_attention import DecodePlan, Problem, gluon_plan
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -53,7 +53,7 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
-def key_of(problem: LinearProblem | Problem) -> str:
+def key_of(problem: LinearProblem | DecodeProblem) -> str:
     """Every field of a problem, as one line of JSON."""
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
     return json.dumps({"op": op, **asdict(problem)}, sort_keys=True)
@@ -114,7 +114,7 @@ def linear_plan(
 
 
 def decode_plan(
-    problem: Problem, num_sms: int, capability: tuple[int, int], pair: bool, table: Table
+    problem: DecodeProblem, num_sms: int, capability: tuple[int, int], pair: bool, table: Table
 ) -> tuple[DecodePlan | str, str]:
     """`gluon_plan` with what a table knows, and where the plan comes from, in words."""
     plan = gluon_plan(problem, num_sms, capability, pair)
@@ -195,10 +195,19 @@ def read(file: Path) -> Table:
         raise DamagedPlans(f"{file} is no table of measured plans ({type(error).__name__}: {error})") from error
 
 
+#: Fields of problems that older tables call otherwise.
+_RENAMED = {
+    "k_apart": "k_token_stride",
+    "v_apart": "v_token_stride",
+    "k_scales_apart": "k_scale_stride",
+    "v_scales_apart": "v_scale_stride",
+}
+
+
 def _key(problem: Mapping[str, Any]) -> str:
     if problem["op"] not in _CHOICES:
         raise ValueError(f"op {problem['op']!r}")
-    return json.dumps(problem, sort_keys=True)
+    return json.dumps({_RENAMED.get(name, name): value for name, value in problem.items()}, sort_keys=True)
 
 
 _CHOICES: dict[str, type[Choice]] = {"linear": LinearChoice, "decode_attention": DecodeChoice}
@@ -261,7 +270,7 @@ class Store:
             return {}
         return table.entries
 
-    def add(self, problem: LinearProblem | Problem, entry: TunedEntry) -> None:
+    def add(self, problem: LinearProblem | DecodeProblem, entry: TunedEntry) -> None:
         """Store an entry in place of an older one of the same problem."""
         import fcntl  # POSIX has it, and every system with a GPU that this runs on
 

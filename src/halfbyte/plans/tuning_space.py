@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from halfbyte.plans.decode_attention import DecodePlan, neighbours, programs, shared_memory_of_block, summed_somewhere
+from halfbyte.device import block_shared_memory
+from halfbyte.plans.decode_attention import DecodePlan, programs, reduce_fanin_of, with_reduce_smem
 from halfbyte.plans.linear import copy_width, even_programs, fewest_programs, staged
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import wgmma_staged
@@ -157,17 +158,17 @@ def with_decode_choice(plan: DecodePlan, c: DecodeChoice, num_sms: int, capabili
     if c.tokens not in _TOKENS or c.stages not in (*_STAGES, plan.spec.stages):
         return f"{c} is no shape of this kernel"
     if plan.spec.keys.block and c.tokens > plan.spec.keys.block:
-        return f"{c.tokens} tokens of a warp do not share scales of channels; {plan.spec.keys.block} do"
+        return f"{c.tokens} tokens of a warp do not share per-channel scales; {plan.spec.keys.block} do"
     own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
     pad_slots = plan.spec.pad_slots if own else 0  # an empty slot suits one ring; another needs its room
-    spec = summed_somewhere(replace(plan.spec, tokens=c.tokens, stages=c.stages, pad_slots=pad_slots))
-    limit = shared_memory_of_block(capability)
+    spec = with_reduce_smem(replace(plan.spec, tokens=c.tokens, stages=c.stages, pad_slots=pad_slots))
+    limit = block_shared_memory(capability)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     if not 1 <= c.programs <= _MOST_PROGRAMS * num_sms:
-        return f"{c.programs} programs for {plan.units} units on {num_sms} multiprocessors"
-    why = f"{c.programs} programs of {spec.warps} warps, {spec.stages} stages of {spec.tile} tokens; {plan.units} units"
-    spec = replace(spec, gather=neighbours(c.programs, plan.units))
+        return f"{c.programs} programs for {plan.work_items} work items on {num_sms} multiprocessors"
+    why = f"{c.programs} programs of {spec.warps} warps, {spec.stages} stages of {spec.tile} tokens; {plan.work_items} work items"
+    spec = replace(spec, reduce_fanin=reduce_fanin_of(c.programs, plan.work_items))
     return replace(plan, spec=spec, programs=c.programs, why=why)
 
 
@@ -180,7 +181,7 @@ def decode_choices(plan: DecodePlan, num_sms: int, capability: tuple[int, int]) 
         + [(tokens // 2, s) for s in (4, 2)]
         + [(2 * tokens, 3), (2 * tokens, 2)]
     )
-    counts = [n for per_sm in (2, 1, 3) for n in (programs(plan.units, per_sm * num_sms), per_sm * num_sms)]
+    counts = [n for per_sm in (2, 1, 3) for n in (programs(plan.work_items, per_sm * num_sms), per_sm * num_sms)]
     every = [DecodeChoice(t, s, n) for t, s in near for n in (counts if (t, s) == near[0] else counts[0:4:2])]
     legal = [c for c in every if isinstance(with_decode_choice(plan, c, num_sms, capability), DecodePlan)]
     return list(dict.fromkeys([first, *legal]))[:MOST_CHOICES]

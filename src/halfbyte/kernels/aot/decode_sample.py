@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
 #: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, the
 #: order of tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
@@ -58,37 +58,27 @@ _SAMPLE = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a launch is given. `of_batch`: int32 [B], for lengths and the like."""
+class Sample(NamedTuple):
+    """A call by its name, and the memory of its results. `of_batch`: int32 [B], for lengths and the like."""
 
     name: str
-    q: torch.Tensor
-    keys: KVBuffer
-    values: KVBuffer
-    of_batch: torch.Tensor
-    page_table: torch.Tensor | None
-    options: AttentionOptions
+    call: DecodeCall
     out: torch.Tensor
     lse: torch.Tensor
-    capacity: int
-
-    def inputs(self, query_start: torch.Tensor | None) -> tuple[Any, ...]:
-        """The arguments of a `launch` up to the options."""
-        return self.q, self.keys, self.values, self.of_batch, query_start, self.page_table, self.options
+    of_batch: torch.Tensor
 
 
-def sample() -> Iterator[Call]:
+def sample() -> Iterator[Sample]:
     """The calls, each named by what it is."""
     yield from (_call(*row) for row in _SAMPLE)
 
 
-def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Call:
+def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
     dtype, batch, heads, capacity = torch.bfloat16, 64 if "many" in options else 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
     k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
     if "tokens-first" in options:
-        k, v = (_tokens_first(plane) for plane in (k, v))
+        k, v = (_tokens_first(buffer) for buffer in (k, v))
     q = empty(batch, heads * group, queries, dim, dtype=dtype)
     of_heads, of_batch = empty(heads * group, dtype=torch.float32), empty(batch)
     given = AttentionOptions(
@@ -104,12 +94,13 @@ def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int,
     name = "-".join([keys, values, f"D{dim}", f"G{group}", f"L{queries}", *([f"page{page}"] if page else []), *options.split()])
     table = empty(batch, capacity // page) if page else None
     lse = empty(*q.shape[:3], dtype=torch.float32)
-    return Call(name, q, k, v, of_batch, table, given, empty(*q.shape, dtype=dtype), lse, capacity)
+    call = DecodeCall(q, k, v, of_batch, None, table, given)
+    return Sample(name, call, empty(*q.shape, dtype=dtype), lse, of_batch)
 
 
-def _tokens_first(plane: KVBuffer) -> KVBuffer:
+def _tokens_first(buffer: KVBuffer) -> KVBuffer:
     """The same over memory in the order tokens, heads."""
-    tensors = {name: getattr(plane, name) for name in ("codes", "scales", "offsets")}
+    tensors = {name: getattr(buffer, name) for name in ("codes", "scales", "offsets")}
     return replace(
-        plane, **{n: t if t is None or t.ndim == 1 else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()}
+        buffer, **{n: t if t is None or t.ndim == 1 else t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors.items()}
     )

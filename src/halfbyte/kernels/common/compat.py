@@ -56,13 +56,13 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     one, it is called.
     """
     hooked, run = compiled[grid], compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def launch(stream: int, *arguments: Any) -> None:
         if _set(knobs.runtime.launch_enter_hook) or _set(knobs.runtime.launch_exit_hook):
             hooked(*arguments, stream=stream)
         else:
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
+            run(*grid, stream, *fixed, *arguments)
 
     return launch
 

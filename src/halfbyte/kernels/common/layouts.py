@@ -11,15 +11,15 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(C):
-    """mma.m16n8k16 of fp16 or bf16: streams of tokens along the batch axis, query rows divided over `across` warps."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.streams, 1, C.across], instr_shape=[1, 16, 8])
+    """mma.m16n8k16 of fp16 or bf16: streams of tokens along the batch axis, query rows divided over `warps_q` warps."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.kv_warps, 1, C.warps_q], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def code_copy_layout(C, words):
-    """One lane copies 16 bytes of a row: of a token's codes of all heads of a unit."""
+    """One lane copies 16 bytes of a row: of a token's codes of all heads of a work item."""
     lanes = min(words // 8, 32)
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.runs, C.heads * C.across, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [C.runs, C.heads * C.warps_q, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -34,9 +34,9 @@ def scale_copy_layout(C, S):
         per_lane = min(8, max(2, per_lane))
     inner = min(columns, per_lane)
     outer = max(1, per_lane // inner)
-    across = max(1, columns // inner)
+    lanes = max(1, columns // inner)
     order = [2, 1, 0] if columns > 1 else [1, 2, 0]
-    return gl.BlockedLayout([1, outer, inner], [1, 32 // across, across], [C.runs, C.heads * C.across, 1], order)
+    return gl.BlockedLayout([1, outer, inner], [1, 32 // lanes, lanes], [C.runs, C.heads * C.warps_q, 1], order)
 
 
 @gluon.constexpr_function
@@ -53,8 +53,8 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 @gluon.constexpr_function
 def sum_layout(S, C):
     """[rows of an operand, query rows, operands of a group] over all threads of the block."""
-    across = min(32, C.padded_rows)
-    return gl.BlockedLayout([1, 1, S.operands], [32 // across, across, 1], [C.warps, 1, 1], [2, 1, 0])
+    lanes = min(32, C.padded_rows)
+    return gl.BlockedLayout([1, 1, S.operands], [32 // lanes, lanes, 1], [C.warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -158,7 +158,7 @@ def _unpack_values(x, S: gl.constexpr):
 @gluon.jit
 def planes_of(x, S: gl.constexpr):
     """The last axis of x, planes of a word, as tensors of their own."""
-    if S.planes == 2:
+    if S.codes_per_word == 2:
         return gl.split(x)
     else:
         even, odd = gl.split(gl.reshape(x, x.shape[:-1] + [2, 2]))
@@ -171,7 +171,7 @@ def planes_of(x, S: gl.constexpr):
 def with_planes(like, S: gl.constexpr):
     """A tensor with an axis for planes behind those of `like`, in the layout that splits into layouts of `like`."""
     like = gl.join(like, like)
-    if S.planes == 4:
+    if S.codes_per_word == 4:
         like = gl.join(like, like)
         like = gl.reshape(like, like.shape[:-2] + [4])
     return like
@@ -198,10 +198,10 @@ def _key_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     if C.heads == 1:
         return ring.slice(c * _chunk(S), _chunk(S), dim=2).load(la)
     else:  # rows hold the words of all heads: each stream's own are where its operand's layout, turned the same way, has them
-        like = gl.reshape(gl.full([C.streams, C.tokens, S.padded], 0, gl.int16, la), [C.runs, C.heads, C.tokens, S.padded])
+        like = gl.reshape(gl.full([C.kv_warps, C.tokens, S.padded], 0, gl.int16, la), [C.runs, C.heads, C.tokens, S.padded])
         like = gl.reshape(gl.permute(like, [0, 2, 1, 3]), [C.runs, C.tokens, C.heads * S.padded])
         words = gl.reshape(ring.load(like.type.layout), [C.runs, C.tokens, C.heads, S.padded])
-        words = gl.reshape(gl.permute(words, [0, 2, 1, 3]), [C.streams, C.tokens, S.padded])
+        words = gl.reshape(gl.permute(words, [0, 2, 1, 3]), [C.kv_warps, C.tokens, S.padded])
         return gl.convert_layout(words, la, assert_trivial=True)
 
 
@@ -212,9 +212,9 @@ def _value_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     if C.heads == 1:
         return ring.slice(c * _chunk(S), _chunk(S), dim=1).load(la)
     else:
-        like = gl.full([C.streams, S.padded, C.tokens], 0, gl.int16, la)
+        like = gl.full([C.kv_warps, S.padded, C.tokens], 0, gl.int16, la)
         like = gl.reshape(like, [C.runs, C.heads * S.padded, C.tokens])
-        words = gl.reshape(ring.load(like.type.layout), [C.streams, S.padded, C.tokens])
+        words = gl.reshape(ring.load(like.type.layout), [C.kv_warps, S.padded, C.tokens])
         return gl.convert_layout(words, la, assert_trivial=True)
 
 
@@ -226,12 +226,12 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
         words = _key_words(ring, c, S, C)
         if S.halved:
-            halves = gl.split(gl.permute(gl.reshape(words, [C.streams, C.tokens, 2, 8]), [0, 1, 3, 2]))
+            halves = gl.split(gl.permute(gl.reshape(words, [C.kv_warps, C.tokens, 2, 8]), [0, 1, 3, 2]))
             for half in gl.static_range(2):
                 n = unpack(halves[half], S)
                 for j in gl.static_range(gl.constexpr(S.operands)):
                     pair = gl.permute(gl.join(n[2 * j], n[2 * j + 1]), [0, 1, 3, 2])
-                    made = made + (gl.convert_layout(gl.reshape(pair, [C.streams, C.tokens, 16]), la, assert_trivial=True),)
+                    made = made + (gl.convert_layout(gl.reshape(pair, [C.kv_warps, C.tokens, 16]), la, assert_trivial=True),)
         else:
             made = made + unpack(words, S)
     return made
@@ -239,18 +239,18 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, n, T] as mma operands, group after group. Paired planes are owed the same power of two: 0 with 2, 1 with 3."""
+    """Words [W, n, T] as mma operands, group after group. Paired planes have the same post-scale: 0 with 2, 1 with 3."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
         words = _value_words(ring, c, S, C)
         if S.halved:
-            halves = gl.split(gl.permute(gl.reshape(words, [C.streams, 2, 8, C.tokens]), [0, 2, 3, 1]))
+            halves = gl.split(gl.permute(gl.reshape(words, [C.kv_warps, 2, 8, C.tokens]), [0, 2, 3, 1]))
             for half in gl.static_range(2):
                 n = _unpack_values(halves[half], S)
                 for j in gl.static_range(gl.constexpr(S.operands)):
                     pair = gl.permute(gl.join(n[j], n[j + S.operands]), [0, 3, 1, 2])
-                    made = made + (gl.convert_layout(gl.reshape(pair, [C.streams, 16, C.tokens]), la, assert_trivial=True),)
+                    made = made + (gl.convert_layout(gl.reshape(pair, [C.kv_warps, 16, C.tokens]), la, assert_trivial=True),)
         else:
             made = made + _unpack_values(words, S)
     return made
@@ -260,10 +260,10 @@ def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
 def first_dim(S, group, operand):
     """The first dim of an operand of keys."""
     words = 8 if S.halved else S.rows
-    return group * words * S.planes + (2 * operand if S.halved else operand)
+    return group * words * S.codes_per_word + (2 * operand if S.halved else operand)
 
 
 @gluon.constexpr_function
-def owed_by(S, operand):
+def post_scale_of(S, operand):
     """What sums over an operand of values are to be multiplied by; every second one of int4 holds 16 times its codes."""
-    return S.unit / 16 if S.code == "nibbles" and operand % 2 == 1 else S.unit
+    return S.code_step / 16 if S.code == "nibbles" and operand % 2 == 1 else S.code_step

@@ -1,4 +1,4 @@
-"""A plane as kernels read it: `stored()` on the host, then `place` and `read` on the device, for every format, layout and stride.
+"""A KV buffer as the portable kernel reads it, of every format, layout and stride: `kv_args` on the host, `place_of` and `read`.
 
     x = f_t UNIT c + o_t
 
@@ -30,7 +30,7 @@ MAX_EXPONENT = tl.constexpr(40)
 #: Numbers are brought to this power of two before they become fp16: within its range, and far from its subnormals.
 TOP = tl.constexpr(14)
 
-#: A plane as the kernel takes it: tensors, their strides over [batch or page, head, token, dim], and constants:
+#: A KV buffer as the kernel takes it: tensors, their strides over [batch or page, head, token, dim], and constants:
 #: KIND, BITS, LEVELS, PARTS   codes: what `unpack` makes of them; bits, 2^bits, codes in a word
 #: DIM, WORDS                  numbers of a row; words of a row, padded to a power of two
 #: SPREAD, GROUP               what shares a scale: "none", "tensor", "token" (or a head of one), "group" of GROUP dims,
@@ -39,8 +39,8 @@ TOP = tl.constexpr(14)
 #: UNIT                        STEP, or 1 where scales are applied already
 #: FACTOR, OFFSET              whether tokens have an f and an o
 #: DOT, PRECISION              dtype and precision of products
-Stored = NamedTuple(
-    "Stored",
+KVArgs = NamedTuple(
+    "KVArgs",
     [
         *((name + axis, Any) for name in ("codes", "scales", "offsets", "tail") for axis in ("", "0", "1", "2", "3")),
         *((name, Any) for name in ("KIND", "BITS", "LEVELS", "PARTS", "DIM", "WORDS", "SPREAD", "GROUP", "STEP", "BIAS")),
@@ -51,7 +51,7 @@ Stored = NamedTuple(
 
 @triton.jit
 def place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE: tl.constexpr):
-    """Where tokens [N] are: index along the first axis of the planes, and row, int64; and which may be read at all."""
+    """Where tokens [N] are: index along the first axis of the buffers, and row, int64; and which may be read at all."""
     place = sequence
     row = token.to(tl.int64)
     inside = token < capacity
@@ -64,7 +64,7 @@ def place_of(token, seen, capacity, sequence, page_table, table0, table1, pages,
 
 
 @triton.jit
-def _scales(scales, s0, s1, s2, s3, place, row, seen, head, x: Stored, PART: tl.constexpr):
+def _scales(scales, s0, s1, s2, s3, place, row, seen, head, x: KVArgs, PART: tl.constexpr):
     """Scales or offsets in fp32: [N], [N, groups], or [N / GROUP, WORDS] of part PART."""
     at = scales + head * s1 + place * s0 + row * s2
     if x.SPREAD == "group":
@@ -79,7 +79,7 @@ def _scales(scales, s0, s1, s2, s3, place, row, seen, head, x: Stored, PART: tl.
 
 
 @triton.jit
-def _spread(small, N: tl.constexpr, x: Stored):
+def _spread(small, N: tl.constexpr, x: KVArgs):
     """[N, groups] or [N / GROUP, WORDS] over the words of N tokens, [N, WORDS]."""
     if x.SPREAD == "group":
         wide = tl.broadcast_to(small[:, :, None], (N, x.WORDS * x.PARTS // x.GROUP, x.GROUP // x.PARTS))
@@ -89,7 +89,7 @@ def _spread(small, N: tl.constexpr, x: Stored):
 
 
 @triton.jit
-def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored, EXACT: tl.constexpr):
+def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: KVArgs, EXACT: tl.constexpr):
     """Codes [N, WORDS] a part under scales of groups or channels: 16-bit parts, and the power of two [N] that they count in.
 
     EXACT: as many parts again, of what rounding to 16 bits left over.
@@ -130,7 +130,7 @@ def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: Stored, EXAC
 
 
 @triton.jit
-def read(place, row, seen, inside, head, N: tl.constexpr, x: Stored, EXACT: tl.constexpr = False):
+def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.constexpr = False):
     """N tokens: parts [N, WORDS] in x.DOT, f [N] if x.FACTOR and o [N] if x.OFFSET; all 0 where `seen` [N] is false.
 
     EXACT: where numbers are rounded to x.DOT, x.PARTS more parts follow that make up for it.
@@ -164,9 +164,9 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: Stored, EXACT: tl.c
 # --------------------------------------------------------------------------------------------------------------- host code
 
 
-def stored(plane: KVBuffer, query: torch.dtype) -> Stored:
-    """A plane's tensors, strides and constants. Codes of whole rows on even addresses are read as words of 16 bits."""
-    code, codes = plane.format.code, plane.codes
+def kv_args(buffer: KVBuffer, query: torch.dtype) -> KVArgs:
+    """A buffer's tensors, strides and constants. Codes of whole rows on even addresses are read as words of 16 bits."""
+    code, codes = buffer.format.code, buffer.codes
     parts, kind = code.per_byte, "plain"
     if code.bits < 16:
         kind = "e4m3" if code.kind == "float" else "signed" if code.dtype.is_signed else "unsigned"
@@ -174,18 +174,18 @@ def stored(plane: KVBuffer, query: torch.dtype) -> Stored:
         if even and codes.stride(-1) == 1:
             codes, parts = codes.view(torch.int16), parts * 2
     integer = kind in ("signed", "unsigned")
-    spread = {None: "none", "head": "token"}.get(plane.format.granularity, plane.format.granularity)
+    spread = {None: "none", "head": "token"}.get(buffer.format.granularity, buffer.format.granularity)
     applied = spread in ("group", "channel")
     step = 2.0**24 if integer else 2.0**8 if kind == "e4m3" else 1.0
     bias = 2 ** (code.bits - 1) - code.bias if kind == "unsigned" else 0
-    dot, precision = _product(codes.dtype if kind == "plain" else torch.float16, query)
+    dot, precision = _dot_of(codes.dtype if kind == "plain" else torch.float16, query)
     constants = (
-        *(kind, code.bits, 2**code.bits, parts, plane.dim, max(16, triton.next_power_of_2(-(-plane.dim // parts)))),
-        *(spread, plane.format.token_block or plane.format.group_size(plane.dim), step, bias, 1.0 if applied else step),
-        *(applied or spread == "token", spread == "token" and plane.offsets is not None, dot, precision),
+        *(kind, code.bits, 2**code.bits, parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
+        *(spread, buffer.format.token_block or buffer.format.group_size(buffer.dim), step, bias, 1.0 if applied else step),
+        *(applied or spread == "token", spread == "token" and buffer.offsets is not None, dot, precision),
     )
-    tensors = (_with_strides(t) for t in (codes, plane.scales, plane.offsets, plane.tail))
-    return Stored(*(x for t in tensors for x in t), *map(tl.constexpr, constants))
+    tensors = (_with_strides(t) for t in (codes, buffer.scales, buffer.offsets, buffer.tail))
+    return KVArgs(*(x for t in tensors for x in t), *map(tl.constexpr, constants))
 
 
 def _with_strides(t: torch.Tensor | None) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ def _with_strides(t: torch.Tensor | None) -> tuple[Any, ...]:
     return (t, *t.stride(), *(0,) * (4 - t.ndim))
 
 
-def _product(stored: torch.dtype, query: torch.dtype) -> tuple[Any, str]:
+def _dot_of(stored: torch.dtype, query: torch.dtype) -> tuple[Any, str]:
     """The dtype that products of these take, and their precision."""
     if stored is torch.float16:
         return tl.float16, "ieee"

@@ -42,32 +42,38 @@ def page_of_tile(at, tile, hi, C: gl.constexpr):
 
 
 @gluon.jit
-def place_of(Codes, Scales, Offsets, Pages, b, h, sizes, S: gl.constexpr, C: gl.constexpr):
-    """Where one side of a unit, whose first head is h, lies: codes, scales, offsets, page table; strides of pages and tokens."""
-    pages, repeats, c_batch, c_head, c_token8, s_batch, s_head, s_token, p_batch = sizes
+def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
+    """Where keys (or values) of a work item, whose first head is h, lie: addresses, page table, strides of pages and tokens.
+
+    table: the page table, its stride, the pages there are, and the sequences of q that share memory.
+    """
+    Pages, table_stride, pages, repeats = table
+    Scales = kv.scales
+    Offsets = kv.offsets
+    scale_batch = kv.scale_batch
     b = b.to(gl.int64)
     h = h.to(gl.int64)
-    codes = h * c_head
-    scales = h * s_head
+    codes = h * kv.head
+    scales = h * kv.scale_head
     if C.page == 0:
-        codes += (b // repeats) * c_batch
-        scales += (b // repeats) * s_batch
+        codes += (b // repeats) * kv.batch
+        scales += (b // repeats) * scale_batch
     if S.paired:  # in words of two, also where the one that is wanted is the second
         Scales = Scales.to(gl.pointer_type(gl.int32), bitcast=True)
         if S.offset:
             Offsets = Offsets.to(gl.pointer_type(gl.int32), bitcast=True)
         scales = scales >> 1
-        s_batch = s_batch >> 1
+        scale_batch = scale_batch >> 1
     return (
-        Codes + codes,
-        Codes if Scales is None else Scales + scales,
-        Codes if Offsets is None else Offsets + scales,
-        Codes if Pages is None else Pages + b * p_batch,
+        kv.codes + codes,
+        kv.codes if Scales is None else Scales + scales,
+        kv.codes if Offsets is None else Offsets + scales,
+        kv.codes if Pages is None else Pages + b * table_stride,
         pages,
-        c_batch,
-        c_token8 * 8,
-        s_batch,
-        s_token,
+        kv.batch,
+        kv.token8 * 8,
+        scale_batch,
+        scale_token,
     )
 
 
@@ -113,8 +119,8 @@ def _copy_codes(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, whol
     row = _rows_of(layout, C)
     c = gl.arange(0, C.heads * S.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     first = tile * C.tile
-    if S.apart > 0:
-        step = S.apart * S.words
+    if S.token_stride > 0:
+        step = S.token_stride * S.words
     pointers = _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout, C)
     if whole and S.padded == S.words:
         copy_to_shared(ring, pointers)
@@ -154,7 +160,7 @@ def _copy_scales(ring, Base, step, tile, lo, hi, page, Pages, pages, s_page, who
 
 @gluon.jit
 def head_of(w, r, C: gl.constexpr):
-    """Which query head of a unit row r of stream w is of."""
+    """Which query head of a work item row r of stream w is of."""
     return w % C.heads * (C.rows // C.queries) + r // C.queries
 
 
@@ -163,43 +169,43 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
     """Query rows in the layout of mma operands, in the order of `key_operands`, as they are stored."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     loaded = ()
-    if S.halved or S.planes == 1:
+    if S.halved or S.codes_per_word == 1:
         words: gl.constexpr = 8 if S.halved else S.rows
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
-        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+        w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
         rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
         for g in gl.static_range(gl.constexpr(S.groups)):
             for j in gl.static_range(gl.constexpr(S.operands)):
-                d = first_dim(S, g, j) + S.planes * (i % words) + i // words
-                loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.planes), other=0.0),)
+                d = first_dim(S, g, j) + S.codes_per_word * (i % words) + i // words
+                loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.codes_per_word), other=0.0),)
     else:
         # The planes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
-        la: gl.constexpr = with_planes(gl.full([C.streams, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
-        j = gl.arange(0, S.planes, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
+        la: gl.constexpr = with_planes(gl.full([C.kv_warps, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
+        j = gl.arange(0, S.codes_per_word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
-        w = gl.arange(0, C.streams, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
+        w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
         rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
         for g in gl.static_range(gl.constexpr(S.groups)):
-            d = (g * S.rows + i) * S.planes + j
+            d = (g * S.rows + i) * S.codes_per_word + j
             x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
             planes = planes_of(x, S)
-            for k in gl.static_range(gl.constexpr(S.planes)):
+            for k in gl.static_range(gl.constexpr(S.codes_per_word)):
                 loaded = loaded + (gl.convert_layout(planes[k], lb, assert_trivial=True),)
     return loaded
 
 
 @gluon.jit
 def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
-    """Queries as mma operands, their sums per group, and the factor that scores are owed.
+    """Queries as mma operands, their sums per group, and the factor that scores are to be multiplied by.
 
     For fp16 operands the rows are multiplied by a power of two that puts the largest number of all at 2^8.
     """
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    if S.planes == 1:
-        unscaled = gl.full([C.streams, 1, 1], 1.0, gl.float32, mma)
+    if S.codes_per_word == 1:
+        unscaled = gl.full([C.kv_warps, 1, 1], 1.0, gl.float32, mma)
         if S.code == "fp16":
             return (loaded[0].to(gl.float16),), (), unscaled
         else:
@@ -218,7 +224,7 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
         made = ()
         sums = ()
         for g in gl.static_range(gl.constexpr(S.groups)):
-            total = gl.full([C.streams, S.rows, C.padded_rows], 0.0, gl.float32, lb)
+            total = gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, lb)
             for j in gl.static_range(gl.constexpr(S.operands)):
                 x = (loaded[g * S.operands + j].to(gl.float32) * up).to(gl.float16)
                 total += x.to(gl.float32)
@@ -241,7 +247,7 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     scales = codes
     offsets = codes
     dtype: gl.constexpr = gl.int32 if S.paired else gl.float16
-    of_scales: gl.constexpr = shape[:2] + [1, S.planes * S.padded] if S.scale == "channel" else shape + [S.scale_columns]
+    of_scales: gl.constexpr = shape[:2] + [1, S.codes_per_word * S.padded] if S.scale == "channel" else shape + [S.scale_columns]
     if S.scale == "token" or S.scale == "channel":
         scales = gl.allocate_shared_memory(dtype, of_scales, PLAIN)
     if S.offset:

@@ -17,19 +17,15 @@ Splits leave (M, sum p, unnormalised out) in a workspace; `_combine` adds them i
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.aot.decode_sample import Call, sample
 from halfbyte.kernels.common.codes import exponent, nearest, power_of_two, rounded
-from halfbyte.kernels.decode.kv_args import INTERPRETED, MAX_EXPONENT, MIN_EXPONENT, TOP, Stored, place_of, read, stored
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
-from halfbyte.plans.decode_portable import TritonTiles, triton_tiles
+from halfbyte.kernels.decode.kv_args import INTERPRETED, MAX_EXPONENT, MIN_EXPONENT, TOP, KVArgs, kv_args, place_of, read
+from halfbyte.kv_buffer import DecodeCall
+from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference.hadamard import block_size
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,7 +36,7 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _products(q, sums, parts, factor, offset, x: Stored):
+def _products(q, sums, parts, factor, offset, x: KVArgs):
     """q . x / UNIT for rows q (parts [M, WORDS], their sums / UNIT [M]) and tokens: fp32 [M, N]."""
     q += q  # for the parts that rounding left over, if there are any
     s = tl.dot(q[0], tl.trans(parts[0]), input_precision=x.PRECISION)
@@ -54,7 +50,7 @@ def _products(q, sums, parts, factor, offset, x: Stored):
 
 
 @triton.jit
-def _operand(a, x: Stored):
+def _operand(a, x: KVArgs):
     """fp32 numbers, rounded to nearest, for a product with parts of x. TF32 would cut their low bits off."""
     if x.PRECISION == "tf32":
         a = nearest(a, 13)
@@ -83,7 +79,7 @@ def _scores(s, token, seen, position, low, high, slope, softcap, SINGLE: tl.cons
 
 
 @triton.jit
-def _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: tl.constexpr, x: Stored):
+def _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: tl.constexpr, x: KVArgs):
     """One step of the online softmax over scores s [M, N] and the values of the same tokens."""
     parts, factor, offset = read(place, row, seen, inside, head, N, x)
     ranked = s
@@ -133,7 +129,7 @@ def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window"])
 def _decode(
     q, q0, q1, q2, q3,
-    keys: Stored, values: Stored,
+    keys: KVArgs, values: KVArgs,
     lengths, query_start, page_table, table0, table1, pages, starts, ends, slopes, sinks,
     out, lse, partial, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
     PAGE: tl.constexpr, ROTATE: tl.constexpr, ROTATE_STEPS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
@@ -310,32 +306,22 @@ def workspace_floats(rows: int, dim: int, splits: int) -> int:
     return rows * splits * (dim + 2) if splits > 1 else 0
 
 
-def launch(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    page_table: torch.Tensor | None,
-    options: AttentionOptions,
-    tiles: TritonTiles,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    workspace: torch.Tensor | None,
-) -> None:
+def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None) -> None:
     """q [B, Hq, L, D], fp16 or bf16, any strides; out [B, Hq, L, Dv] and lse fp32 [B, Hq, L], contiguous, all written.
 
-    Tensors of one axis are contiguous. `workspace`: `workspace_floats` fp32, only with tiles.splits > 1; it may hold anything.
+    Tensors of one axis are contiguous; a query_start is given. `workspace`: `workspace_floats` fp32, only with tiles.splits > 1; it
+    may hold anything.
     """
+    q, keys, values, lengths, query_start, page_table, options = call[:7]
     batch, query_heads, queries, dim = q.shape
     group = query_heads // keys.heads
     page, pages = keys.codes.shape[2], min(keys.codes.shape[0], values.codes.shape[0])
-    capacity = page if page_table is None else page * page_table.shape[1] * (pages > 0)
+    capacity = call.capacity if page_table is None else call.capacity * (pages > 0)
     rotate = block_size(dim) if options.rotate_keys else 0
     pdl = {"launch_pdl": True} if tiles.pdl else {}
     split = tiles.splits > 1
     _decode[(batch * keys.heads * tiles.splits, triton.cdiv(group * queries, tiles.block_rows))](
-        q, *q.stride(), stored(keys, q.dtype), stored(values, q.dtype),
+        q, *q.stride(), kv_args(keys, q.dtype), kv_args(values, q.dtype),
         lengths, query_start, page_table, *((0, 0) if page_table is None else page_table.stride()), pages,
         options.starts, options.ends, options.alibi_slopes, None if split else options.sinks,
         out, lse, workspace, keys.heads, queries, group, capacity, tiles.splits, tiles.chunk,
@@ -349,23 +335,3 @@ def launch(
             workspace, options.sinks, out, lse, tiles.splits, queries, query_heads, DIM=values.dim,
             WIDTH=triton.next_power_of_2(values.dim), AT_ONCE=8, PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=2, **pdl,
         )  # fmt: skip
-
-
-def configurations() -> list[Configuration]:
-    """The sample's calls, with the tiles that a plan gives them."""
-    return [c for call in sample() for c in _configurations(call)]
-
-
-def _configurations(call: Call) -> list[Configuration]:
-    k, v, (batch, query_heads, queries, dim) = call.keys, call.values, call.q.shape
-    rows = query_heads // k.heads * queries
-    tiles = triton_tiles(k.format, v.format, batch=batch, heads=k.heads, rows=rows, capacity=call.capacity, dim=dim, num_sms=132)
-    part = empty(workspace_floats(math.prod(call.q.shape[:3]), dim, tiles.splits), dtype=torch.float32)
-    why = ""
-    if "tokens-first" in call.name or call.name.endswith("many"):
-        why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
-    if tiles.num_warps == 2:
-        why = "up to 208 bytes: with scales of channels two warps, which spill, take two thirds of the time of four"
-    if dim > 128:
-        why = "8 bytes on sm_100: heads of 256 fill the registers, and smaller tiles are slower"
-    return recorded(call.name, lambda: launch(*call.inputs(call.of_batch), tiles, call.out, call.lse, part), may_spill=why)

@@ -1,4 +1,4 @@
-"""The tuned decode kernel: from the warps to the block, from blocks to a unit, and to the output."""
+"""The tuned decode kernel: from the warps to the block, from blocks to a work item, and to the output."""
 
 # ruff: noqa: RET505, RUF005, SIM108, B007, E741
 # Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier, view
-from halfbyte.kernels.common.layouts import PLAIN, mma_layout, owed_by, sum_layout
+from halfbyte.kernels.common.layouts import PLAIN, mma_layout, post_scale_of, sum_layout
 
-#: Parts of a unit that are added in one step; more are added in two.
+#: Partial results of a work item that are added in one step; more are added in two.
 ONE_STEP = gl.constexpr(32)
 
 
@@ -36,7 +36,7 @@ def stack(v, n: gl.constexpr):
 @gluon.jit
 def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     """Merge the warps' states through shared memory. For each head: m and l [1, R, 1], values of each group [rows, R, operands]."""
-    W: gl.constexpr = C.streams
+    W: gl.constexpr = C.kv_warps
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
     A: gl.constexpr = S.groups * N
@@ -68,9 +68,9 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """The sum over the streams of head e of a unit, of what `sum_warps` has put into shared memory."""
+    """The sum over the streams of head e of a work item, of what `sum_warps` has put into shared memory."""
     lo: gl.constexpr = sum_layout(S, C)
-    W: gl.constexpr = C.streams
+    W: gl.constexpr = C.kv_warps
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
     top = red_m.slice(e, 1, dim=0).load(lo)
@@ -98,44 +98,44 @@ def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: 
     j = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, lo)))[None, None, :]
     whole = ()
     for g in gl.static_range(gl.constexpr(S.groups)):
-        whole = whole + (values[g] * gl.where(j % 2 == 1, owed_by(S, 1), owed_by(S, 0)) + shifts[g],)
+        whole = whole + (values[g] * gl.where(j % 2 == 1, post_scale_of(S, 1), post_scale_of(S, 0)) + shifts[g],)
     return top, total, whole
 
 
 @gluon.jit
-def parted(o, S: gl.constexpr, C: gl.constexpr):
+def split_planes(o, S: gl.constexpr, C: gl.constexpr):
     """Sums over the planes of values, each alone: the last one of int4 was n2 + 16 n3."""
     if S.code != "nibbles":
         return o
     else:
         row = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma_layout(C))))[None, :, None]
-        parted = ()
+        made = ()
         for g in gl.static_range(gl.constexpr(S.groups)):
             for j in gl.static_range(gl.constexpr(S.operands - 1)):
-                parted = parted + (o[g * S.operands + j],)
+                made = made + (o[g * S.operands + j],)
             last = o[g * S.operands + S.operands - 1]
             if S.halved:
-                parted = parted + (last - gl.where(row >= 8, o[g * S.operands], 0.0),)
+                made = made + (last - gl.where(row >= 8, o[g * S.operands], 0.0),)
             else:
-                parted = parted + (last - o[g * S.operands + 2],)
-        return parted
+                made = made + (last - o[g * S.operands + 2],)
+        return made
 
 
 @gluon.jit
-def write_rows(Out, Lse, Sinks, VScale, first, head, state, S: gl.constexpr, C: gl.constexpr):
-    """Write the rows of a unit. first: its first head, counted over all sequences; `head`: in its own."""
+def write_rows(results, Sinks, VScale, first, head, state, S: gl.constexpr, C: gl.constexpr):
+    """Write the rows of a work item. first: its first head, counted over all sequences; `head`: in its own."""
     for e in gl.static_range(gl.constexpr(C.heads)):
         m, l, v = state[e]
-        _write_head(Out, Lse, Sinks, VScale, first + e, head + e, m, l, v, S, C)
+        _write_head(results, Sinks, VScale, first + e, head + e, m, l, v, S, C)
 
 
 @gluon.jit
-def _write_head(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
+def _write_head(results, Sinks, VScale, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
     """Divide by the softmax's sum, sinks included, and write the rows of a KV head and their log-sum-exp."""
     R: gl.constexpr = C.padded_rows
     r = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, sum_layout(S, C))))[None, :, None]
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
-    gl.store(Lse + unit.to(gl.int64) * C.rows + r, lse, mask=r < C.rows)
+    gl.store(results.lse + item.to(gl.int64) * C.rows + r, lse, mask=r < C.rows)
     if Sinks is not None:
         heads: gl.constexpr = C.rows // C.queries
         sink = gl.load(Sinks + head * heads + r // C.queries, mask=r < C.rows, other=0.0)
@@ -144,9 +144,9 @@ def _write_head(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C
     if S.scale == "tensor":
         scale = scale * gl.load(VScale).to(gl.float32)
     dims: gl.constexpr = S.rows * S.operands
-    size: gl.constexpr = S.words * S.planes
+    size: gl.constexpr = S.words * S.codes_per_word
     for g in gl.static_range(gl.constexpr(S.groups)):
-        x = (v[g] * scale).to(Out.dtype.element_ty)
+        x = (v[g] * scale).to(results.out.dtype.element_ty)
         if S.halved:
             x = gl.permute(gl.reshape(x, [2, 8, R, S.operands]), [2, 1, 0, 3])
         else:
@@ -154,12 +154,12 @@ def _write_head(Out, Lse, Sinks, VScale, unit, head, m, l, v, S: gl.constexpr, C
         x = gl.reshape(x, [R, dims])
         row = gl.arange(0, R, layout=gl.SliceLayout(1, x.type.layout))[:, None]
         d = gl.arange(0, dims, layout=gl.SliceLayout(0, x.type.layout))[None, :] + g * dims
-        pointers = Out + unit.to(gl.int64) * (C.rows * size) + (row * size + d)
+        pointers = results.out + item.to(gl.int64) * (C.rows * size) + (row * size + d)
         gl.store(pointers, x, mask=(row < C.rows) & (d < size))
 
 
 @gluon.jit
-def _part_offsets(S: gl.constexpr, C: gl.constexpr):
+def _partial_offsets(S: gl.constexpr, C: gl.constexpr):
     """Where a partial result keeps the values of a group, [rows, R, operands], and the number of a query row, [1, R, 1]."""
     lo: gl.constexpr = sum_layout(S, C)
     i = gl.arange(0, S.rows, layout=gl.SliceLayout(1, gl.SliceLayout(2, lo)))[:, None, None]
@@ -169,20 +169,20 @@ def _part_offsets(S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def part_slot(program, begins):
-    """Where a program's part of a unit lies: in its second slot if the unit begins in its share, else in its first."""
+def partial_slot(program, begins):
+    """Where a program's partial result of an item lies: in its second slot if the item begins in its share, else in its first."""
     return 2 * program + gl.where(begins, 1, 0)
 
 
 @gluon.jit
-def write_part(Part, slot, state, S: gl.constexpr, C: gl.constexpr):
+def write_partial(Partial, slot, state, S: gl.constexpr, C: gl.constexpr):
     """A partial result into its slot of the workspace; it goes to L2, where the program that adds the parts up will find it."""
     R: gl.constexpr = C.padded_rows
     size: gl.constexpr = S.rows * R * S.operands
-    at, r = _part_offsets(S, C)
+    at, r = _partial_offsets(S, C)
     for e in gl.static_range(gl.constexpr(C.heads)):
         m, l, v = state[e]
-        base = Part + slot.to(gl.int64) * C.part_floats + e * C.head_floats
+        base = Partial + slot.to(gl.int64) * C.partial_floats + e * C.head_floats
         for g in gl.static_range(gl.constexpr(S.groups)):
             gl.store(base + g * size + at, v[g], cache_modifier=".cg")
         gl.store(base + S.groups * size + r, m, cache_modifier=".cg")
@@ -190,7 +190,7 @@ def write_part(Part, slot, state, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_part(base, offsets, ok, other, sure: gl.constexpr):
+def _load_partial(base, offsets, ok, other, sure: gl.constexpr):
     """Numbers of a part from L2; `other` where not `ok`, which need not be looked at if all are sure to be there."""
     if sure:
         return gl.load(base + offsets, cache_modifier=".cg")
@@ -199,22 +199,22 @@ def _load_part(base, offsets, ok, other, sure: gl.constexpr):
 
 
 @gluon.jit
-def _load_parts(Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _load_partials(Partial, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """m, l and values by group of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
     R: gl.constexpr = C.padded_rows
     G: gl.constexpr = S.groups
     size: gl.constexpr = S.rows * R * S.operands
-    at, r = _part_offsets(S, C)
+    at, r = _partial_offsets(S, C)
     ms = ()
     ls = ()
     vs = ()
     for y in gl.static_range(many):
         program = begin + y * step
-        base = Part + part_slot(program, program == first).to(gl.int64) * C.part_floats
-        ms = ms + (_load_part(base + G * size, r, program <= last, -3.0e38, sure),)
-        ls = ls + (_load_part(base + (G * size + R), r, program <= last, 0.0, sure),)
+        base = Partial + partial_slot(program, program == first).to(gl.int64) * C.partial_floats
+        ms = ms + (_load_partial(base + G * size, r, program <= last, -3.0e38, sure),)
+        ls = ls + (_load_partial(base + (G * size + R), r, program <= last, 0.0, sure),)
         for g in gl.static_range(G):
-            vs = vs + (_load_part(base + g * size, at, program <= last, 0.0, sure),)
+            vs = vs + (_load_partial(base + g * size, at, program <= last, 0.0, sure),)
     return ms, ls, vs
 
 
@@ -243,11 +243,13 @@ def _add(state, ms, ls, vs, many: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _add_parts(state, Part, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _add_partials(
+    state, Partial, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr
+):
     """The heads' states and `many` more parts, all loads in flight."""
     loaded = ()
     for e in gl.static_range(gl.constexpr(C.heads)):
-        loaded = loaded + (_load_parts(Part + e * C.head_floats, begin, step, last, first, many, sure, S, C),)
+        loaded = loaded + (_load_partials(Partial + e * C.head_floats, begin, step, last, first, many, sure, S, C),)
     added = ()
     for e in gl.static_range(gl.constexpr(C.heads)):
         ms, ls, vs = loaded[e]
@@ -270,8 +272,8 @@ def _nothing(S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _sum_parts(Part, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
-    """Merge the parts of `count` programs begin, begin + step, ... of one unit, in that order."""
+def _sum_partials(Partial, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
+    """Merge the parts of `count` programs begin, begin + step, ... of one work item, in that order."""
     # As many parts at a time as 64 registers hold, 8 heads' at most; what is left over, half as many at a time.
     many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.groups * S.rows * C.padded_rows * S.operands)))
     half: gl.constexpr = many // 2
@@ -279,49 +281,49 @@ def _sum_parts(Part, begin, step, count, first, S: gl.constexpr, C: gl.constexpr
     rest = begin + count // many * many * step
     last = begin + (count - 1) * step
     for program in range(begin, rest, many * step):
-        state = _add_parts(state, Part, program, step, last, first, many, True, S, C)
+        state = _add_partials(state, Partial, program, step, last, first, many, True, S, C)
     for program in range(rest, last + 1, half * step):
-        state = _add_parts(state, Part, program, step, last, first, half, False, S, C)
+        state = _add_partials(state, Partial, program, step, last, first, half, False, S, C)
     return state
 
 
 @gluon.jit
-def _last_of(Counter, count):
+def _last_of(Semaphore, count):
     """Count this program in, all of whose stores come before that; whether it is the last of `count`. Leaves zero behind."""
     barrier()
-    last = gl.atomic_add(Counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    last = gl.atomic_add(Semaphore, 1, sem="acq_rel", scope="gpu") == count - 1
     if last:
-        gl.store(Counter, 0)
+        gl.store(Semaphore, 0)
     return last
 
 
 @gluon.jit
-def gather(Part, Count, unit, units, first, last, S: gl.constexpr, C: gl.constexpr):
-    """Whoever of programs first..last is the last to have written its part of a unit adds all of them up.
+def add_partials(results, item, items, first, last, S: gl.constexpr, C: gl.constexpr):
+    """Whoever of programs first..last is the last to have written its partial result of a work item adds all of them up.
 
-    Many parts are added in two steps: the last of `C.gather` neighbours to arrive adds theirs, puts the sum in place of the first
-    of them, and only then counts in at the unit. Arrival decides who adds, and never in which order.
-    Returns (whether this program has the whole unit, and for each head its m, l and values).
+    Many are added in two steps: the last of `C.reduce_fanin` neighbours to arrive adds theirs, puts the sum in place of the first
+    of them, and only then counts in at the item. Arrival decides who adds, and never in which order.
+    Returns (whether this program has the whole item, and for each head its m, l and values).
     """
     program = gl.program_id(0)
     state = _nothing(S, C)
-    counter = unit
+    semaphore = item
     count = last - first + 1
     begin = first
     two_steps = count > ONE_STEP
     if two_steps:
-        begin = first + (program - first) // C.gather * C.gather
-        count = gl.minimum(last - begin + 1, C.gather)
-        # Where neighbourhoods begin, C.gather programs lie between them, unless one is the first of its unit: it counts apart.
-        counter = units + 2 * (begin // C.gather) + gl.where(begin == first, 1, 0)
-    whole = _last_of(Count + counter, count)
+        begin = first + (program - first) // C.reduce_fanin * C.reduce_fanin
+        count = gl.minimum(last - begin + 1, C.reduce_fanin)
+        # Where neighbourhoods begin, C.reduce_fanin programs lie between them, unless one is the first of its item: it has its own.
+        semaphore = items + 2 * (begin // C.reduce_fanin) + gl.where(begin == first, 1, 0)
+    whole = _last_of(results.semaphores + semaphore, count)
     if whole:
-        state = _sum_parts(Part, begin, 1, count, first, S, C)
+        state = _sum_partials(results.partial, begin, 1, count, first, S, C)
         if two_steps:
             barrier()  # all have read the part that the sum takes the place of
-            write_part(Part, part_slot(begin, begin == first), state, S, C)
-            sums = (last - first + C.gather) // C.gather
-            whole = _last_of(Count + unit, sums)
+            write_partial(results.partial, partial_slot(begin, begin == first), state, S, C)
+            sums = (last - first + C.reduce_fanin) // C.reduce_fanin
+            whole = _last_of(results.semaphores + item, sums)
             if whole:
-                state = _sum_parts(Part, first, C.gather, sums, first, S, C)
+                state = _sum_partials(results.partial, first, C.reduce_fanin, sums, first, S, C)
     return whole, state

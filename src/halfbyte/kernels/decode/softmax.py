@@ -17,11 +17,11 @@ from halfbyte.kernels.decode.per_channel import channel_scores
 def _word_of_heads(ring, C: gl.constexpr):
     """Words [runs, T, 1], each the scales of two heads, as streams read them, [W, T, 1]: their own head's in the low half."""
     mma: gl.constexpr = mma_layout(C)
-    like = gl.reshape(gl.full([C.streams, C.tokens, 1], 0, gl.int32, mma), [C.runs, C.heads, C.tokens, 1])
+    like = gl.reshape(gl.full([C.kv_warps, C.tokens, 1], 0, gl.int32, mma), [C.runs, C.heads, C.tokens, 1])
     layout: gl.constexpr = like.type.layout
     e = gl.arange(0, C.heads, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[None, :, None, None]
     word = gl.expand_dims(ring.load(gl.SliceLayout(1, layout)), 1) >> (e * 16)
-    return gl.convert_layout(gl.reshape(word, [C.streams, C.tokens, 1]), mma, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(word, [C.kv_warps, C.tokens, 1]), mma, assert_trivial=True)
 
 
 @gluon.jit
@@ -46,13 +46,13 @@ def _scales_of(ring, slot, head, g: gl.constexpr, S: gl.constexpr, C: gl.constex
 def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [W, T, R], scales and offsets of the keys included.
 
-    `sums`: of q by group, times what offsets are owed (int8: raw). `factor`: what scaled codes are owed.
+    `sums`: of q by group, times the post-scale of offsets (int8: raw). `factor`: the post-scale of scaled codes.
     """
     if S.scale == "channel":
         return channel_scores(rings, slot, q, factor, S, C)
     mma: gl.constexpr = mma_layout(C)
     a = key_operands(rings[0].index(slot), S, C)
-    zero = gl.full([C.streams, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
+    zero = gl.full([C.kv_warps, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
     total = zero
     shift = zero
     for g in gl.static_range(gl.constexpr(S.groups)):
@@ -102,7 +102,7 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
     """One tile's online softmax and its product with the values. state: (m, l, z by group, o by group and operand)."""
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    W: gl.constexpr = C.streams
+    W: gl.constexpr = C.kv_warps
     T: gl.constexpr = C.tokens
     R: gl.constexpr = C.padded_rows
     m, l, z, o = state
@@ -156,14 +156,14 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
 def empty_state(S: gl.constexpr, C: gl.constexpr):
     """The state before the first tile."""
     mma: gl.constexpr = mma_layout(C)
-    m = gl.full([C.streams, C.padded_rows], -3.0e38, gl.float32, gl.SliceLayout(1, mma))
-    zeros = gl.full([C.streams, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
-    l = gl.sum(gl.reshape(zeros, [C.streams, C.tokens // 8, 8, C.padded_rows]), axis=1)
+    m = gl.full([C.kv_warps, C.padded_rows], -3.0e38, gl.float32, gl.SliceLayout(1, mma))
+    zeros = gl.full([C.kv_warps, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
+    l = gl.sum(gl.reshape(zeros, [C.kv_warps, C.tokens // 8, 8, C.padded_rows]), axis=1)
     z = ()
     o = ()
     for g in gl.static_range(gl.constexpr(S.groups)):
         if S.shifted:
             z = z + (l,)
         for j in gl.static_range(gl.constexpr(S.operands)):
-            o = o + (gl.full([C.streams, S.rows, C.padded_rows], 0.0, gl.float32, mma),)
+            o = o + (gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, mma),)
     return m, l, z, o

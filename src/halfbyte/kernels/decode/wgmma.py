@@ -11,7 +11,7 @@ of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size
 as in eager attention over a dequantised cache. What remains for each score is a maximum, an exponential and an addition.
 
 Products with the values of a tile run while the next tile is read and unpacked, those with the keys while further codes are asked
-for. Units, shares of programs, parts and their sums are those of decode/mma.py, and so are the arguments.
+for. Work items, shares of programs, partial results and their sums are those of decode/mma.py, and so are the arguments.
 """
 
 # ruff: noqa: RUF005, SIM108, E741
@@ -32,11 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import PLAIN, lengths_layout, sum_layout
+from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
-from halfbyte.kernels.decode.reduce import gather, part_slot, write_part, write_rows
+from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
 from halfbyte.kernels.decode.softmax import adjust
 from halfbyte.kernels.decode.wgmma_operands import (
     OPERAND,
+    code_step_of,
     load_rows,
     power_of_two,
     read_tile,
@@ -45,9 +47,8 @@ from halfbyte.kernels.decode.wgmma_operands import (
     store_tile,
     sums_layout,
     top_of,
-    unit_of,
 )
-from halfbyte.kernels.decode.work_split import deal, next_unit, program_at, unit_at, visible_keys
+from halfbyte.kernels.decode.work_split import next_work_item, partition, program_at, visible_keys, work_item_at
 
 
 @gluon.jit
@@ -71,16 +72,16 @@ def _softmax(s, scale, exponent, m, l, C: gl.constexpr):
 
 @gluon.jit
 def _whole(memory, m, l, o, C: gl.constexpr):
-    """The state of a unit's rows as parts are written and added: m and l [1, R, 1], values of each group; of one head."""
+    """The state of an item's rows as partial results have it: m and l [1, R, 1], values of each group; of one head."""
     S: gl.constexpr = C.values
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
     lo: gl.constexpr = sum_layout(S, C)
     shape: gl.constexpr = [S.groups * S.rows, R, N]
     red = view(memory, 0, gl.float32, shape, PLAIN)
-    o = o * (1.0 / top_of(S) if S.scale == "token" else unit_of(S))
+    o = o * (1.0 / top_of(S) if S.scale == "token" else code_step_of(S))
     if S.halved:
-        o = gl.permute(gl.reshape(o, [R, S.groups, S.planes // N, N, 8]), [1, 2, 4, 0, 3])
+        o = gl.permute(gl.reshape(o, [R, S.groups, S.codes_per_word // N, N, 8]), [1, 2, 4, 0, 3])
     else:
         o = gl.permute(gl.reshape(o, [R, S.groups, S.rows // 8, N, 8]), [1, 2, 4, 0, 3])
     red.store(gl.reshape(o, shape))
@@ -94,30 +95,14 @@ def _whole(memory, m, l, o, C: gl.constexpr):
     return ((top, total, values),)
 
 
-@gluon.jit(
-    do_not_specialize=["window", "batch", "heads", "pages", "capacity", "ks_token", "vs_token", "p_batch"],
-    do_not_specialize_on_alignment=["repeats"],
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def decode(
-    Q,
-    K,
-    KScale,
-    KOffset,
-    KTail,  # none: formats with one are for the kernel for few rows
-    V,
-    VScale,
-    VOffset,
-    Out,
-    Lse,
-    Part,
-    Count,
-    Lengths,
-    QueryStart,
-    Starts,
-    Ends,
-    Pages,
-    Slopes,
-    Sinks,
+    q: Queries,
+    keys: KV,
+    values: KV,
+    sequences: Sequences,
+    per_head: PerHead,
+    results: Results,
     sm_scale,
     softcap,
     window,
@@ -125,78 +110,62 @@ def decode(
     heads,
     pages,
     capacity,
-    repeats,  # sequences of Q for each of K and V, whose pages are not repeated
-    q_batch,
-    q_head,
-    q_token,
-    k_batch,
-    k_head,
-    k_token8,
-    v_batch,
-    v_head,
-    v_token8,
-    ks_batch,
-    ks_head,
-    ks_token,
-    vs_batch,
-    vs_head,
-    vs_token,
-    p_batch,
+    repeats,  # sequences of q for each of keys and values, whose pages are not repeated
+    k_scale_token,
+    v_scale_token,
+    page_table_stride,
     C: gl.constexpr,
 ):
-    """One program's share of the work: unit after unit, from where its share begins to where it ends."""
+    """One program's share of the work: work item after work item, from where its share begins to where it ends."""
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
     mma: gl.constexpr = scores_layout(C)
     R: gl.constexpr = C.padded_rows
     k_rings = make_rings(KS, C)
     v_rings = make_rings(VS, C)
-    queries = gl.allocate_shared_memory(gl.float16, [R, C.dim], OPERAND)
-    keys = gl.allocate_shared_memory(gl.float16, [C.tile, C.dim], OPERAND)
-    values = gl.allocate_shared_memory(gl.float16, [2, C.tile, C.dim], OPERAND)
+    q_tile = gl.allocate_shared_memory(gl.float16, [R, C.dim], OPERAND)
+    k_tile = gl.allocate_shared_memory(gl.float16, [C.tile, C.dim], OPERAND)
+    v_tiles = gl.allocate_shared_memory(gl.float16, [2, C.tile, C.dim], OPERAND)
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
     ok = at < batch
-    if C.pair:
+    if C.use_pdl:
         gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
         gdc_launch_dependents()
-    seen = visible_keys(at, ok, Lengths, QueryStart, Starts, Ends, capacity, window, C)
-    total, programs, x, x_end, b, start = deal(seen[2], seen[3], batch, heads, C)
+    seen = visible_keys(at, ok, sequences, capacity, window, C)
+    total, programs, x, x_end, b, start = partition(seen[2], seen[3], batch, heads, C)
     program = gl.program_id(0)
     h = -1
     while x < x_end:
-        here, h, start, cost, begin, end, t_begin, t_end = unit_at(
-            x, x_end, b, h, start, Lengths, QueryStart, Starts, Ends, capacity, window, C
-        )
+        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, sequences, capacity, window, C)
         first, limit, lo, hi = here
-        k_sizes = (pages, repeats, k_batch, k_head, k_token8, ks_batch, ks_head, ks_token, p_batch)
-        v_sizes = (pages, repeats, v_batch, v_head, v_token8, vs_batch, vs_head, vs_token, p_batch)
-        k_at = place_of(K, KScale, KOffset, Pages, b, h, k_sizes, KS, C)
-        v_at = place_of(V, VScale, VOffset, Pages, b, h, v_sizes, VS, C)
+        table = (sequences.page_table, page_table_stride, pages, repeats)
+        k_at = place_of(keys, k_scale_token, table, b, h, KS, C)
+        v_at = place_of(values, v_scale_token, table, b, h, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
         group: gl.constexpr = C.rows // C.queries
-        loaded = load_rows(Q + b.to(gl.int64) * q_batch + h * (group * q_head), q_head, q_token, KS, C)
+        loaded = load_rows(q.rows + b.to(gl.int64) * q.batch + h * (group * q.head), q.head, q.token, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
-        part_first = program_at(start, programs, total)
-        part_last = program_at(start + cost - 1, programs, total)
+        first_program = program_at(start, programs, total)
+        last_program = program_at(start + cost - 1, programs, total)
 
         if C.softcap:
-            owed = sm_scale / softcap
+            post_scale = sm_scale / softcap
         else:
-            owed = sm_scale * 1.4426950408889634
+            post_scale = sm_scale * 1.4426950408889634
         if KS.scale == "tensor":
-            owed = owed * gl.load(KScale).to(gl.float32)
+            post_scale = post_scale * gl.load(keys.scales).to(gl.float32)
         # A factor of scores is not negative: the maximum of what it multiplies is that of the scores.
-        factor = gl.abs(owed) * store_queries(queries, loaded, gl.where(owed < 0.0, -1.0, 1.0), KS, C)
+        factor = gl.abs(post_scale) * store_queries(q_tile, loaded, gl.where(post_scale < 0.0, -1.0, 1.0), KS, C)
         if KS.scale == "token":
             factor = factor * (1.0 / top_of(KS))
         else:
-            factor = factor * unit_of(KS)
+            factor = factor * code_step_of(KS)
         r = gl.arange(0, R, layout=gl.SliceLayout(1, mma))[:, None]
         position = first + r % C.queries
         slopes = gl.full([R, 1], 0.0, gl.float32, mma)
         if C.alibi:
-            slopes = gl.load(Slopes + h * group + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
+            slopes = gl.load(per_head.alibi_slopes + h * group + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
         t = gl.arange(0, C.tile, layout=gl.SliceLayout(0, mma))[None, :]
         # Within [lo_all, hi_all) every query sees every key.
         lo_all = lo
@@ -212,14 +181,14 @@ def decode(
         for tile in range(t_begin, t_end):
             async_copy.wait_group(C.stages - 2)
             barrier()
-            now = values.index(tile % 2)
+            now = v_tiles.index(tile % 2)
             k_read = read_tile(k_rings, slot, h, tile, lo, hi, KS, C)
             v_read = read_tile(v_rings, slot, h, tile, lo, hi, VS, C)
-            store_tile(keys, k_read, KS, C)
+            store_tile(k_tile, k_read, KS, C)
             store_tile(now, v_read, VS, C)
             fence_async_shared()
             barrier()
-            s = warpgroup_mma(queries, keys.permute([1, 0]), none, use_acc=False, is_async=True)
+            s = warpgroup_mma(q_tile, k_tile.permute([1, 0]), none, use_acc=False, is_async=True)
             free = gl.where(slot == 0, C.stages - 1, slot - 1)
             page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, hi, hi, C)
             s, o = warpgroup_mma_wait(0, deps=[s, o])
@@ -241,13 +210,13 @@ def decode(
         o = warpgroup_mma_wait(0, deps=[o])
         barrier()  # all products are done, and their memory is free
 
-        unit = b * heads + h
-        merged = _whole(values, m, l, o, C)
+        item = b * heads + h
+        merged = _whole(v_tiles, m, l, o, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
-            write_part(Part, part_slot(program, begin == 0), merged, VS, C)
-            whole, merged = gather(Part, Count, unit, batch * heads, part_first, part_last, VS, C)
+            write_partial(results.partial, partial_slot(program, begin == 0), merged, VS, C)
+            whole, merged = add_partials(results, item, batch * heads, first_program, last_program, VS, C)
         if whole:
-            write_rows(Out, Lse, Sinks, VScale, unit, h, merged, VS, C)
-        x, b, h, start = next_unit(b, h, start, cost, end, heads)
-        barrier()  # the next unit's queries and first requests must not overtake a warp that still reads this one's
+            write_rows(results, per_head.sinks, values.scales, item, h, merged, VS, C)
+        x, b, h, start = next_work_item(b, h, start, cost, end, heads)
+        barrier()  # the next item's queries and first requests must not overtake a warp that still reads this one's

@@ -1,7 +1,7 @@
 """Decode attention for many query rows: layouts, and how queries and stored words become operands in shared memory.
 
 Columns of an operand are dims in the order in which threads unpack them: pieces of 8 words, then the planes of a word, then its
-place among the 8. Queries and outputs are turned accordingly, once a unit.
+place among the 8. Queries and outputs are turned accordingly, once an item.
 
 Numbers of a tile are rounded to fp16 relative to a power of two 2^e, above all that its scales and offsets allow: x / 2^e is at
 most `top`. So no size of scales overflows, and beyond fp16's rounding 2^-20 of the tile's largest number is lost, or less. Codes
@@ -48,7 +48,7 @@ def words_layout(S, C):
 def query_layout(S, C):
     """[query rows, dims]: a thread loads the dims that 8 words hold."""
     lanes = S.padded // 8
-    return gl.BlockedLayout([1, 8 * S.planes], [32 // lanes, lanes], [C.warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8 * S.codes_per_word], [32 // lanes, lanes], [C.warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -58,7 +58,7 @@ def bound_layout(S, C):
 
 
 @gluon.constexpr_function
-def unit_of(S):
+def code_step_of(S):
     """What a code is over its fp16 number: n, x 2^-8, or n 2^-20, of which int4's even planes have a sixteenth."""
     return {"nibbles": 2.0**20, "bytes": 1.0, "e4m3": 2.0**8}[S.code]
 
@@ -77,7 +77,7 @@ def largest_of(S):
 
 @gluon.jit
 def _codes(words, S: gl.constexpr):
-    """Words -> one fp16 tensor a plane, exactly, over `unit_of`."""
+    """Words -> one fp16 tensor a plane, exactly, over `code_step_of`."""
     if S.code == "bytes":  # 0x6480 ^ byte is 1024 + 128 + n
         a, b = gl.inline_asm_elementwise(
             """{
@@ -158,7 +158,7 @@ def read_tile(rings, slot, head, tile, lo, hi, S: gl.constexpr, C: gl.constexpr)
         token = tile * C.tile + gl.arange(0, C.tile, layout=gl.SliceLayout(1, bound_layout(S, C)))
         exponent = _exponent(rings, slot, head, (token >= lo) & (token < hi), S, C)
         up = power_of_two(-exponent) * top_of(S)
-        scale = _spread(rings, 1, slot, head, up * unit_of(S), tile, lo, hi, S, C)
+        scale = _spread(rings, 1, slot, head, up * code_step_of(S), tile, lo, hi, S, C)
         if S.offset:
             offset = _spread(rings, 2, slot, head, up, tile, lo, hi, S, C)
     return exponent, words, scale, offset
@@ -174,13 +174,13 @@ def store_tile(memory, read, S: gl.constexpr, C: gl.constexpr):
         if S.code == "nibbles":
             more = scale * 16.0
         scaled = ()
-        for j in gl.static_range(gl.constexpr(S.planes)):
+        for j in gl.static_range(gl.constexpr(S.codes_per_word)):
             if S.offset:
                 scaled = scaled + (_multiply_add(planes[j], more if j % 2 == 0 else scale, offset),)
             else:
                 scaled = scaled + (_multiply(planes[j], scale),)
         planes = scaled
-    x = gl.reshape(stack(planes, S.planes), [C.tile, S.padded // 8, 8, S.planes])
+    x = gl.reshape(stack(planes, S.codes_per_word), [C.tile, S.padded // 8, 8, S.codes_per_word])
     memory.store(gl.reshape(gl.permute(x, [0, 1, 3, 2]), [C.tile, C.dim]))
 
 
@@ -206,13 +206,13 @@ def load_rows(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
     layout: gl.constexpr = query_layout(S, C)
     r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, C.dim, layout=gl.SliceLayout(0, layout))[None, :]
-    mask = (r < C.rows) & (d < S.words * S.planes)
+    mask = (r < C.rows) & (d < S.words * S.codes_per_word)
     return gl.load(Base + (r // C.queries * s_head + r % C.queries * s_token) + d, mask=mask, other=0.0)
 
 
 @gluon.jit
 def store_queries(memory, x, sign, S: gl.constexpr, C: gl.constexpr):
-    """Rows x times `sign` as the left operand, in shared memory; returns what scores are owed.
+    """Rows x times `sign` as the left operand, in shared memory; returns what scores are to be multiplied by.
 
     All rows are multiplied by the power of two that puts the largest number of all at 2^8.
     """
@@ -222,6 +222,6 @@ def store_queries(memory, x, sign, S: gl.constexpr, C: gl.constexpr):
     top = gl.max(gl.max(largest, axis=1), axis=0)
     exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 32), 246)
     x = (x * (sign * ((262 - exponent) << 23).to(gl.float32, bitcast=True))).to(gl.float16)  # 2^8 / 2^(exponent - 127)
-    x = gl.permute(gl.reshape(x, [C.padded_rows, S.padded // 8, 8, S.planes]), [0, 1, 3, 2])
+    x = gl.permute(gl.reshape(x, [C.padded_rows, S.padded // 8, 8, S.codes_per_word]), [0, 1, 3, 2])
     memory.store(gl.reshape(x, [C.padded_rows, C.dim]))
     return ((exponent - 8) << 23).to(gl.float32, bitcast=True)

@@ -1,7 +1,7 @@
-"""The tuned decode kernels: how work is dealt out, which units a program works on, and which of their tiles.
+"""The tuned decode kernels: how work is partitioned, which work items a program works on, and which of their tiles.
 
-A unit is a KV head of a sequence, or two of them. All units lie one behind the other on a line, each as long as its tiles cost and
-a little more; every program takes an equal piece of the line.
+A work item is a KV head of a sequence, or two of them. All items lie one behind the other on a line, each as long as its tiles
+cost and a little more; every program takes an equal piece of the line.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.layouts import lengths_layout
 
-#: What a unit costs beside its tiles, in eighths of a tile: its queries, its reduction, its output.
+#: What a work item costs besides its tiles, in eighths of a tile: its queries, its reduction, its output.
 TILE_COST = gl.constexpr(8)
-UNIT_COST = gl.constexpr(8)
+ITEM_COST = gl.constexpr(8)
 
 
 @gluon.jit
-def visible_keys(b, ok, Lengths, QueryStart, Starts, Ends, capacity, window, C: gl.constexpr):
+def visible_keys(b, ok, sequences, capacity, window, C: gl.constexpr):
     """(position of the first query, end of the keys, [lo, hi): the keys that any query sees) of sequence(s) b."""
-    length = gl.load(Lengths + b, mask=ok, other=0)
+    length = gl.load(sequences.lengths + b, mask=ok, other=0)
     limit = gl.minimum(gl.maximum(length, 0), capacity)
     first = length - C.queries
-    if QueryStart is not None:
-        first = gl.load(QueryStart + b, mask=ok, other=0)
-    if Ends is not None:
-        limit = gl.minimum(limit, gl.load(Ends + b, mask=ok, other=0))
+    if sequences.query_start is not None:
+        first = gl.load(sequences.query_start + b, mask=ok, other=0)
+    if sequences.ends is not None:
+        limit = gl.minimum(limit, gl.load(sequences.ends + b, mask=ok, other=0))
     hi = gl.maximum(gl.minimum(limit, first + C.queries), 0)
     lo = first * 0
-    if Starts is not None:
-        lo = gl.maximum(lo, gl.load(Starts + b, mask=ok, other=0))
+    if sequences.starts is not None:
+        lo = gl.maximum(lo, gl.load(sequences.starts + b, mask=ok, other=0))
     if C.window:
         lo = gl.maximum(lo, first - window + 1)
     return first, limit, gl.minimum(lo, hi), hi
@@ -66,10 +66,10 @@ def _add(x, y):
 
 
 @gluon.jit
-def deal(lo, hi, batch, heads, C: gl.constexpr):
+def partition(lo, hi, batch, heads, C: gl.constexpr):
     """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins)."""
     program = gl.program_id(0)
-    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + UNIT_COST) * (heads // C.heads)
+    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + ITEM_COST) * (heads // C.heads)
     if C.batch == 1:
         total = costs
     else:
@@ -100,20 +100,20 @@ def program_at(x, programs, total):
 
 @gluon.jit
 def tile_at(position, tiles):
-    """The tile that a position within a unit stands for; a unit's own cost lies behind its tiles."""
+    """The tile that a position within a work item stands for; an item's own cost lies behind its tiles."""
     return gl.minimum(position // TILE_COST, tiles)
 
 
 @gluon.jit
-def unit_at(x, x_end, b, h, start, Lengths, QueryStart, Starts, Ends, capacity, window, C: gl.constexpr):
-    """The unit that position x lies in, in sequence b, and what of it is this program's, whose share ends at x_end.
+def work_item_at(x, x_end, b, h, start, sequences, capacity, window, C: gl.constexpr):
+    """The work item that position x lies in, in sequence b, and what of it is this program's, whose share ends at x_end.
 
-    h < 0: not known yet, and `start` is where the sequence begins. Returns what `visible_keys` does; the unit's number in its
+    h < 0: not known yet, and `start` is where the sequence begins. Returns what `visible_keys` does; the item's number in its
     sequence, where it begins and what it costs; this program's part of that, [begin, end), and its tiles, [t_begin, t_end).
     """
-    keys = visible_keys(b, True, Lengths, QueryStart, Starts, Ends, capacity, window, C)
+    keys = visible_keys(b, True, sequences, capacity, window, C)
     tile0, tiles = tiles_of(keys[2], keys[3], C)
-    cost = tiles * TILE_COST + UNIT_COST
+    cost = tiles * TILE_COST + ITEM_COST
     if h < 0:
         h = quotient(x - start, cost)
         start += h * cost
@@ -123,13 +123,13 @@ def unit_at(x, x_end, b, h, start, Lengths, QueryStart, Starts, Ends, capacity, 
 
 
 @gluon.jit
-def next_unit(b, h, start, cost, end, units):
-    """Where a program goes on behind [.., end) of a unit: position, sequence, number of the unit, where that begins."""
+def next_work_item(b, h, start, cost, end, items):
+    """Where a program goes on behind [.., end) of a work item: position, sequence, number of the item, where that begins."""
     x = start + end
     if end == cost:
         start += cost
         h += 1
-        if h == units:
+        if h == items:
             h = 0
             b += 1
     return x, b, h, start

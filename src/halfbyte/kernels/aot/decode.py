@@ -1,0 +1,63 @@
+"""The variants of the tuned decode kernels: the sample's calls, as an A100, an H100 and a B200 would be given them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.aot.decode_sample import Sample, sample
+from halfbyte.kernels.decode.arguments import Results
+from halfbyte.kernels.decode.launch import launch
+from halfbyte.kv_buffer import DecodeCall
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
+from halfbyte.plans.decode_spec import DecodeWgmmaSpec
+
+#: Why a variant may spill on an architecture that its tiles were not chosen for.
+_SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
+_CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scales; 8 bytes with 8 rows on sm_80"
+_FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
+
+
+def configurations() -> list[Configuration]:
+    """Those of every call of the sample."""
+    return [c for one in sample() for c in _configurations(one)]
+
+
+def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Configuration]:
+    """What a launch of `call` by `plan` would compile."""
+    out = empty(*call.q.shape[:3], call.values.dim, dtype=call.q.dtype)
+    workspace = empty(plan.floats, dtype=torch.float32), empty(plan.semaphores)
+    results = Results(out, empty(*call.q.shape[:3], dtype=torch.float32), *workspace)
+    return recorded(name, lambda: launch(call, plan, results))
+
+
+def _configurations(one: Sample) -> Iterator[Configuration]:
+    problem = _problem(one.call)
+    lean = problem.queries == 1 and not problem.alibi and not problem.softcap
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        plan = gluon_plan(problem, 132, capability, True)
+        if isinstance(plan, DecodePlan):
+            spec = plan.spec
+            full = capability != (9, 0) and (problem.dim > 128 or problem.group >= 16 or not lean)
+            spilling = _FULL if full else _SUMS if isinstance(spec, DecodeWgmmaSpec) else ""
+            if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0)):
+                spilling = _CHANNELS
+            target = 10 * capability[0]
+            for found in recorded_launch(f"{one.name}-{capability[0]}x", one.call, plan):
+                yield replace(found, targets=(target,), may_spill=spilling)
+
+
+def _problem(call: DecodeCall) -> DecodeProblem:
+    """The problem of a call of the sample, whose dtype is bf16 and whose scales lie as its codes do."""
+    k, o, (batch, query_heads, queries, dim) = call.keys, call.options, call.q.shape
+    page = 0 if call.page_table is None else k.codes.shape[2]
+    stride = 1 if k.codes.stride(2) == k.codes.shape[3] else k.heads
+    return DecodeProblem(
+        *("bf16", batch, k.heads, query_heads // k.heads, queries, dim, call.values.dim, call.capacity),
+        *(k.format.name, call.values.format.name, page),
+        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
+        *(stride, stride, stride, stride),
+    )

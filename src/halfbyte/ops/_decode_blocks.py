@@ -1,0 +1,67 @@
+"""Prompts in blocks: more new tokens than a tuned kernel holds are sequences of their own, over the same memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from halfbyte.kv_buffer import DecodeCall, KVBuffer
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, MOST_TOKENS
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[DecodeCall, Tensors]]:
+    """Calls of blocks of `queries` new tokens, each with the part of the `results` that its own belong into (`put`).
+
+    A call has the blocks of several sequences, or some of those of one, as many as the kernel looks through.
+    """
+    (batch, _, length, _), o, table = c.q.shape, c.options, c.page_table
+    count = -(-length // queries)
+    missing = count * queries - length
+    q = torch.nn.functional.pad(c.q, (0, 0, 0, missing)) if missing else c.q
+    q = q.unflatten(2, (count, queries)).transpose(1, 2)  # [B, blocks, Hq, queries, D]
+    held = c.lengths.to(q.device, non_blocking=True)  # which may be in pinned memory of the host
+    first = held - length if c.query_start is None else c.query_start
+    query_start = first[:, None] + torch.arange(0, count * queries, queries, dtype=torch.int32, device=q.device)
+    most = max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, c.keys.heads * c.capacity)))
+    some = max(1, most // count)
+    for b, begin in itertools.product(range(0, batch, some), range(0, count, most)):
+        here, those = slice(b, b + some), slice(begin, begin + most)
+        blocks = q[here, those].flatten(0, 1)
+        if blocks.shape[1] * blocks.stride(1) >= 2**31:
+            blocks = blocks.contiguous()
+        n = len(query_start[b, those])
+        lengths, starts, ends = (None if t is None else t[here].repeat_interleave(n) for t in (held, o.starts, o.ends))
+        keys, values = (_of_sequences(p, here, table is not None) for p in (c.keys, c.values))
+        assert lengths is not None
+        call = c._replace(
+            q=blocks,
+            keys=keys,
+            values=values,
+            lengths=lengths,
+            query_start=query_start[here, those].flatten(),
+            page_table=None if table is None else table[here].repeat_interleave(n, 0),
+            options=replace(o, starts=starts, ends=ends),
+        )
+        yield call, tuple(whole[here, :, begin * queries :] for whole in results)
+
+
+def put(into: torch.Tensor, blocks: torch.Tensor) -> None:
+    """blocks [B * n, Hq, tokens of a block, ...] into [B, Hq, L, ...]; what the last one has too much is left out."""
+    blocks = blocks.unflatten(0, (into.shape[0], -1))
+    size, length = blocks.shape[3], min(into.shape[2], blocks.shape[1] * blocks.shape[3])
+    whole = length // size
+    into[:, :, : whole * size].unflatten(2, (whole, size)).copy_(blocks[:, :whole].transpose(1, 2))
+    if whole * size < length:
+        into[:, :, whole * size : length].copy_(blocks[:, whole, :, : length - whole * size])
+
+
+def _of_sequences(buffer: KVBuffer, some: slice, paged: bool) -> KVBuffer:
+    """What a buffer holds of some sequences. All of them share its pages, and their tables say which are whose."""
+    tensors = [t if t is None or t.ndim == 1 or (paged and t is not buffer.tail) else t[some] for t in buffer.tensors()]
+    return KVBuffer(buffer.format, *cast(Any, tensors))
