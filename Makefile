@@ -77,7 +77,7 @@ docs: $(VENV)/.ready-docs  ## generate tables, charts and references, count word
 	$(BIN)/python scripts/make_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-serve: $(VENV)/.ready-docs  ## the site on http://127.0.0.1:8000, built again on every change
+docs-serve: $(VENV)/.ready-docs  ## serve the site on this machine, built again on every change
 	$(BIN)/mkdocs serve
 
 bench: $(VENV)/.ready-all  ## time what exists on this machine
