@@ -36,17 +36,13 @@ def with_times(session: Session, record: Record, accuracy: Accuracy, times: Chai
     judged = times.paired or times.alone
     if judged is None:
         return replace(record, refused=f"{record.case} {record.formats}: {times.note}")
-    rate, roof = record.nbytes / judged.median / 1e9, session.roofline.read(record.nbytes).gb_per_s
     return replace(
-        with_timing(record, judged, accuracy),
+        session.against_roofline(with_timing(record, judged, accuracy)),
         alone=times.alone.median if times.alone else None,
         chained=times.chained.median if times.chained else None,
         paired=times.paired.median if times.paired else None,
         appends=times.appends.median if times.appends else None,
         kernel_seconds=times.kernels,
-        gb_per_s=rate,
-        roof_gb_per_s=roof,
-        roof_share=rate / roof,
         note=times.note.removesuffix("; "),
     )
 

@@ -1,4 +1,4 @@
-"""`halfbyte bench decode --bars`: measure every case of `bars.py` on a GPU and hold it against its bars.
+"""`python -m benchmarks decode`: measure every case of `targets.py` on a GPU and hold it against its targets.
 
 Every case is timed in two ways. Alone: calls back to back in a CUDA graph, launches kept apart. Paired: in a graph in which each
 call follows the append of one token to the same cache, launches overlapping, less the time of such a graph of appends alone; the
@@ -19,21 +19,17 @@ from benchmarks.chain import ChainTimes, blank, refused_record, time_chain, with
 from benchmarks.targets import Figures, Target, formats_of, judge, targets_of
 from halfbyte.measure import precompile
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, Rotation, fill, given, held_by
-from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.decode import attend, sdpa_variants
 from halfbyte.measure.precompile import Pair
 from halfbyte.measure.records import Record
-from halfbyte.measure.session import Job, Session, reason
+from halfbyte.measure.session import Job, Session
 from halfbyte.measure.timing import (
     NOT_CAPTURED,
-    Sampler,
     Work,
     fixed_threads,
     is_cold,
-    make_sampler,
-    sample_in_turn,
-    summary,
 )
+from halfbyte.measure.trials import Trial
 from halfbyte.plans import plan
 
 #: On a GPU one pass over a rotation reads at least so much, about a millisecond, with no more than `_MOST` copies.
@@ -149,28 +145,21 @@ def measure_baselines(session: Session, inputs: Inputs) -> list[Record]:
     problem, ((k, v),) = inputs.problem, inputs.spans
     rotation = [(k, v), *((k.clone(), v.clone()) for _ in range(_copies(session, k.nbytes + v.nbytes, k.nbytes + v.nbytes) - 1))]
     promise = Promise(inputs.q, given(inputs))
-    works: dict[str, Work] = {}
-    samplers: dict[str, Sampler] = {}
-    records: dict[str, Record] = {}
-    with torch.no_grad(), fixed_threads(session.threads):
-        for name, way in sdpa_variants(session.device.kind, inputs.q.shape[1] > k.shape[1]).items():
-            record = blank(session, problem, "bf16", name, k.nbytes + v.nbytes)
-            try:
-                accuracy = promise.judge([way(inputs.q, *pair) for pair in rotation])
-                accuracy.require(f"{problem.name} {name}")
-                work = Work([partial(way, inputs.q, *pair) for pair in rotation])
-                samplers[name], works[name] = make_sampler(name, work, session.device, session.effort), work
-                records[name] = replace(record, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
-            except Exception as error:
-                records[name] = replace(record, refused=f"{problem.name} {name}: {reason(error)}")
-        samples = sample_in_turn(samplers, session.effort) if samplers else {}
-        kernels = session.kernel_seconds(works)
-    for name, taken in samples.items():
-        known = records[name]
-        accuracy = Accuracy(known.error or 0.0, known.error_allowed or 0.0, known.error_kind)
-        times = ChainTimes(alone=summary(taken, samplers[name].method), kernels=kernels.get(name))
-        records[name] = with_times(session, known, accuracy, times)
-    return list(records.values())
+    trials = {
+        name: Trial(f"{problem.name} {name}", Work([partial(attend, inputs.q, *pair) for pair in rotation]), promise.judge)
+        for name, attend in sdpa_variants(session.device.kind, inputs.q.shape[1] > k.shape[1]).items()
+    }
+    outcomes = session.time(trials)
+    kernels = session.kernel_seconds({name: trials[name].work for name, outcome in outcomes.items() if outcome.timing})
+    records = []
+    for name, outcome in outcomes.items():
+        record = blank(session, problem, "bf16", name, k.nbytes + v.nbytes)
+        if outcome.timing and outcome.accuracy:
+            times = ChainTimes(alone=outcome.timing, kernels=kernels.get(name))
+            records.append(with_times(session, record, outcome.accuracy, times))
+        else:
+            records.append(replace(record, refused=f"{problem.name} {name}: {outcome.refused}"))
+    return records
 
 
 def _copies(session: Session, nbytes: int, allocated: int) -> int:

@@ -16,7 +16,6 @@ import torch
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearSpec
 from halfbyte.settings import interpreted, pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -112,6 +111,7 @@ class Halfbyte:
         if device.kind != "cuda":
             raise Unsupported("the tuned kernel runs on an NVIDIA GPU")
         from halfbyte.kernels.linear.mma import launch
+        from halfbyte.kernels.linear.ring import weights_of
 
         n, k = stored[0].shape
         plan = gluon_linear(
@@ -125,18 +125,17 @@ class Halfbyte:
         )
         if isinstance(plan, str):
             raise Unsupported(plan)
-        spec = plan.spec
-        assert isinstance(spec, LinearSpec)
         slots = (device.sm_count or 1) * plan.programs_per_sm
         count = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": slots}[cut.kind]
         if count > plan.tiles * plan.steps:
             raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")
-        part = torch.empty(2 * count * spec.partial_floats, device=x.device)
-        counters = torch.zeros(plan.tiles, dtype=torch.int32, device=x.device)
+        plan = replace(plan, programs=count, split_tiles=plan.tiles % count)
+        partials = torch.empty(plan.floats, device=x.device)
+        semaphores = torch.zeros(plan.counters, dtype=torch.int32, device=x.device)
 
         def call(weight: QuantTensor) -> torch.Tensor:
             out = x.new_empty(x.shape[0], n)
-            launch(x, [weight], [None], [out], replace(spec, use_pdl=pair_launches()), count, part, counters)
+            launch(x, weights_of([weight], [None], [out]), plan, partials, semaphores)
             return out
 
         return Form([partial(call, weight) for weight in stored], count, plan.programs_per_sm)

@@ -1,4 +1,4 @@
-"""`halfbyte bench linear --bars`: measure every case of `linear_bars.py` on a GPU, beside its peers, and hold it against its bars.
+"""`python -m benchmarks linear`: measure every case of `linear_targets.py` on a GPU, and hold it against its targets.
 
 Every call of ours is timed in two ways, each over a rotation of weights larger than the L2 cache: alone, launches kept apart, and
 chained, back to back with launches that may overlap. All candidates of a case are sampled in turn. Each buffer of a rotation must
@@ -7,7 +7,7 @@ give a right result before anything is timed, and the graphs that were timed mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,12 +19,12 @@ from benchmarks.linear_baselines import EXPANDED, Judge, LinearBaseline
 from benchmarks.linear_targets import INT4, LAYERS, PUBLISHED, QUICK_LAYERS, QUICK_ROWS, LinearCase, targets_of
 from benchmarks.targets import Figures, judge
 from halfbyte.measure import precompile
-from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.linear import copies_of, promise
 from halfbyte.measure.precompile import Pair
 from halfbyte.measure.records import Record, with_timing
 from halfbyte.measure.session import Job, Session, reason
-from halfbyte.measure.timing import NOT_CAPTURED, Sampler, Timing, Work, fixed_threads, make_sampler, sample_in_turn, summary
+from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads
+from halfbyte.measure.trials import Outcome, Trial, one_by_one
 from halfbyte.plans import plan
 from halfbyte.tensors import QuantTensor
 
@@ -127,14 +127,14 @@ class LayerJob:
 
     def _case(self, session: Session, rows: int, entries: Sequence[Entry], x: torch.Tensor) -> Iterator[Record]:
         """The records of one number of rows."""
-        timed = [_Timed(e, self._blank(session, e.formats, e.implementation, e.nbytes, rows), e.before(x)) for e in entries]
-        measure(session, timed)
-        records = [t.record for t in timed]
-        for t in timed:
-            if t.entry.ours:
-                bars = targets_of(self.layer, rows, t.entry.formats)
-                t.record = replace(t.record, bars=judge(bars, figures(t.record, records)), **_beside(records))  # type: ignore[arg-type]
-            yield t.record
+        blanks = [self._blank(session, e.formats, e.implementation, e.nbytes, rows) for e in entries]
+        records = measure(session, entries, blanks, x)
+        for e, r in zip(entries, records, strict=True):
+            if e.ours:
+                bars = judge(targets_of(self.layer, rows, e.formats), figures(r, records))
+                yield replace(r, bars=bars, **_beside(records))  # type: ignore[arg-type]
+            else:
+                yield r
 
     def _refused(self, session: Session, wanted: Mapping[int, list[tuple[str, str]]], error: Exception) -> Iterator[Record]:
         """All of ours without a time, their bars unmet: their weights could not be made."""
@@ -170,71 +170,38 @@ def _copies(session: Session, nbytes: int) -> int:
 # ------------------------------------------------------------------------------------------------------------- one case
 
 
-@dataclass
-class _Timed:
-    """A candidate on its way to a record; `entry.calls` on one x."""
-
-    entry: Entry
-    record: Record
-    x: torch.Tensor
-    accuracy: Accuracy | None = None
-
-    @property
-    def fns(self) -> list[Callable[[], torch.Tensor]]:
-        return [partial(call, self.x) for call in self.entry.calls]
-
-    def refuse(self, error: Exception) -> None:
-        """No time for what failed."""
-        self.record = replace(self.record, refused=f"{self.record.case} {self.entry.implementation}: {reason(error)}")
-
-    def check(self, outs: Sequence[object]) -> None:
-        """Every result must be right."""
-        for y in outs:
-            assert isinstance(y, torch.Tensor)
-            self.accuracy = self.entry.judge(y)
-            self.accuracy.require(f"{self.entry.implementation} {self.entry.formats}")
+def measure(session: Session, entries: Sequence[Entry], blanks: Sequence[Record], x: torch.Tensor) -> list[Record]:
+    """Time all entries in turn, ours alone and chained; the records by `blanks`, in their order. One that is wrong has no time."""
+    trials: dict[str, Trial] = {}
+    for i, e in enumerate(entries):
+        fns, what = [partial(call, e.before(x)) for call in e.calls], f"{e.implementation} {e.formats}"
+        for how in ("alone", "chained") if e.ours else ("alone",):
+            trials[f"{i} {how}"] = Trial(what, Work(fns, paired=how == "chained"), one_by_one(e.judge))
+    outcomes = session.time(trials)
+    records = []
+    for i, (e, blank) in enumerate(zip(entries, blanks, strict=True)):
+        mine = {how: outcomes[f"{i} {how}"] for how in ("alone", "chained") if f"{i} {how}" in outcomes}
+        refused = next((outcome.refused for outcome in mine.values() if outcome.refused), "")
+        if refused:
+            records.append(replace(blank, refused=f"{blank.case} {e.implementation}: {refused}"))
+        else:
+            records.append(_timed(session, blank, e.ours, mine))
+    right = {str(i): trials[f"{i} alone"].work for i, r in enumerate(records) if r.seconds}
+    kernels = session.kernel_seconds(right)
+    return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(records)]
 
 
-def measure(session: Session, timed: Sequence[_Timed]) -> None:
-    """Check, time in turn and check again; each of `timed` then has its record."""
-    samplers: dict[tuple[int, str], Sampler] = {}
-    for i, t in enumerate(timed):
-        try:
-            t.check([fn() for fn in t.fns])
-            for how in ("alone", "chained") if t.entry.ours else ("alone",):
-                samplers[i, how] = make_sampler(how, Work(t.fns, paired=how == "chained"), session.device, session.effort)
-        except Exception as error:
-            t.refuse(error)
-            samplers = {key: s for key, s in samplers.items() if key[0] != i}
-    samples = sample_in_turn({f"{i} {how}": s for (i, how), s in samplers.items()}, session.effort) if samplers else {}
-    for i, t in enumerate(timed):
-        mine = {how: s for (j, how), s in samplers.items() if j == i}
-        try:
-            for sampler in mine.values():
-                t.check(sampler.run())
-        except Exception as error:
-            t.refuse(error)
-            continue
-        if mine:
-            _fill(session, t, {how: summary(samples[f"{i} {how}"], s.method) for how, s in mine.items()})
-    right = {str(i): Work(t.fns, paired=False) for i, t in enumerate(timed) if t.record.seconds}
-    for name, seconds in session.kernel_seconds(right).items():
-        timed[int(name)].record = replace(timed[int(name)].record, kernel_seconds=seconds)
-
-
-def _fill(session: Session, t: _Timed, times: dict[str, Timing]) -> None:
+def _timed(session: Session, blank: Record, ours: bool, outcomes: Mapping[str, Outcome]) -> Record:
     """The record with its times; the chained one is judged where there is one."""
-    judged = times.get("chained") or times["alone"]
-    assert t.accuracy is not None
-    t.record = replace(
-        with_timing(t.record, judged, t.accuracy),
-        alone=times["alone"].median,
-        chained=times["chained"].median if "chained" in times else None,
-        gb_per_s=t.record.nbytes / judged.median / 1e9,
-    )
-    if t.entry.ours:  # a roof takes half a second for each number of bytes, and no peer is held against one
-        roof = session.roofline.read(t.record.nbytes).gb_per_s
-        t.record = replace(t.record, roof_gb_per_s=roof, roof_share=(t.record.gb_per_s or 0.0) / roof)
+    judged, alone = outcomes.get("chained") or outcomes["alone"], outcomes["alone"].timing
+    assert judged.timing is not None
+    assert judged.accuracy is not None
+    assert alone is not None
+    chained = judged.timing.median if "chained" in outcomes else None
+    r = replace(with_timing(blank, judged.timing, judged.accuracy), alone=alone.median, chained=chained)
+    if ours:  # a roofline takes half a second for each number of bytes, and no baseline is held against one
+        return session.against_roofline(r)
+    return replace(r, gb_per_s=r.nbytes / judged.timing.median / 1e9)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts

@@ -1,4 +1,4 @@
-"""The bars of linear layers on a GPU as data: which cases are measured, and what each must reach. Pure; `linear_cases.py` measures.
+"""The targets of linear layers on a GPU as data: which cases are measured, and what each must reach. `linear_cases.py` measures.
 
 A share of the roof is time at the speed of a read-only kernel over the bytes of the stored weight, in the same run, over the time
 taken. Times are those of calls back to back whose launches may overlap; times with launches kept apart are reported beside them.

@@ -8,7 +8,7 @@ splits a product along K, its second kernel belongs to that product, is not coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -40,6 +40,7 @@ from halfbyte.measure.timing import (
     sample_in_turn,
     summary,
 )
+from halfbyte.measure.trials import Outcome, Trial
 from halfbyte.plans import plan
 
 OP, FUSED_OP = "qkv variants", "qkv projection"
@@ -277,30 +278,19 @@ class FusedJob:
             for name in (THREE, ONE)
         }
         calls = {THREE: [partial(_three, x, layer) for layer in rotation], ONE: [partial(_one, x, layer) for layer in rotation]}
-        samplers: dict[str, Sampler] = {}
         rights = [promise_of_linear(x, w.dequantize) for w in first.weights]
-        for name in blanks:
-            try:
-                accuracy = _judged(rights, [call() for call in calls[name]])
-                accuracy.require(f"{case} {name}")
-                blanks[name] = replace(blanks[name], error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
-                for how in ("alone", "chained"):
-                    work = Work(calls[name], paired=how == "chained")
-                    samplers[f"{name} {how}"] = make_sampler(name, work, session.device, session.effort)
-            except Exception as error:
-                blanks[name] = _refused(blanks[name], error)
-        samples = sample_in_turn(samplers, session.effort) if samplers else {}
-        times = {name: summary(taken, samplers[name].method + _warm(session, rotation)) for name, taken in samples.items()}
-        for name, sampler in samplers.items():
-            by = name.rpartition(" ")[0]
-            try:
-                _judged(rights, cast(Sequence[Sequence[torch.Tensor]], sampler.run())).require(f"{name}, as it was timed")
-            except Exception as error:
-                blanks[by] = _refused(blanks[by], error)
-        made = {name: _fused_record(r, times) for name, r in blanks.items()}
-        apart = {name: Work(calls[name], paired=False) for name, r in made.items() if r.seconds}
-        for name, seconds in session.kernel_seconds(apart).items():
-            made[name] = replace(made[name], kernel_seconds=seconds)
+        trials = {
+            f"{name} {how}": Trial(f"{name} {how}", Work(fns, paired=how == "chained"), partial(_judged, rights))
+            for name, fns in calls.items()
+            for how in ("alone", "chained")
+        }
+        outcomes = session.time(trials)
+        made: dict[str, Record] = {}
+        for name, blank in blanks.items():
+            alone, chained = outcomes[f"{name} alone"], outcomes[f"{name} chained"]
+            made[name] = _fused_record(blank, alone, chained, _warm(session, rotation))
+        kernels = session.kernel_seconds({name: trials[f"{name} alone"].work for name, r in made.items() if r.seconds})
+        made = {name: replace(r, kernel_seconds=kernels.get(name)) for name, r in made.items()}
         three, one = made[THREE], made[ONE]
         ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None
         bars = [Target(case, one.formats, "times_three", TIMES_THREE)] if rows == 1 else []
@@ -316,7 +306,7 @@ def _three(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
     return tuple(halfbyte.linear(x, weight, impl=layer.impl) for weight in layer.weights)
 
 
-def _judged(rights: Sequence[Callable[[torch.Tensor], Accuracy]], outs: Sequence[Sequence[torch.Tensor]]) -> Accuracy:
+def _judged(rights: Sequence[Callable[[torch.Tensor], Accuracy]], outs: Iterable[Sequence[torch.Tensor]]) -> Accuracy:
     """The worst of the results of several calls, each a q, a k and a v."""
     return _worst([right(y) for out in outs for right, y in zip(rights, out, strict=True)])
 
@@ -326,12 +316,11 @@ def _worst(found: Sequence[Accuracy]) -> Accuracy:
     return max(found, key=lambda a: float("inf") if a.error != a.error else a.error / a.allowed)
 
 
-def _fused_record(r: Record, times: Mapping[str, Timing]) -> Record:
-    chained, alone = times.get(f"{r.implementation} chained"), times.get(f"{r.implementation} alone")
-    if r.refused or chained is None or alone is None:
-        return r
-    accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
-    return replace(with_timing(r, chained, accuracy), alone=alone.median, chained=chained.median)
+def _fused_record(r: Record, alone: Outcome, chained: Outcome, warm: str) -> Record:
+    if alone.timing is None or chained.timing is None or chained.accuracy is None:
+        return replace(r, refused=f"{r.case} {r.formats} {r.implementation}: {alone.refused or chained.refused}")
+    timing = replace(chained.timing, method=chained.timing.method + warm)
+    return replace(with_timing(r, timing, chained.accuracy), alone=alone.timing.median, chained=timing.median)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

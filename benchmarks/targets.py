@@ -1,4 +1,4 @@
-"""The bars of the GPU kernels as data: which cases are measured, and what each must reach. Pure; `decode_cases.py` measures.
+"""The targets of the GPU kernels as data: which cases are measured, and what each must reach. Pure; `decode_cases.py` measures.
 
 A share of the roof is time at the speed of a read-only kernel over the same number of bytes in the same run, over the time taken.
 Bytes count the codes, scales and offsets of all visible tokens once, and nothing else.

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
+from halfbyte.checkpoints.adapters import ADAPTERS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.hf.model_support import REFUSED, TESTED
 from halfbyte.measure import charts, compare, records, tables
@@ -58,6 +59,11 @@ def models() -> str:
     rows = [("run in the tests", ", ".join(TESTED))]
     rows += [(f"refused: {reason}", ", ".join(sorted(names))) for reason, names in reasons.items()]
     return markdown(("", "model types"), rows)
+
+
+def checkpoints() -> str:
+    """What each adapter reads, in its own words."""
+    return markdown(("`quant_method`", "what loads", "becomes"), [row for adapter in ADAPTERS.values() for row in adapter.docs])
 
 
 def quality() -> str:

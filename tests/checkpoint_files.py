@@ -6,6 +6,7 @@ The packers here are written from the descriptions of the layouts, for numbers o
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,3 +225,119 @@ def draw(kind: str, n: int, k: int, seed: int = 0) -> Drawn:
     make, options = KINDS[kind]
     drawn: Drawn = make(n, k, seed, **options)
     return drawn
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusals
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors.update({name: tensor})
+
+
+def fill(name: str, value: float) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors[name].view(-1)[:4][-1:].fill_(value)
+
+
+def say(**entries: Any) -> Callable[[Drawn], Any]:
+    return lambda d: d.config.update(entries)
+
+
+def drop(name: str) -> Callable[[Drawn], Any]:
+    return lambda d: d.tensors.pop(name)
+
+
+def restate(**entries: Any) -> Callable[[Drawn], Any]:
+    """Other entries in the state of bitsandbytes."""
+
+    def change(drawn: Drawn) -> None:
+        name = next(n for n in drawn.tensors if "quant_state" in n)
+        state = json.loads(bytes(drawn.tensors[name].tolist()))
+        drawn.tensors[name] = torch.tensor(list(json.dumps({**state, **entries}).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def modelopt_block(value: float) -> Callable[[Drawn], Any]:
+    def change(drawn: Drawn) -> None:
+        drawn.tensors["weight_scale"].view(torch.uint8)[0, 1] = value
+
+    return change
+
+
+#: (kind, its options, a change to the layer, what the error says): see `test_refusals_name_the_tensor`.
+REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any], str]] = [
+    (gptq, {}, drop("qzeros"), r"a\.b\.qzeros is missing"),
+    (gptq, {"act_order": True}, drop("g_idx"), r"a\.b\.g_idx is missing"),
+    (gptq, {}, put("qweight", torch.zeros(15, 8).int()), r"a\.b\.qweight is int32 \[15, 8\]; expected int32 \[16, 8\]"),
+    (gptq, {}, put("qweight", torch.zeros(16, 8)), r"a\.b\.qweight is float32"),
+    (gptq, {}, put("qzeros", torch.zeros(4, 2).int()), r"a\.b\.qzeros is int32 \[4, 2\]; expected int32 \[4, 1\]"),
+    (gptq, {}, put("scales", torch.ones(4, 8).double()), r"a\.b\.scales is float64"),
+    (gptq, {}, put("scales", torch.ones(32)), r"a\.b\.scales has shape \[32\]; expected 2 axes"),
+    (gptq, {}, put("scales", torch.ones(3, 8).half()), r"a\.b\.scales has 3 groups"),
+    (gptq, {}, fill("scales", torch.nan), r"a\.b\.scales holds 1 scales of 32 that are not finite and positive"),
+    (gptq, {}, fill("scales", torch.inf), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("scales", 0), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("scales", -0.1), r"a\.b\.scales holds 1"),
+    (gptq, {}, fill("g_idx", 4), r"a\.b\.g_idx points outside of the 4 groups: 0 to 4"),
+    (gptq, {}, fill("g_idx", -1), r"a\.b\.g_idx points outside"),
+    (gptq, {}, fill("g_idx", 2), r"a\.b\.g_idx makes groups of 31 to 33 columns"),
+    (gptq, {"sym": True}, fill("qzeros", 0x77777776), r"a\.b\.qzeros is neither 7 \(v1\) nor 8 \(v2\)"),
+    (gptq, {}, say(bits=3), "bits=3"),
+    (gptq, {}, say(bits="4"), "bits='4'"),
+    (gptq, {}, say(group_size=64), r"a\.b\.scales has 4 groups; the configuration says groups of 64"),
+    (gptq, {}, say(group_size=0), "group_size=0"),
+    (gptq, {}, say(group_size=[]), "group_size"),
+    (gptq, {}, say(sym="no"), "sym"),
+    (gptq, {}, say(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+    (gptq, {"group": 16}, say(), "groups of 16"),
+    (awq, {}, say(bits=8), "bits=8"),
+    (awq, {}, say(version="gemv"), "'gemv'"),
+    (awq, {}, say(backend="llm-awq"), "backend"),
+    (awq, {}, say(zero_point=False), "zero_point"),
+    (awq, {}, say(group_size=48), r"a\.b\.scales cannot have groups of 48"),
+    (awq, {}, drop("scales"), r"a\.b\.scales is missing"),
+    (awq, {}, fill("scales", torch.nan), r"a\.b\.scales holds 1"),
+    (awq, {}, put("qzeros", torch.zeros(2, 1).int()), r"a\.b\.qzeros is int32 \[2, 1\]"),
+    (bnb, {}, put("weight.quant_map", torch.arange(16.0)), r"a\.b\.weight\.quant_map is not the table of nf4"),
+    (bnb, {}, put("weight", torch.zeros(512, 1)), r"a\.b\.weight is float32 \[512, 1\]"),
+    (bnb, {}, put("weight", torch.zeros(511, 1).byte()), r"a\.b\.weight is uint8 \[511, 1\]"),
+    (bnb, {}, fill("weight.absmax", -1), r"a\.b\.weight\.absmax holds 1"),
+    (bnb, {"nested": True}, fill("weight.nested_absmax", torch.nan), r"a\.b\.weight\.nested_absmax holds 1"),
+    (bnb, {}, restate(shape=[16, 64]), r"bitsandbytes__nf4 has the shape \[16, 64\]; the model has \[8, 128\]"),
+    (bnb, {}, restate(quant_type="fp4"), r"has the quant_type 'fp4'"),
+    (bnb, {}, restate(blocksize=32), r"a\.b\.weight: blocks of 32"),
+    (bnb, {}, restate(blocksize=0), "blocks of 0"),
+    (bnb, {}, restate(blocksize=1.5), "blocksize"),
+    (bnb, {"nested": True}, restate(nested_offset=1e300), "offset"),
+    (bnb, {"nested": True}, restate(nested_offset="x"), "nested_offset"),
+    (bnb, {}, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(5).byte()), r"bitsandbytes__nf4: its state is damaged"),
+    (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantisation states"),
+    (bnb, {}, say(load_in_8bit=True), "load_in_8bit"),
+    (compressed, {}, say(format="int-quantized"), "format='int-quantized'"),
+    (compressed, {}, say(format=None), "format=None"),
+    (compressed, {}, say(transform_config={"config_groups": {"R1": {}}}), "transforms"),
+    (compressed, {}, say(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"num_bits": 8}}}), r"a\.b\.weight_packed holds 4-bit codes"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"group_size": 64}}}), r"a\.b\.weight_scale has 4 groups"),
+    (compressed, {}, say(config_groups={"g": {"weights": {"group_size": "x"}}}), "group_size"),
+    (compressed, {}, put("weight_shape", torch.tensor([8, 64])), r"a\.b\.weight_shape says \[8, 64\]"),
+    (compressed, {"act_order": True}, fill("weight_g_idx", 9), r"a\.b\.weight_g_idx points outside"),
+    (compressed, {"sym": False, "zeros": "int8"}, fill("weight_zero_point", 8), r"a\.b\.weight_zero_point holds -\d to 8"),
+    (compressed, {"sym": False}, put("weight_zero_point", torch.zeros(1, 3).int()), r"a\.b\.weight_zero_point is int32 \[1, 3\]"),
+    (compressed, {}, fill("weight_scale", torch.inf), r"a\.b\.weight_scale holds 1"),
+    (mxfp4, {}, fill("weight_scale", 255), r"a\.b\.weight_scale holds 1"),
+    (mxfp4, {}, put("weight_scale", torch.ones(8, 4)), r"a\.b\.weight_scale is float32"),
+    (mxfp4, {}, say(global_quant_config={"weight": {"dtype": "int4"}}), "dtype='int4'"),
+    (nvfp4, {}, modelopt_block(0x7F), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, modelopt_block(0x81), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, modelopt_block(0), r"a\.b\.weight_scale holds 1"),
+    (nvfp4, {}, put("weight_scale_2", torch.tensor(torch.nan)), r"a\.b\.weight_scale_2 holds 1"),
+    (nvfp4, {}, put("pre_quant_scale", torch.ones(128)), r"a\.b\.pre_quant_scale"),
+    (nvfp4, {}, say(quant_algo="FP8"), "FP8"),
+    (
+        nvfp4,
+        {"writer": "compressed-tensors"},
+        put("weight_global_scale", torch.tensor([1e-45])),
+        r"a\.b\.weight_global_scale holds 1",
+    ),
+]

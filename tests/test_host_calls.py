@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from halfbyte import WEIGHT_FORMATS, KVCache, QuantTensor, decode_attention, linear, qkv_projection
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu, _relaunch_append, _relaunch_linear
+from halfbyte.ops import _decode_on_gpu, _launch_cache, _linear_on_gpu, _relaunch_append
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
@@ -73,17 +73,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """A GPU, as far as launches go; the caches are filled before tensors say that they are on one."""
     made = Gpu(Compiled())
 
-    def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
-        return gluon_linear(weights, m=rows, width=width, dtype=half, use_pdl=pair, num_sms=132, capability=(9, 0))
+    def plan(weights: Any, m: int, width: int, dtype: str, device: Any, use_pdl: bool) -> Any:
+        return gluon_linear(weights, m=m, width=width, dtype=dtype, use_pdl=use_pdl, num_sms=132, capability=(9, 0))
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: made.kernel)
     watch_launches(monkeypatch)
-    monkeypatch.setattr(_relaunch_linear, "_known", {})
     monkeypatch.setattr(_decode_on_gpu, "shared", made.shared)
-    monkeypatch.setattr(_relaunch_linear, "shared", made.shared)
+    monkeypatch.setattr(_linear_on_gpu, "shared", made.shared)
     monkeypatch.setattr(_relaunch_append, "stream_of", lambda device: 7)
-    monkeypatch.setattr(_linear_on_gpu, "_compiled", {})
-    monkeypatch.setattr(_linear_on_gpu, "_gluon", plan)
+    monkeypatch.setattr(_launch_cache, "_compiled", {})
+    monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
     monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
     monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")

@@ -1,4 +1,4 @@
-"""Stored words as operands of the few-rows kernel, without a GPU: its inline PTX is run on every word (machine/inline.py)."""
+"""Stored words as operands of the kernel for small M, without a GPU: its inline PTX is run on every word (machine/inline.py)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear import async_copy, ring, sync
+from halfbyte.kernels.linear.ring import Weights
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearSpec
 from machine.arithmetic import Array
@@ -132,12 +133,13 @@ def test_a_step_comes_to_where_it_is_read(name: str, rows: int, n: int, monkeypa
     if not weight.zero:
         addresses[2] = (None, None)
     nothing = (None, None)
+    weights = Weights(*addresses, nothing, nothing, addresses[0], features)
     steps = -(-width // spec.step)
     for number, tile in ((1, ("0", spec.tile)), (2, ("1", 0))):
         there = min(spec.tile, features[int(tile[0])] - tile[1])
         step = torch.tensor([[[steps - 2]]], dtype=torch.int32)
         tile_number = torch.full_like(step, number)
-        at = async_copy.weight_at(tile_number, step, *addresses, nothing, nothing, addresses[0], features, width, weight, spec)
+        at = async_copy.weight_at(tile_number, step, weights, width, weight, spec)
         for i, wanted in enumerate((True, True, False)):
             slot, turn = (number + i) % spec.stages, number + i
             now = min(steps - 2 + i, steps - 1)
@@ -168,7 +170,8 @@ def test_weights_may_be_larger_than_32_bits_count(name: str, monkeypatch: pytest
     number = torch.tensor([[[tile]]], dtype=torch.int32)
     weight, many = spec.weights[0], (1 << 30, 1 << 30)
     zeros = start if weight.zero else nothing
-    at = async_copy.weight_at(number, 0, start, start, zeros, nothing, nothing, start, many, width, weight, spec)
+    weights = Weights(start, start, zeros, nothing, nothing, start, many)
+    at = async_copy.weight_at(number, 0, weights, width, weight, spec)
     row = tile * spec.tile
     groups = width // weight.group if weight.group else 0
     assert int(at[0].min()) == row * width // weight.codes_per_word * 2

@@ -15,25 +15,13 @@ from halfbyte.packing import unpack_nibbles
 from halfbyte.reference.dequantize import block_scales, decode, dynamic_map
 from halfbyte.reference.quantize import dequantize, encode, measure, quantize
 from halfbyte.tensors import QuantTensor
+from test_formats import KV_TABLE
 
 F32, F16 = np.float32, np.float16
 FLOOR = F32(2.0**-24)
 KV_QUANTIZED = [name for name, f in KV_FORMATS.items() if f.is_quantized]
-#: KV format: (reach or None for an offset, code, axes of [B, H, T / 32, 32, D / g, g] that share a scale, g)
-AXES = {
-    "int8": ("int8", (4, 5), 32),
-    "int8_tensor": ("int8", (0, 1, 2, 3, 4, 5), 32),
-    "int8_token": ("int8", (1, 4, 5), 32),
-    "int8_g32": ("int8", (5,), 32),
-    "int8_g64": ("int8", (5,), 64),
-    "int8_channel": ("int8", (3,), 32),
-    "fp8": ("fp8", (4, 5), 32),
-    "fp8_tensor": ("fp8", (0, 1, 2, 3, 4, 5), 32),
-    "int4": ("int4", (4, 5), 32),
-    "int4_g32": ("int4", (5,), 32),
-    "int4_g64": ("int4", (5,), 64),
-    "int4_channel": ("int4", (3,), 32),
-}
+#: Granularity: axes of [B, H, T / 32, 32, D / g, g] that share a scale.
+AXES = {"tensor": (0, 1, 2, 3, 4, 5), "token": (1, 4, 5), "head": (4, 5), "group": (5,), "channel": (3,)}
 E4M3_TABLE = decoders.e4m3(np.arange(0x7F)).astype(np.float64)
 
 
@@ -62,7 +50,9 @@ def nearest_code(x: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 def kv(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """(codes, scales, offsets, values), one code an element; scales and offsets spread over the elements."""
-    code, axes, g = AXES[name]
+    bits, granularity, group, *_, storage = KV_TABLE[name]
+    code, axes = "int4" if bits == 4 else "int8" if storage is torch.int8 else "fp8", AXES[str(granularity)]
+    g = int(group or 32) if granularity == "group" else 32
     b, h, t, d = x.shape
     blocks = x.reshape(b, h, t // 32, 32, d // g, g)
     if code == "int4":

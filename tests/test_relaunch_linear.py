@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,12 +17,12 @@ from triton.runtime.jit import JITFunction
 
 from halfbyte import WEIGHT_FORMATS, QuantTensor, linear, qkv_projection
 from halfbyte.errors import InvalidArgument
-from halfbyte.ops import _linear_on_gpu, _relaunch_linear
+from halfbyte.ops import _launch_cache, _linear_on_gpu
 from halfbyte.ops import linear as public
-from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_wgmma import wgmma_linear
+from halfbyte.ops._linear_call import LinearCall
+from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import expected_parts
-from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, misaligned
+from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, misaligned, watch_launches
 
 Change = Callable[["Asked"], "Asked"]
 
@@ -43,12 +43,12 @@ class Asked:
     row_invariant: bool = False
     impl: str = "auto"
 
-    def request(self) -> _relaunch_linear.Request | None:
-        return _relaunch_linear.request(**{f.name: getattr(self, f.name) for f in fields(self)})
+    def signature(self) -> _launch_cache.Signature | None:
+        return LinearCall(self.x, self.weights, self.biases, self.impl, self.row_invariant).signature()
 
     @property
     def key(self) -> Any:
-        found = self.request()
+        found = self.signature()
         assert found is not None
         return found.key
 
@@ -135,7 +135,7 @@ def test_the_environment_makes_another_call(variable: str, value: str, monkeypat
     ],
 )
 def test_what_is_never_like_another(change: Change) -> None:
-    assert change(full()).request() is None
+    assert change(full()).signature() is None
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -151,17 +151,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         made.first.append(((*args, *constants), (*grid, 1, 1)[:3]))
         return made.kernel
 
-    def plan(weights: Any, rows: int, width: int, half: str, device: Any, pair: bool) -> Any:
-        facts: dict[str, Any] = {"m": rows, "width": width, "dtype": half, "use_pdl": pair}
-        make = gluon_linear if rows <= 16 else wgmma_linear
-        return make(weights, **facts, num_sms=132, capability=(9, 0))
+    def plan(weights: Any, m: int, width: int, dtype: str, device: Any, use_pdl: bool) -> Any:
+        return tuned_linear(weights, m=m, width=width, dtype=dtype, use_pdl=use_pdl, num_sms=132, capability=(9, 0))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_relaunch_linear, "_known", {})
-    monkeypatch.setattr(_relaunch_linear, "shared", made.shared)
-    monkeypatch.setattr(_linear_on_gpu, "_compiled", {})
-    monkeypatch.setattr(_linear_on_gpu, "_gluon", plan)
-    monkeypatch.setattr(_linear_on_gpu, "_launch_triton", lambda *_: None)
+    watch_launches(monkeypatch)
+    monkeypatch.setattr(_launch_cache, "_compiled", {})
+    monkeypatch.setattr(_linear_on_gpu, "shared", made.shared)
+    monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
+    monkeypatch.setattr(_linear_on_gpu, "_run_portable", lambda *_: None)
     monkeypatch.setattr(public, "_level", lambda op, impl, x: impl)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.device.type == "cpu"))
@@ -172,13 +170,12 @@ def addresses(arguments: Any) -> Any:
     """Tensors as their addresses, in tuples, too."""
     if isinstance(arguments, torch.Tensor):
         return arguments.data_ptr()
-    plain_tuple = isinstance(arguments, tuple | list) and not hasattr(arguments, "_fields")
-    return tuple(map(addresses, arguments)) if plain_tuple else arguments
+    return tuple(map(addresses, arguments)) if isinstance(arguments, tuple | list) else arguments
 
 
 def forget() -> None:
-    _relaunch_linear._known.clear()
-    _linear_on_gpu._compiled.clear()
+    _launch_cache._launches.clear()
+    _launch_cache._compiled.clear()
 
 
 CALLS: dict[str, tuple[str, tuple[int, ...], bool]] = {
@@ -211,20 +208,30 @@ def test_the_same_arguments_at_other_addresses(fmt: str, shape: tuple[int, ...],
     for (expected, grid), launched in zip(gpu.first[launches:], gpu.kernel.launched, strict=True):
         assert launched[:9] == (*grid, 7, 11, (4, 1, 100), None, None, None)
         got, wanted = launched[9:], addresses(expected)
-        # Between what both have: results, workspace, and x in the operands' order, are made anew by each.
+        assert [a for i, a in enumerate(got) if i not in made_anew(got)] == [
+            a for i, a in enumerate(wanted) if i not in made_anew(got)
+        ]
         assert len(got) == len(wanted)
-        assert all(a == b for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if i not in made_anew(len(got)))
-    product = gpu.kernel.launched[-1][9:]
-    assert product[6:9] == (tuple(out.data_ptr() for out in outs), gpu.floats.data_ptr(), gpu.counters.data_ptr())
+    gemm = gpu.kernel.launched[-1][9:]
+    (at,) = made_anew(gemm) & {i for i, a in enumerate(gemm) if isinstance(a, tuple)}
+    (*tensors, out_addresses, features), expected = gemm[at], addresses(gpu.first[-1][0][at])
+    assert (*tensors, features) == (*expected[:5], expected[6])
+    assert out_addresses == tuple(out.data_ptr() for out in outs)
+    assert gemm[1:3] == (gpu.floats.data_ptr(), gpu.counters.data_ptr())
     for out, w in zip(outs, kept[1], strict=True):
         assert out.shape == (*shape[:-1], w.shape[0])
         assert out.dtype is torch.bfloat16
         assert out.is_contiguous()
 
 
-def made_anew(arguments: int) -> set[int]:
-    """Positions of what a launch makes itself: y of `order`; x in order (if it is), outs, part and count of a product."""
-    return {1} if arguments == 7 else {6, 7, 8} if arguments > 14 else {0, 6, 7, 8}
+def made_anew(arguments: Sequence[Any]) -> set[int]:
+    """Positions of what a launch makes itself.
+
+    y of `order`; of a GEMM partials, semaphores and, among the tensors of its weights, y, and x where `order` made it.
+    """
+    if not any(isinstance(a, tuple) for a in arguments):
+        return {1}
+    return {1, 2, 6} if len(arguments) > 7 else {0, 1, 2, 5}
 
 
 def test_what_was_converted_on_the_way_is_not_remembered(gpu: Gpu) -> None:
@@ -235,7 +242,7 @@ def test_what_was_converted_on_the_way_is_not_remembered(gpu: Gpu) -> None:
         linear(misaligned(torch.zeros(4, 1024).bfloat16()), w[0])
         qkv_projection(torch.zeros(4, 1024).bfloat16(), w, biases)
         linear(torch.zeros(4, 1024).bfloat16(), w[0], torch.zeros(128).bfloat16()[::2])
-    assert not _relaunch_linear._known
+    assert not _launch_cache._launches
 
 
 def test_what_other_kernels_compute_is_not_remembered(gpu: Gpu) -> None:
@@ -243,7 +250,7 @@ def test_what_other_kernels_compute_is_not_remembered(gpu: Gpu) -> None:
     for _ in range(2):
         qkv_projection(torch.zeros(4, 1024).bfloat16(), mixed)
         linear(torch.zeros(4, 1024).bfloat16(), mixed[0], row_invariant=True)
-    assert not _relaunch_linear._known
+    assert not _launch_cache._launches
     assert not gpu.kernel.launched
 
 
@@ -298,16 +305,25 @@ def test_another_device_is_made_the_current_one(gpu: Gpu, monkeypatch: pytest.Mo
 
 def test_gradients_and_subclasses_take_the_long_way(gpu: Gpu) -> None:
     x, w, b = torch.zeros(4, 1024).bfloat16(), weight("int4_g64"), torch.zeros(64).bfloat16()
-    for wanting in ((x.clone().requires_grad_(), b), (x, torch.nn.Parameter(b))):
-        assert public._request(wanting[0], [w], [wanting[1]], False, "auto") is None
+    linear(x, w, b)
+    for number, (x_wanting, b_wanting) in enumerate(((x.clone().requires_grad_(), b), (x, torch.nn.Parameter(b))), 1):
+        linear(x_wanting, w, b_wanting)
+        assert len(gpu.kernel.launched) == number - 1
         with torch.no_grad():
-            assert public._request(wanting[0], [w], [wanting[1]], False, "auto") is not None
-    assert public._request(x.as_subclass(Watched), [w], [b], False, "auto") is None
+            linear(x_wanting, w, b_wanting)
+        assert len(gpu.kernel.launched) == number
+    linear(x.as_subclass(Watched), w, b)
+    assert len(gpu.kernel.launched) == 2
 
 
 def test_compiled_code_does_not_look_for_earlier_calls(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.zeros(4, 1024).bfloat16(), weight("int4_g64")
+    linear(x, w)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert public._request(torch.zeros(4, 1024).bfloat16(), [weight("int4_g64")], [None], False, "auto") is None
+    linear(x, w)
+    assert not gpu.kernel.launched
+    assert not gpu.kernel.hooked
+    assert len(gpu.first) == 2
 
 
 def test_nothing_keeps_a_weight_alive(gpu: Gpu) -> None:
@@ -319,4 +335,4 @@ def test_nothing_keeps_a_weight_alive(gpu: Gpu) -> None:
     del w
     gc.collect()
     assert codes() is None
-    assert len(_relaunch_linear._known) == 1
+    assert len(_launch_cache._launches) == 1

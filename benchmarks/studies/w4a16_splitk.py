@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,22 +25,18 @@ from benchmarks.studies import Study
 from benchmarks.targets import Target, judge, verdict_text
 from halfbyte.errors import Unsupported
 from halfbyte.measure import charts
-from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.linear import copies_of
 from halfbyte.measure.records import Record, with_timing
-from halfbyte.measure.session import Job, Session, reason
+from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table, us
 from halfbyte.measure.timing import (
     MANY_GRAPHS,
     NOT_CAPTURED,
-    Sampler,
     Work,
     fixed_threads,
     is_cold,
-    make_sampler,
-    sample_in_turn,
-    summary,
 )
+from halfbyte.measure.trials import Trial, one_by_one
 from halfbyte.tensors import QuantTensor
 
 ROWS, SIZES = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096, 8192, 16384)
@@ -97,28 +93,19 @@ class SizeJob:
         self, session: Session, weights: Sequence[QuantTensor], stored: Mapping[str, Sequence[Any]], x: torch.Tensor, right: Judge
     ) -> Iterator[Record]:
         forms = _forms(session, weights, stored, x)
+        nbytes = weights[0].nbytes
+        trials = {name: Trial(name, Work(form.calls, paired=False), one_by_one(right)) for name, form in forms.items()}
+        outcomes = session.time(trials)
+        kernels = session.kernel_seconds({name: trials[name].work for name, outcome in outcomes.items() if outcome.timing})
+        warm = "" if is_cold(len(weights), nbytes, session.device.cache_bytes) else ", partly from cache"
         records: dict[str, Record] = {}
-        samplers: dict[str, Sampler] = {}
-        for name, form in forms.items():
-            records[name] = blank = self._blank(session, x.shape[0], name, weights[0].nbytes, form)
-            try:
-                records[name] = replace(blank, **_judged([call() for call in form.calls], right))  # type: ignore[arg-type]
-                samplers[name] = make_sampler(name, Work(form.calls, paired=False), session.device, session.effort)
-            except Exception as error:
-                records[name] = replace(blank, refused=f"{blank.case} {name}: {reason(error)}")
-        samples = sample_in_turn(samplers, session.effort) if samplers else {}
-        for name, sampler in list(samplers.items()):
-            try:
-                _judged(cast(list[torch.Tensor], sampler.run()), right)
-            except Exception as error:
-                records[name] = replace(records[name], refused=f"{records[name].case} {name}, as it was timed: {reason(error)}")
-                del samplers[name], samples[name]
-        kernels = session.kernel_seconds({name: Work(forms[name].calls, paired=False) for name in samplers})
-        for name, taken in samples.items():
-            r, cold = records[name], is_cold(len(weights), weights[0].nbytes, session.device.cache_bytes)
-            timing = summary(taken, samplers[name].method + ("" if cold else ", partly from cache"))
-            accuracy = Accuracy(r.error or 0.0, r.error_allowed or 0.0, r.error_kind)
-            records[name] = replace(with_timing(r, timing, accuracy), alone=timing.median, kernel_seconds=kernels.get(name))
+        for name, outcome in outcomes.items():
+            r, timing = self._blank(session, x.shape[0], name, nbytes, forms[name]), outcome.timing
+            if timing and outcome.accuracy:
+                r = with_timing(r, replace(timing, method=timing.method + warm), outcome.accuracy)
+                records[name] = replace(r, alone=timing.median, kernel_seconds=kernels.get(name))
+            else:
+                records[name] = replace(r, refused=f"{r.case} {name}: {outcome.refused}")
         yield from (_held_against(r, records.get(SHIPPED)) for r in records.values())
 
     def _blank(self, session: Session, rows: int, name: str, nbytes: int, form: Form) -> Record:
@@ -138,14 +125,6 @@ def _forms(
             found[f"{name}, {cut}"] = kernel.form(x, stored[name], cut, session.device)
     found["halfbyte auto"] = Form([partial(halfbyte.linear, x, weight) for weight in weights], 0, 1)
     return found
-
-
-def _judged(outs: Sequence[torch.Tensor], right: Judge) -> dict[str, object]:
-    """The error of the last of several results, all of which must be right."""
-    for y in outs:
-        accuracy = right(y)
-        accuracy.require(OP)
-    return {"error": accuracy.error, "error_allowed": accuracy.allowed, "error_kind": accuracy.kind}
 
 
 def _held_against(r: Record, shipped: Record | None) -> Record:

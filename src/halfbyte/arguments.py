@@ -1,4 +1,4 @@
-"""Looking at arguments: each check names the argument, says what came and what was expected."""
+"""Argument checks. Each error names the argument, what came and what was expected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_tensor(
     kinds = "int32 or int64" if kind == "integer" else "fp16, bf16, fp32 or float64"
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(t).__name__}; expected a tensor of {kinds}")
-    # No message is made before it is needed: in decoding this runs once a layer, and strings would be most of its time.
+    # Messages are built only when raised: this runs once a layer in decoding, and formatting would dominate.
     fits = t.ndim == len(shape) and all(isinstance(want, str) or have == want for have, want in zip(t.shape, shape, strict=True))
     if not fits:
         raise InvalidArgument(f"{name} has shape {list(t.shape)}; expected [{', '.join(map(str, shape))}]")

@@ -55,7 +55,7 @@ _SM_LIMITS = {
     (12, 0): SMLimits(100 << 10, 1536, 24),
 }
 _LEAST = SMLimits(100 << 10, 1536, 16)
-#: Shared memory that the driver reserves for itself in every resident block, beside what the kernel allocates.
+#: Shared memory that the driver reserves for itself in every resident block, on top of what the kernel allocates.
 DRIVER_SHARED_BYTES = 1 << 10
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that keep their weight quantised, and projections of one input that are computed in one launch."""
+"""Linear layers with quantised weights, and fused projections: several layers of one input in one launch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _WEIGHT = tuple(f"weight_{name}" for name in PARTS)
 
 
 class NoTensor(Unsupported, AttributeError):
-    """What a tensor would do was asked of a quantised weight. An AttributeError, so that `hasattr` says no."""
+    """A quantised weight was used as a tensor. An AttributeError, so that `hasattr` returns False."""
 
 
 class LayerWeight(QuantTensor):
     """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`).
 
-    It is no tensor. What models do with weights that are says so by name: with a `__getattr__`, Dynamo does not come back.
+    Not a tensor: the tensor attributes that models use raise. They are listed one by one: Dynamo cannot trace a `__getattr__`.
     """
 
     _is_hf_initialized = True
@@ -110,14 +110,14 @@ class QuantLinear(nn.Module):
 
     @property
     def format(self) -> Format:
-        """What the codes mean. The layer keeps its name: an object that many layers share costs compiled code a check each."""
+        """What the codes mean. The layer stores the name only: a `Format` shared by many layers is one more Dynamo guard each."""
         return weight_format(self.format_name)
 
     @property
     def weight(self) -> QuantTensor:
-        """The parameters as a QuantTensor; of this rank, where they are shared out over several.
+        """The parameters as a QuantTensor; under tensor parallelism, this rank's shard.
 
-        Kept until a parameter is replaced, so that a decode step does not check shapes again.
+        Cached until a parameter is replaced, so that a decode step does not check shapes again.
         """
         parts = {name: _local(part) for name, part in self._parts().items()}
         kept = self._weight
@@ -129,7 +129,7 @@ class QuantLinear(nn.Module):
         return kept
 
     def _offloaded(self) -> bool:
-        """Whether accelerate brings the parameters for each call and takes them away after it; kept ones would stay behind."""
+        """Whether accelerate loads the parameters for each call and frees them after it; a cached weight would keep them alive."""
         hook = getattr(self, "_hf_hook", None)
         return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
@@ -165,17 +165,17 @@ class QuantLinear(nn.Module):
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a distributed tensor; any other tensor as it is."""
-    if type(t).__name__ != "DTensor":  # in compiled code a DTensor has no attribute to_local until it is asked for
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    if type(t).__name__ != "DTensor":  # not hasattr(t, "to_local"): False for a DTensor under Dynamo
         return t
     with torch.no_grad():  # the same object every time
         return t.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """A layer's weight in parts, and its bias: all that compiled code reads, since what it reads is checked at every call."""
+    """A layer's weight as flat parts, and its bias. Compiled code reads no more: every traced attribute is a guard on each call."""
     held = {name: _local(part) for name, part in parameters.items() if part is not None}
-    # By name: one that was taken off the layer and put back is the last of its parameters.
+    # In the order of names: a parameter that was removed and registered again comes last.
     return [held[name] for name in _WEIGHT if name in held], held.get("bias")
 
 
@@ -194,23 +194,23 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 
 
 class _Ready:
-    """What compiled code computed for a projection that is yet to be called: (the input, its product)."""
+    """What compiled code computed for a projection that has not been called yet: (input, output)."""
 
     held: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __getstate__(self) -> None:
-        """A copy waits for nothing."""
+        """Copies start empty."""
 
 
 class FusedSlot(QuantLinear):
-    """Stands at a projection that another one computes with its own (k and v with q, up with gate).
+    """Replaces a projection that another layer computes along with its own (k and v with q, up with gate).
 
-    Holds the parameters, and hands out what `FusedProjections` computed from the same input.
+    Holds the parameters, and returns what `FusedProjections` computed from the same input.
     """
 
-    #: From compiled code, mostly to the same graph; threads are not told apart in it.
+    #: Between compiled functions, usually within one graph; not per thread.
     _ready: _Ready
-    #: Thread -> (the input, its product): several threads may run one model.
+    #: Thread -> (input, output): several threads may run one model.
     _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class FusedSlot(QuantLinear):
         if held is None:  # the other one may have been compiled without this one
             held, self._ready.held = self._ready.held, None
         given, out = held or (x, None)
-        # Addresses are not known while compiling. What is left to eager then finds them here.
+        # While tracing there are no addresses to compare; eager code compares them.
         if out is None or not (given is x or (not compiling and _same_memory(given, x))):
             raise Unsupported(
                 f"a fused projection was called {'before the one' if out is None else 'with another input than the one'} that "
@@ -241,7 +241,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class FusedProjections(QuantLinear):
-    """Stands at the first of several projections of one input and computes all of them in one launch; the others wait in taps.
+    """Replaces the first of several projections of one input and computes all in one launch; `FusedSlot`s return the others.
 
     No modelling file is patched: it fits every attention that calls q_proj before k_proj and v_proj, and every MLP that calls
     gate_proj before up_proj. Each shard keeps its own QuantTensor, in its own module and under its own name, and may have its own
@@ -259,27 +259,27 @@ class FusedProjections(QuantLinear):
             raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
         nn.Module.__init__(self)
         _adopt(self, first)
-        # A tuple: they are submodules of the model, not of this.
-        self.taps = tuple(_become(FusedSlot, shard) for shard in others)
-        for tap in self.taps:
-            tap._waiting, tap._ready = {}, _Ready()
-        # For compiled code. Through the taps it would compare each thing there with the same in the model, at every call.
-        self._shards = tuple(shard._parameters for shard in (self, *self.taps))
-        self._formats = tuple(shard.format_name for shard in (self, *self.taps))
-        self._ready = tuple(tap._ready for tap in self.taps)
+        # In a tuple, so that they are not submodules of this layer: they are submodules of the model.
+        self.slots = tuple(_become(FusedSlot, shard) for shard in others)
+        for slot in self.slots:
+            slot._waiting, slot._ready = {}, _Ready()
+        # For compiled code: through the slots, Dynamo would reach every parameter in two ways and guard that they are the same.
+        self._shards = tuple(shard._parameters for shard in (self, *self.slots))
+        self._formats = tuple(shard.format_name for shard in (self, *self.slots))
+        self._ready = tuple(slot._ready for slot in self.slots)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._compiled(x)
-        if any(tap._offloaded() for tap in self.taps):
+        if any(slot._offloaded() for slot in self.slots):
             raise Unsupported(
                 "accelerate has offloaded the weights of fused projections, and brings those of the others after the launch that "
                 "computes all of them; call halfbyte.nn.unfuse(model), or leave fuse_qkv=True and fuse_gate_up=True out"
             )
-        shards = (self, *self.taps)
+        shards = (self, *self.slots)
         first, *others = projections(x, [shard.weight for shard in shards], [shard._bias() for shard in shards])
-        for tap, out in zip(self.taps, others, strict=True):
-            tap.keep(x, out)
+        for slot, out in zip(self.slots, others, strict=True):
+            slot.keep(x, out)
         return first
 
     def _compiled(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,8 +290,8 @@ class FusedProjections(QuantLinear):
         return first
 
     def unfuse(self) -> tuple[QuantLinear, ...]:
-        """Layers of their own over the same memory."""
-        return tuple(_become(QuantLinear, shard) for shard in (self, *self.taps))
+        """Separate layers over the same parameters."""
+        return tuple(_become(QuantLinear, shard) for shard in (self, *self.slots))
 
 
 def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:
@@ -304,7 +304,7 @@ def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:
 def _adopt(made: QuantLinear, layer: QuantLinear) -> None:
     """Give `made` the parameters of `layer`, the same objects.
 
-    What a parallel plan hooked to its forward stays behind: a column-parallel layer of local activations does not need it.
+    Forward hooks of a parallel plan are dropped: a column-parallel layer of local activations does not need them.
     """
     made.out_features, made.in_features, made.format_name = layer.out_features, layer.in_features, layer.format_name
     made.parallel_style, made.training, made._weight = layer.parallel_style, layer.training, None
@@ -331,14 +331,14 @@ def _fuse(model: nn.Module, names: tuple[str, ...]) -> int:
         shards = [getattr(module, name, None) for name in names]
         if all(type(shard) is QuantLinear for shard in shards):
             fused = FusedProjections(*shards)  # type: ignore[arg-type]
-            for name, made in zip(names, (fused, *fused.taps), strict=True):
+            for name, made in zip(names, (fused, *fused.slots), strict=True):
                 setattr(module, name, made)
             count += 1
     return count
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undo `fuse_qkv` and `fuse_gate_up`, in adapters (LoRA of PEFT), too; returns how many were taken apart."""
+    """Undo `fuse_qkv` and `fuse_gate_up`, in adapters (LoRA of PEFT), too; returns how many were unfused."""
     count = 0
     for module, names in itertools.product(list(model.modules()), (_QKV, _GATE_UP)):
         holders = [_holder(module, name) for name in names]
@@ -350,7 +350,7 @@ def unfuse(model: nn.Module) -> int:
 
 
 def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """What holds a layer of `module`, and under which name: `module` itself, or the adapter that was wrapped around the layer."""
+    """(parent, attribute) of a layer of `module`: the module itself, or the adapter that wraps the layer."""
     adapter = getattr(module, name, None)
     if isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module):
         return adapter, "base_layer"

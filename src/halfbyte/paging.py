@@ -1,4 +1,4 @@
-"""PagedKVCache: the same cache in pages from a shared pool, so that memory follows the true lengths.
+"""PagedKVCache: the same cache in pages from a shared pool, so that memory follows the actual lengths.
 
 Pages are handed out on the host. Sequences that share a prefix (beams) share its pages, and a page that several sequences hold is
 copied before one of them writes into it. On a GPU nothing here waits for the device, except `counts` that are given to `append`
@@ -58,7 +58,7 @@ class PagedKVCache(KVCache):
         self._tokens = [0] * batch  # lengths, as the host knows them
         self._holders = [0] * pages  # how many sequences hold each page
         self._free = list(range(pages - 1, -1, -1))
-        self._spare = 0  # so many more tokens of every sequence need no page and no copy of one
+        self._spare = 0  # tokens that every sequence can take without a new page or a copy of one
 
     @property
     def page_size(self) -> int:
@@ -130,7 +130,7 @@ class PagedKVCache(KVCache):
     # --------------------------------------------------------------------------------------------------------- pages
 
     def _lacks_room(self, sequence: int, count: int) -> bool:
-        """Whether `count` more tokens of a sequence need a page, or a page of its own."""
+        """Whether `count` more tokens of a sequence need a new page, or a copy of a shared one."""
         held, used = self._held[sequence], self._tokens[sequence]
         return used + count > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
 
@@ -181,5 +181,5 @@ class PagedKVCache(KVCache):
         for b in range(self.batch) if sequences is None else sequences:
             self._table[b] = -1
             self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32, device="cpu")
-        table = self._table.pin_memory() if self.page_table.is_cuda else self._table  # a copy, made without waiting for the device
+        table = self._table.pin_memory() if self.page_table.is_cuda else self._table  # pinned, so that the copy is asynchronous
         self.page_table.copy_(table, non_blocking=True)

@@ -101,7 +101,7 @@ def test_ways_are_judged_before_and_after_they_are_timed() -> None:
     assert (found["overlapping"].alone, found["overlapping"].chained) == (None, found["overlapping"].seconds)
     assert set(paired) == {True, False}
     assert found["wrong"].refused.startswith("small int4 wrong: wrong: max abs error")
-    assert "wrong when timed, as timed: max abs error" in found["wrong when timed"].refused
+    assert "wrong when timed, as it was timed: max abs error" in found["wrong when timed"].refused
     assert found["breaks"].refused == "small int4 breaks: not here"
 
 

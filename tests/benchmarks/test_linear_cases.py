@@ -390,7 +390,7 @@ def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytes
     three, one = quick(pattern="nf4").run([qkv_cases.FusedJob(SHAPE, "auto", (1,))])
     assert three.seconds
     assert one.seconds is None
-    assert "one launch chained, as it was timed: relative L2 error" in one.refused
+    assert "one launch alone, as it was timed: relative L2 error" in one.refused
     assert not one.bars[0].met
 
 

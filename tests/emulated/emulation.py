@@ -12,6 +12,7 @@ from gpu_cases import Call, poisoned
 
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
+from halfbyte.ops._linear_call import LinearCall
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -73,11 +74,11 @@ def multiply(
 ) -> list[torch.Tensor]:
     """x times each weight in one launch of a tuned kernel."""
 
-    def plan(facts: Any, rows: int, width: int, half: str, *_: Any) -> LinearPlan:
-        found = tuned_linear(facts, m=rows, width=width, dtype=half, num_sms=num_sms, capability=(9, 0), use_pdl=True)
+    def plan(facts: Any, m: int, width: int, dtype: str, *_: Any) -> LinearPlan:
+        found = tuned_linear(facts, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=(9, 0), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found
 
-    with mock.patch.object(_linear_on_gpu, "_gluon", plan), machine(order, backwards, change):
-        return _linear_on_gpu.run(x, weights, biases, "gluon", False, compiled=True)
+    with mock.patch.object(_linear_on_gpu, "_plan", plan), machine(order, backwards, change):
+        return _linear_on_gpu.run(LinearCall(x, weights, biases, "gluon"), compiled=True)

@@ -11,12 +11,13 @@ from gpu_cases import same_bits
 from gpu_place import PLACE
 from test_gpu_graphs import needs_gpu
 from test_gpu_linear import MARKED, Call, Case, build, drawn, normal
-from test_gpu_relaunch import moved, watch
+from test_gpu_relaunch import moved
 
 import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.nn import FusedProjections, QuantLinear
-from halfbyte.ops import _linear_on_gpu, _relaunch_linear
+from halfbyte.ops import _launch_cache
+from relaunching import watch_launches
 
 CASES = [*MARKED, *(replace(case, act_order=False) for case in drawn(PLACE.size(40, 6), seed=5))]
 TUNED = Case(("int4_g64",), (PLACE.size(2000, 40),), 4, PLACE.size(4096, 256), bias=True)
@@ -24,13 +25,13 @@ TUNED = Case(("int4_g64",), (PLACE.size(2000, 40),), 4, PLACE.size(4096, 256), b
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    return watch(_relaunch_linear, monkeypatch)
+    return watch_launches(monkeypatch).results
 
 
 def anew(call: Call, impl: str) -> tuple[torch.Tensor, ...]:
     """The call as if it were the first one."""
-    _relaunch_linear._known.clear()
-    _linear_on_gpu._compiled.clear()
+    _launch_cache._launches.clear()
+    _launch_cache._compiled.clear()
     return call.run(impl)
 
 
@@ -74,8 +75,8 @@ def test_a_layer_and_fused_projections_are_launched_again(again: list[Any]) -> N
     with torch.no_grad():
         for seed in range(3):
             x = normal(2, 3, 1024, seed=seed).bfloat16()
-            q, taps = fused(x), fused.taps
-            k, v = taps[0](x), taps[1](x)
+            q, slots = fused(x), fused.slots
+            k, v = slots[0](x), slots[1](x)
             for got, w in zip((q, k, v), weights, strict=True):
                 Call(x.flatten(0, 1), [w], [None]).check((got.flatten(0, 1),))
     assert len(again) == 2

@@ -7,9 +7,9 @@ import torch
 from gpu_cases import poisoned, same_bits
 from gpu_place import PLACE
 from test_gpu_graphs import Captured, needs_gpu
-from test_gpu_linear import judge
 
 import halfbyte as hb
+from accuracy import check_product
 from halfbyte.device import describe
 from halfbyte.measure.caches import Promise, held_by
 from halfbyte.ops import _linear_on_gpu, by_plan
@@ -47,7 +47,7 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
         with poisoned():
             once = _linear_on_gpu.run_plan(x, weights, plan)
         for out, weight in zip(once, weights, strict=True):
-            judge(out, x, weight, None)
+            check_product(out, x, weight)
         graph = Captured(lambda plan=plan: _linear_on_gpu.run_plan(x, weights, plan))  # type: ignore[misc]
         for _ in range(3):
             assert all(same_bits(a, b) for a, b in zip(graph.replay(), once, strict=True)), choice

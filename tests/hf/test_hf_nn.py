@@ -122,17 +122,17 @@ def test_shards_of_different_formats():
     layers = [QuantLinear.from_linear(nn.Linear(64, n, bias=n > 8), f) for n, f in ((16, "nvfp4"), (8, "nf4"), (24, "int8_col"))]
     x = torch.randn(2, 64)
     fused = FusedProjections(*layers)
-    outs = [fused(x), fused.taps[0](x), fused.taps[1](x)]
+    outs = [fused(x), fused.slots[0](x), fused.slots[1](x)]
     for out, layer in zip(outs, layers, strict=True):
         assert torch.equal(out, layer(x))
     with pytest.raises(HalfbyteError, match="before the one that computes it"):
-        fused.taps[0](x)
-    assert isinstance(fused.taps[0], FusedSlot)
+        fused.slots[0](x)
+    assert isinstance(fused.slots[0], FusedSlot)
     for layer in layers:  # each with an act-order of its own
         layer.register_parameter("weight_perm", nn.Parameter(torch.randperm(64).int(), requires_grad=False))
     apart, fused = [layer(x) for layer in layers], FusedProjections(*layers)
     assert not torch.equal(apart[0], outs[0])
-    for out, expected in zip([fused(x), fused.taps[0](x), fused.taps[1](x)], apart, strict=True):
+    for out, expected in zip([fused(x), fused.slots[0](x), fused.slots[1](x)], apart, strict=True):
         assert torch.equal(out, expected)
     with pytest.raises(InvalidArgument, match="in features"):
         FusedProjections(layers[0], QuantLinear.from_linear(nn.Linear(128, 8), "nf4"), layers[2])
@@ -145,16 +145,16 @@ def three() -> FusedProjections:
 
 def test_fused_projections_of_two_threads_do_not_mix():
     fused, mine, theirs = three(), torch.randn(2, 64), torch.randn(2, 64)
-    expected = [(fused(x), fused.taps[0](x), fused.taps[1](x)) for x in (mine, theirs)]
+    expected = [(fused(x), fused.slots[0](x), fused.slots[1](x)) for x in (mine, theirs)]
 
     def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return fused(x), fused.taps[0](x), fused.taps[1](x)
+        return fused(x), fused.slots[0](x), fused.slots[1](x)
 
     fused(mine)
     with ThreadPoolExecutor(1) as other:  # between this thread's q and its k
         assert all(map(torch.equal, other.submit(whole, theirs).result(), expected[1]))
-    assert torch.equal(fused.taps[0](mine), expected[0][1])
-    assert torch.equal(fused.taps[1](mine.view(2, 64)), expected[0][2])
+    assert torch.equal(fused.slots[0](mine), expected[0][1])
+    assert torch.equal(fused.slots[1](mine.view(2, 64)), expected[0][2])
 
 
 def test_fused_projections_of_different_inputs_are_refused():
@@ -162,7 +162,7 @@ def test_fused_projections_of_different_inputs_are_refused():
     fused, x = three(), torch.randn(2, 64)
     fused(x)
     with pytest.raises(HalfbyteError, match="another input"):
-        fused.taps[0](torch.randn(2, 64))
+        fused.slots[0](torch.randn(2, 64))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -172,7 +172,7 @@ def test_compiled_projections_of_different_inputs_are_refused(backend):
     fused, x = three(), torch.randn(2, 64)
 
     def project(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return fused(x), fused.taps[0](other), fused.taps[1](other)
+        return fused(x), fused.slots[0](other), fused.slots[1](other)
 
     expected, compiled = project(x, x), torch.compile(project, backend=backend)
     assert all(map(torch.equal, compiled(x, x), expected))
@@ -187,28 +187,28 @@ def test_one_of_fused_projections_is_compiled_without_the_others(compiled):
     """Where a graph breaks between them and one is left to eager, or one module is compiled by itself."""
     torch._dynamo.reset()
     fused, x = three(), torch.randn(2, 64)
-    expected = (fused(x), fused.taps[0](x), fused.taps[1](x))
-    [fused, *fused.taps][compiled].compile(backend="eager")
+    expected = (fused(x), fused.slots[0](x), fused.slots[1](x))
+    [fused, *fused.slots][compiled].compile(backend="eager")
     for _ in range(2):
-        assert all(map(torch.equal, (fused(x), fused.taps[0](x), fused.taps[1](x)), expected))
+        assert all(map(torch.equal, (fused(x), fused.slots[0](x), fused.slots[1](x)), expected))
     fused(x)
     again = pickle.loads(pickle.dumps(fused))
     with pytest.raises(HalfbyteError, match="before the one that computes it"):
-        again.taps[0](x)
+        again.slots[0](x)
 
 
 def test_compiled_layers_know_their_parameters_by_name():
     """One that is taken off and put back, as tools that share out or wrap parameters do, is the last of them."""
     torch._dynamo.reset()
     layer, fused, x = QuantLinear.from_linear(nn.Linear(64, 16), "int4_g32"), three(), torch.randn(2, 64)
-    expected = (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x))
-    for each in (layer, fused, *fused.taps):
+    expected = (layer(x), fused(x), fused.slots[0](x), fused.slots[1](x))
+    for each in (layer, fused, *fused.slots):
         for name in ("weight_codes", "bias", "weight_scales"):
             part = getattr(each, name)
             delattr(each, name)
             each.register_parameter(name, part)
         each.register_parameter("another", nn.Parameter(torch.ones(1), requires_grad=False))
-    compiled = torch.compile(lambda x: (layer(x), fused(x), fused.taps[0](x), fused.taps[1](x)), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda x: (layer(x), fused(x), fused.slots[0](x), fused.slots[1](x)), backend="eager", fullgraph=True)
     assert all(map(torch.equal, compiled(x), expected))
 
 
@@ -243,8 +243,8 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
     assert torch.equal(layer(x), expected)
     assert layer._weight is None  # else it would hold what was brought for the call
     fused = three()
-    for tap in fused.taps:
-        Offload(tap)
+    for slot in fused.slots:
+        Offload(slot)
     with pytest.raises(HalfbyteError, match="unfuse"):
         fused(x)
     model = hf.quantize(build("llama"), weights="nf4")

@@ -18,7 +18,7 @@ from halfbyte.device import describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.measure import precompile, tune
-from halfbyte.measure import session as session_module
+from halfbyte.measure import trials as session_module
 from halfbyte.measure.decode import DecodeShape
 from halfbyte.measure.records import Environment, Record
 from halfbyte.measure.session import Options, Session

@@ -12,11 +12,10 @@ CACHE = "cache.py"
 DECODE_PLAN = "plans/decode_attention.py"
 PAGING = "paging.py"
 DECODE_OP = "ops/decode_attention.py"
-LINEAR_OP = "ops/linear.py"
+LINEAR_CALL, LINEAR_ON_GPU = "ops/_linear_call.py", "ops/_linear_on_gpu.py"
 LAUNCH_CACHE = "ops/_launch_cache.py"
 DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
-RELAUNCH_LINEAR = "ops/_relaunch_linear.py"
 RELAUNCH_APPEND = "ops/_relaunch_append.py"
 
 caches = tests_of("test_cache.py")
@@ -162,15 +161,15 @@ STATE = [
     ),
     Mutant(
         "the bias of another shard",
-        LINEAR_OP,
-        "_call_projections",
+        LINEAR_CALL,
+        "flattened",
         Rewrite("list(_b)", "[*_b[:-1], None]"),
         ops("test_qkv_projection_is_three_products"),
     ),
     Mutant(
         "the parts of the first weight for all",
-        LINEAR_OP,
-        "_weights",
+        LINEAR_CALL,
+        "unflattened",
         Rewrite("_p[_e - _c : _e]", "_p[:_c]"),
         ops("test_qkv_projection_is_three_products"),
     ),
@@ -226,22 +225,22 @@ STATE = [
     ),
     Mutant(
         "formats of products by name",
-        RELAUNCH_LINEAR,
-        "request",
+        LAUNCH_CACHE,
+        "signature",
         Rewrite("[*_b, *map(id, _f)]", "[*_b, *(f.name for f in _f)]"),
         multiply_again("test_every_fact_makes_another_call"),
     ),
     Mutant(
         "a product remembered that was converted",
-        RELAUNCH_LINEAR,
-        "remember",
-        Rewrite("_x.data_ptr() == _r.addresses[0]", "True"),
+        LINEAR_ON_GPU,
+        "_run_plan",
+        Rewrite("_s.covers(_u)", "True"),
         multiply_again("test_what_was_converted_on_the_way_is_not_remembered"),
     ),
     Mutant(
         "act-order remembered",
-        RELAUNCH_LINEAR,
-        "request",
+        LINEAR_CALL,
+        "LinearCall.signature",
         Rewrite("_w.perm is not None", "False"),
         multiply_again("test_what_is_never_like_another"),
     ),

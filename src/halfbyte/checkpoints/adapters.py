@@ -1,12 +1,14 @@
-"""Which adapter reads a folder: by the `quantization_config` of its config.json, or by a file beside it.
+"""A model folder opened: its tensors described, and the adapter that reads them.
 
-Beside it are hf_quant_config.json of modelopt, and quantize_config.json of early GPTQ files.
+Which adapter says the `quantization_config` of config.json, or a file next to it: hf_quant_config.json of modelopt,
+quantize_config.json of early GPTQ files.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.layer import Adapter
+from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
 from halfbyte.errors import CheckpointError, Unsupported
 
 #: `quant_method` -> adapter.
@@ -28,6 +31,31 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "quark": Quark,
     "mxfp4": GptOss,
 }
+
+
+#: The `quant_method` of folders that halfbyte wrote, which need no adapter.
+OWN = "halfbyte"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a model folder, checked and not loaded.
+
+    quantized  whether they say that weights are quantised
+    adapter    what reads the quantised layers; None for 16-bit weights and for halfbyte's own
+    """
+
+    folder: Path
+    infos: dict[str, TensorInfo]
+    quantized: bool
+    adapter: Adapter | None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the configuration and every header. Raises `CheckpointError` for damage, `Unsupported` for what no adapter reads."""
+    config = read_quantization(folder)
+    adapter = None if config is None or config["quant_method"] == OWN else make_adapter(config)
+    return Checkpoint(folder, read_folder(folder), config is not None, adapter)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
@@ -57,7 +85,7 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_beside(folder: Path) -> dict[str, Any] | None:
-    """What lies beside a config.json that says nothing of quantisation."""
+    """The quantisation described by a file next to a config.json that does not mention it."""
     for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
         found = _read_json(folder / name)
         if method == "modelopt" and isinstance(found, dict):

@@ -23,6 +23,7 @@ FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 class Awq(Adapter):
     """4 bits with zero points."""
 
+    docs = (("`awq`", "4 bits with zero points, layout `gemm`", "`int4_*`"),)
     marker = "qweight"
     parts = ("qweight", "qzeros", "scales")
 

@@ -44,6 +44,13 @@ class _State:
 class BitsAndBytes(Adapter):
     """4 bits; codes and nested scales are kept as they are where the stored tables are those of our formats."""
 
+    docs = (
+        (
+            "`bitsandbytes`",
+            "NF4 and FP4, plain or nested, blocks of 64 and multiples, any `bnb_4bit_quant_storage`",
+            "`nf4`, `nf4_dq`, `fp4_bnb`",
+        ),
+    )
     marker = "weight.absmax"
     parts = (
         *("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),

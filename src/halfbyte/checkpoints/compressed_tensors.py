@@ -23,8 +23,17 @@ FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mi
 
 
 class CompressedTensors(Adapter):
-    """The packed formats. Scales of activations and caches are left out: products are of 16-bit activations here."""
+    """The packed formats. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
+    docs = (
+        (
+            "`compressed-tensors`",
+            "`pack-quantized`: 4 bits with and without zero points, 8 bits without, act-order",
+            "`int4_*`, `int4_sym_*`, `int8_*`",
+        ),
+        ("", "`nvfp4-pack-quantized`: the divisor of a tensor is stored as its reciprocal, which is rounded to fp32", "`nvfp4`"),
+        ("", "`mxfp4-pack-quantized`", "`mxfp4`"),
+    )
     marker = "weight_packed"
     parts = (
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),

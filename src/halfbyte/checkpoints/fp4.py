@@ -1,4 +1,4 @@
-"""The FP4 families with block scales, whoever wrote them: MXFP4 and NVFP4. All keep the even k in the low nibble, as we do.
+"""FP4 with block scales, MXFP4 and NVFP4, of any writer. All store the even k in the low nibble, as we do.
 
 MXFP4   codes uint8 [N, K/2], scales uint8 (E8M0) [N, K/32]                      compressed-tensors, quark
 NVFP4   codes uint8 [N, K/2], scales E4M3 [N, K/16], one fp32 number a tensor    modelopt: a factor; compressed-tensors: a divisor
@@ -52,8 +52,9 @@ def _even_blocks(layer: StoredLayer, part: str, block: int) -> tuple[int, int]:
 
 
 class ModelOpt(Adapter):
-    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: products are of 16-bit activations here."""
+    """NVIDIA's modelopt, NVFP4. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
+    docs = (("`modelopt`", "NVFP4, from config.json or hf_quant_config.json", "`nvfp4`"),)
     marker = "weight_scale_2"
     parts = ("weight", "weight_scale", "weight_scale_2")
     unused = ("input_scale", "k_scale", "v_scale")
@@ -71,6 +72,7 @@ class ModelOpt(Adapter):
 class Quark(Adapter):
     """AMD's quark, MXFP4."""
 
+    docs = (("`quark`", "MXFP4", "`mxfp4`"),)
     marker = "weight_scale"
     parts = ("weight", "weight_scale")
     unused = ("input_scale",)
@@ -88,6 +90,15 @@ class Quark(Adapter):
 
 class GptOss(Quark):
     """OpenAI's gpt-oss: stacks of experts in MXFP4, which transformers holds in 16 bits; all else is bf16 in the files."""
+
+    docs = (
+        (
+            "`mxfp4`",
+            "gpt-oss. Its experts are no linear layers: they are expanded to the model's 16-bit type, exactly, and take 4 times "
+            "the memory",
+            "16 bits",
+        ),
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Nothing in this configuration changes the layout."""

@@ -24,6 +24,13 @@ from halfbyte.tensors import QuantTensor
 class Gptq(Adapter):
     """4 bits, and symmetric 8 bits; any order of the columns."""
 
+    docs = (
+        (
+            "`gptq`, or quantize_config.json",
+            "4 bits with and without zero points, 8 bits without; v1 and v2; act-order; a bias",
+            "`int4_*`, `int4_sym_*`, `int8_*`",
+        ),
+    )
     marker = "qweight"
     parts = ("qweight", "qzeros", "scales", "g_idx")
 

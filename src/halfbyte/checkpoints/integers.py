@@ -1,4 +1,4 @@
-"""Integer codes with group scales, whichever checkpoint they are of, to a QuantTensor: for GPTQ, AWQ and compressed-tensors.
+"""Integer codes with group scales to a QuantTensor: for GPTQ, AWQ and compressed-tensors.
 
 Nothing is rounded. Scales that fp16 holds exactly are stored in fp16, others in fp32. A group that no format has, such as 256, is
 stored as the largest there is that divides it, with its scale repeated.

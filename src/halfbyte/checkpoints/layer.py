@@ -1,4 +1,4 @@
-"""What an adapter reads: the tensors of one linear layer in the files, checked before they are believed; and what it answers to."""
+"""`StoredLayer`, the tensors of one linear layer, checked before they are read; `Adapter`, which makes a QuantTensor of them."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ class StoredLayer:
 
 
 class Adapter(ABC):
-    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it believes or refuses.
+    """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it checks.
 
     Which layers are quantised is what the files say: those with the tensor `marker`. The lists of modules in configurations are
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
+    #: Rows of the table in docs/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
+    docs: ClassVar[tuple[tuple[str, str, str], ...]]
     #: Names below a layer: a tensor that only a quantised layer has; those of its weight; those that are not needed anywhere.
     marker: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:
     """Run a command. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
-    # OpenMP threads spin long while they wait, unless told otherwise before torch is loaded. On two cores with anything else
+    # OpenMP threads spin long while they wait, unless set otherwise before torch is loaded. On two cores with anything else
     # running that made the demo up to fifty times slower; a short spin costs nothing (MEASURED.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number, and the command goes on

@@ -104,7 +104,7 @@ def explain(
         ),
     ] = "",
     weights: Annotated[str, typer.Option(help="With --linear: the weight's format, or one for each of several.")] = "int4_g128",
-    rows: Annotated[int, typer.Option(help="With --linear: rows of x, one a token.")] = 1,
+    rows: Annotated[int, typer.Option(help="With --linear: batch size M, one row a token.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,

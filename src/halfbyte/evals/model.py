@@ -42,7 +42,7 @@ def write(
     """Continue `prompt` by `tokens` tokens, piece by piece, with a cache of the setting's formats and the weights as they are.
 
     temperature 0 takes the likeliest token. Stops at the model's end-of-text token. A piece is held back until its bytes are whole
-    characters. What cannot be done raises here, before the first piece is asked for.
+    characters. What cannot be done raises here, before the first piece is made.
     """
     from halfbyte.hf.cache import PackedCache
 
@@ -69,7 +69,7 @@ def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
 def _pieces(
     model: Any, tokenizer: Tokenizer, ids: list[int], cache: Any, tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """The pieces of text, each made when it is asked for."""
+    """The pieces of text, made on demand."""
     ends = model.generation_config.eos_token_id
     stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
     generator = torch.Generator(device=model.device).manual_seed(seed)

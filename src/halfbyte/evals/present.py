@@ -65,7 +65,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
     from halfbyte.measure.charts import lines, scatter
 
     base, others = results[0], results[1:]
-    report.table(HEADERS, [row(r) for r in results], "Every run beside the 16-bit one")
+    report.table(HEADERS, [row(r) for r in results], "Every run compared with the 16-bit one")
     caches = [r for r in others if _kind(r) == "KV cache"]
     if caches:
         shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]

@@ -1,4 +1,4 @@
-"""Perplexity and divergence of quantised runs, each beside the 16-bit run of the same model.
+"""Perplexity and divergence of quantised runs, each compared with the 16-bit run of the same model.
 
 Text is fed in chunks, so that all older keys and values are read from the packed cache. With p the next-token distribution of the
 16-bit run and q the other's: perplexity is exp(mean -log q(next)), KL divergence sum p log(p / q) in nats for every token, top-1
@@ -91,7 +91,7 @@ def evaluate(
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     check(
         bool(settings) and settings[0] == Setting(),
-        "settings must begin with the 16-bit run, Setting(), which the others are set beside",
+        "settings must begin with the 16-bit run, Setting(), which the others are compared with",
     )
     models = {weights: with_weights(model, weights) for weights in dict.fromkeys(s.weights for s in settings)}
     tallies = [_Tally(s) for s in settings]

@@ -28,7 +28,7 @@ NAME = "halfbyte"
 #: Queries that are answered in one pass over the packed cache.
 DECODE_QUERIES = 16
 
-#: The key offset that a packed cache reports to mask functions. A real offset is never negative, so it tells a packed cache apart.
+#: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
 PACKED = -1
 
 #: Keyword arguments that models pass along and that do not change what attention computes.
@@ -42,7 +42,7 @@ _HARMLESS = frozenset(
 
 
 class PackedLayerLike(Protocol):
-    """What attention reads of a packed layer: its cache, and the same in pieces, for compiled code."""
+    """What attention reads of a `PackedLayer`: its cache, and the flat form of it for compiled code."""
 
     kv: KVCache | None
     parts: Stored
@@ -51,9 +51,9 @@ class PackedLayerLike(Protocol):
 
 
 class Handle:
-    """What a packed layer's `update()` returns in place of keys or values. Only attention may open it.
+    """What a packed layer's `update()` returns in place of keys or values. Only attention can read it.
 
-    The refusing properties are named one by one: with a `__getattr__`, Dynamo does not come back (InternalTorchDynamoError).
+    The attributes that raise are listed one by one: Dynamo fails on a `__getattr__` (InternalTorchDynamoError).
     """
 
     __slots__ = ("layer", "new", "which")
@@ -259,8 +259,8 @@ def mask(
 def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch.Tensor) -> torch.Tensor | None:
     """Left padding as int32 [B, 1, 1, 1]: how many tokens at the front of each sequence are padding; None when there are none.
 
-    The pattern is checked on the CPU always, on a GPU only for chunks: a check waits for the device, and a decode step comes after
-    a prefill that was checked.
+    The pattern is always checked on a CPU, on a GPU only for chunks: the check synchronises, and a decode step follows a prefill
+    that was checked.
     """
     padding = ~attention_mask.bool()
     starts = padding.sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
@@ -280,6 +280,6 @@ def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch
 
 
 def register() -> None:
-    """Make the name known to transformers. Importing halfbyte.hf does it."""
+    """Register the attention and mask functions with transformers. Importing halfbyte.hf does it."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)

@@ -1,4 +1,4 @@
-"""PackedCache: a transformers `Cache` whose layers keep keys and values packed, for attention to read as they are."""
+"""PackedCache: a transformers `Cache` whose layers store quantised keys and values, which attention reads directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
         self.is_compileable = True
         self.kv: KVCache | None = None
-        #: The tensors of `kv`, and what else compiled code has to know of it: looked at by itself, each costs one check a call.
+        #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: Stored = ()
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
@@ -75,7 +75,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self._hold(self.kv.grown(self.capacity))
 
     def _hold(self, kv: KVCache) -> None:
-        """Take `kv` as this layer's memory. Addresses are declared fixed, without which CUDA graphs are not possible."""
+        """Use `kv` as this layer's memory. Its addresses are marked static, which CUDA graphs require."""
         self.kv, self.parts, self.is_initialized = kv, stored(kv.keys, kv.values, kv.lengths), True
         if not torch.compiler.is_compiling():
             for buffer in kv.tensors():
@@ -145,9 +145,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _records_graphs(model_or_config: Any) -> bool:
-    """Whether generate() may record a step of this model in a CUDA graph: nothing of it may be torch code in place of a kernel.
+    """Whether generate() may capture a decode step of this model in a CUDA graph: only if every op runs as a kernel.
 
-    In 16 bits attention and quantised linear layers have kernels.
+    In 16 bits, attention and quantised linear layers do.
     """
     if not isinstance(model_or_config, torch.nn.Module) or default_impl() not in ("auto", *GPU_LEVELS):
         return False  # a configuration does not say what the model has been cast to
@@ -197,7 +197,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Append to one layer. A forward that stopped half-way (NaN in a layer, say) must be undone before the next one."""
+        """Append to one layer. A forward that failed half-way (NaN in a layer, say) must be undone before the next one."""
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         check(
@@ -221,11 +221,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""
         held = [layer.kv.lengths for layer in self.layers if layer.kv is not None]
-        alike = all(torch.equal(lengths.to(held[0].device), held[0]) for lengths in held)  # layers may lie on several GPUs
+        alike = all(torch.equal(lengths.to(held[0].device), held[0]) for lengths in held)  # layers may be on several GPUs
         return len(held) in (0, len(self.layers)) and alike
 
     def restore(self) -> None:
-        """Forget the tokens of a forward that stopped half-way: every layer is cropped to what all of them hold."""
+        """Undo a forward that failed half-way: every layer is cropped to the tokens that all of them hold."""
         if any(layer.kv is None for layer in self.layers):
             self.reset()
         else:
@@ -238,7 +238,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a sequence; what is held stays as it is. `generate()` does it by itself where it must.
 
-        Layer by layer the codes are copied to new memory. Compiled steps are recorded again. A smaller capacity changes nothing.
+        Copies the codes to new memory, layer by layer; compiled steps are captured again. A smaller capacity changes nothing.
         """
         _check_capacity(capacity)
         self.capacity = max(self.capacity, _whole_buckets(capacity))
@@ -267,7 +267,7 @@ def _whole_buckets(capacity: int) -> int:
 
 
 def check_attention(model_or_config: Any) -> None:
-    """A model that was given must use the halfbyte attention: any other meets handles it cannot open."""
+    """Raise for a model whose attention is not halfbyte's: it could not read the handles of a packed cache."""
     from halfbyte.hf.attention import NAME
 
     current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)

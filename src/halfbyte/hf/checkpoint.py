@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from halfbyte.checkpoints.adapters import make_adapter, read_quantization
-from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo, read_folder
+from halfbyte.checkpoints.adapters import open_checkpoint
+from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantize_model import quantize
-from halfbyte.hf.quantizer import METHOD
 from halfbyte.hf.weights import of_adapters
 
 #: What a parameter that is not quantised may be stored in.
@@ -33,7 +32,7 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     """Write a model, quantised or not, as safetensors with its configuration; `load` gives the same bits again.
 
     tokenizer: a folder or Hub id whose tokenizer is saved along.
-    All or nothing: written beside the folder and renamed at the end. A folder that exists is refused.
+    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused.
     """
     target = Path(folder)
     is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")
@@ -107,17 +106,15 @@ def load(
             f"{folder}: it holds an adapter (adapter_config.json); pass the folder of its base model, or of the model that the "
             f"adapter was merged into (merge_and_unload of PEFT)"
         )
-    quantization = read_quantization(folder)
-    external = None if quantization is None or quantization["quant_method"] == METHOD else make_adapter(quantization)
-    infos = read_folder(folder)
-    if quantization is not None and weights is not None:
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.quantized and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
-    empty = _build_empty(folder, infos)
-    checkpoint = None if external is None else ExternalCheckpoint(folder, empty, external, infos)
-    _check_tensors(folder, empty, infos if checkpoint is None else checkpoint.plain)
+    empty = _build_empty(folder, checkpoint.infos)
+    external = None if checkpoint.adapter is None else ExternalCheckpoint(checkpoint, checkpoint.adapter, empty)
+    _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
     try:
-        if checkpoint is not None:
-            model, found = checkpoint.load(dtype)
+        if external is not None:
+            model, found = external.load(dtype)
         else:
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,

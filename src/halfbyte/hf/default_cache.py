@@ -1,4 +1,4 @@
-"""A packed cache as what `generate()` makes by itself.
+"""A packed cache as the default of `generate()`.
 
 transformers has no public way: `cache_implementation` is a closed list. So `_prepare_cache_for_generation` of GenerationMixin is
 overridden, on one model instance; the documented way, which needs no override, is to pass `past_key_values=PackedCache(...)`.
@@ -46,7 +46,7 @@ class DefaultCache:
     ) -> Any:
         """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none.
 
-        One that comes along (a conversation that goes on) grows where the longest answer would not fit.
+        A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
             generation_config, mode
@@ -56,7 +56,7 @@ class DefaultCache:
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
-            # It drafts a few tokens a call, in a cache that it keeps from the first call on: how long that gets is not known here.
+            # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
             model_kwargs["past_key_values"] = self.settings.make(self.model, longest)

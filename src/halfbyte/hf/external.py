@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries quantised, onto a transformers model, with nothing but torch.
+"""Loading checkpoints of other libraries into a transformers model, with torch alone.
 
 transformers would ask for the library that wrote them, so it never sees their `quantization_config`: the layers are converted first
 (`halfbyte.checkpoints`), and the model is built from the converted tensors as if halfbyte had saved them.
@@ -6,15 +6,15 @@ transformers would ask for the library that wrote them, so it never sees their `
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from halfbyte.checkpoints.adapters import Checkpoint
 from halfbyte.checkpoints.layer import Adapter, StoredLayer
-from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
+from halfbyte.checkpoints.safetensors_files import read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantizer import HalfbyteConfig
@@ -24,28 +24,27 @@ from halfbyte.hf.weights import linear_size, warn_about_experts
 class ExternalCheckpoint:
     """The quantised layers of a folder by the names that the model has for them, and the tensors that are plain."""
 
-    def __init__(self, folder: Path, model: nn.Module, adapter: Adapter, infos: dict[str, TensorInfo]) -> None:
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: nn.Module) -> None:
         """`model` is the empty (meta) model of the folder's configuration. Reads nothing but what zero biases hold."""
-        self.folder, self.model, self.adapter, self.infos = folder, model, adapter, infos
+        self.folder, self.infos, self.adapter, self.model = checkpoint.folder, checkpoint.infos, adapter, model
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.layers = {self._layer_name(name): name for name in adapter.layers(infos)}
-        self.stacks = adapter.stacks(infos)
+        self.layers = dict(map(self._match, adapter.layers(self.infos)))
+        self.stacks = adapter.stacks(self.infos)
         if not self.layers and not self.stacks:
-            raise CheckpointError(f"{folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
-        self._check_layers()
-        used = set[str]().union(*(adapter.consumed(name) for name in self.layers.values()))
+            raise CheckpointError(f"{self.folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
+        self._check_ties()
+        used = set[str]().union(*(adapter.consumed(layer.name) for layer in self.layers.values()))
         used |= {f"{stack}_{part}" for stack in self.stacks for part in ("blocks", "scales")}
-        used |= {name for name in infos if name.rpartition(".")[2] in adapter.unused}
+        used |= {name for name in self.infos if name.rpartition(".")[2] in adapter.unused}
         #: The tensors that transformers loads as they are.
-        self.plain = {name: info for name, info in infos.items() if name not in used and not self._is_spare(name)}
+        self.plain = {name: info for name, info in self.infos.items() if name not in used and not self._is_spare(name)}
 
     def load(self, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
         """(the model, what transformers says about missing and unexpected tensors)."""
         state = {name: read_tensor(info) for name, info in self.plain.items()}
         formats, act_order = {}, []
-        for name, stored in self.layers.items():
-            out_features, in_features = self._size(name)
-            weight = self.adapter.convert(StoredLayer(stored, out_features, in_features, self.infos))
+        for name, layer in self.layers.items():
+            weight = self.adapter.convert(layer)
             formats[name] = weight.format.name
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
@@ -79,26 +78,27 @@ class ExternalCheckpoint:
         prefixed = f"{getattr(self.model, 'base_model_prefix', '')}.{stored}"
         return prefixed if stored not in self._modules and prefixed in self._modules else stored
 
-    def _check_layers(self) -> None:
+    def _match(self, stored: str) -> tuple[str, StoredLayer]:
+        """A quantised layer of the files, with the size that the model gives it, under the model's name."""
+        name = self._layer_name(stored)
+        size = None if name not in self._modules else linear_size(self._modules[name])
+        if size is None:
+            raise Unsupported(
+                f"{stored}.{self.adapter.marker}: {type(self.model).__name__} has no linear layer {name!r} for it "
+                f"(experts that transformers keeps in one parameter are not read)"
+            )
+        if 0 in size:
+            raise CheckpointError(f"{stored}: config.json gives it {size[0]} out and {size[1]} in features")
+        return name, StoredLayer(stored, *size, self.infos)
+
+    def _check_ties(self) -> None:
+        """A quantised weight must not be tied to another parameter, which would be left without its values."""
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
-        for name, stored in self.layers.items():
-            size = None if name not in self._modules else linear_size(self._modules[name])
-            if size is None:
-                raise Unsupported(
-                    f"{stored}.{self.adapter.marker}: {type(self.model).__name__} has no linear layer {name!r} for it "
-                    f"(experts that transformers keeps in one parameter are not read)"
-                )
-            if 0 in size:
-                raise CheckpointError(f"{stored}: config.json gives it {size[0]} out and {size[1]} in features")
+        for name, layer in self.layers.items():
             if len(tied := owners[id(self._modules[name].weight)]) > 1:
-                raise CheckpointError(f"{stored}.{self.adapter.marker} is quantised, but config.json ties {' to '.join(tied)}")
-
-    def _size(self, name: str) -> tuple[int, int]:
-        size = linear_size(self._modules[name])
-        assert size is not None
-        return size
+                raise CheckpointError(f"{layer.name}.{self.adapter.marker} is quantised, but config.json ties {' to '.join(tied)}")
 
     def _is_spare(self, tensor: str) -> bool:
         """A bias of zeros where the model has none: some writers of GPTQ files give every layer one."""
@@ -107,7 +107,7 @@ class ExternalCheckpoint:
         if name not in self.layers or self._modules[name].bias is not None:
             return False
         info = self.infos[tensor]
-        return info.shape == (self._size(name)[0],) and not bool(read_tensor(info).any())
+        return info.shape == (self.layers[name].out_features,) and not bool(read_tensor(info).any())
 
     def _plain_type(self) -> torch.dtype:
         """What the embeddings and norms are stored in."""

@@ -1,4 +1,4 @@
-"""Advice before it is too late: a large key bias ruins 4-bit keys.
+"""A warning about large key biases, which ruin 4-bit keys.
 
 A key is W x + b. When b is large, every key of a head is b plus a little, and a 4-bit code with one scale a token spends its 16
 levels on b: Qwen2 and Qwen2.5 fall apart (their first and last layers have key biases with norms of 600 to 900, against 22
@@ -32,7 +32,7 @@ class KeyBias:
 
     norm    the bias, over all heads
     ratio   the rounding step that the bias alone forces on 4-bit codes, over the spread of the keys without it, in the worst head.
-            Above 1 the codes tell the keys of different tokens apart no more
+            Above 1, keys of different tokens get the same codes
     """
 
     layer: int
@@ -87,7 +87,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def encoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the encoder, where there is one beside the decoder."""
+    """The blocks of the encoder, of an encoder-decoder model; else empty."""
     config: Any = getattr(model, "config", None)
     find: Any = getattr(model, "get_encoder", None)
     if not getattr(config, "is_encoder_decoder", False) or find is None:

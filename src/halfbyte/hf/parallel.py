@@ -1,12 +1,12 @@
-"""Tensor parallelism in transformers: which tensor of a quantised layer is cut along which axis, and what cannot be cut.
+"""Tensor parallelism in transformers: how each tensor of a quantised layer is sharded, and what cannot be.
 
     column-parallel (q, k, v, gate, up)   a rank has some out features: codes, scales and offsets are cut along N;
-                                          perm and tensor_scale belong to every rank
+                                          perm and tensor_scale are replicated
     row-parallel (o, down)                a rank has some in features: codes, scales and offsets are cut along K, between groups;
-                                          the scales of whole rows, and tensor_scale, belong to every rank
+                                          scales per out channel, and tensor_scale, are replicated
 
-A row-parallel layer in act-order is refused: a rank has the activations of neighbouring columns, but its stored columns would come
-from all over. So are nested scales, whose blocks run across rows.
+Refused: a row-parallel layer in act-order, whose stored columns need activations of every rank, and nested
+scales, whose blocks span rows.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from halfbyte.checkpoints.adapters import OWN
 from halfbyte.checkpoints.safetensors_files import check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
@@ -20,11 +21,10 @@ from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
 
-METHOD = "halfbyte"
 FORMAT_VERSION = 1
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(OWN)
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of config.json: the weight format of every quantised module, by name, and which are in act-order."""
 
@@ -32,11 +32,11 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         modules: dict[str, str] | None = None,
         version: int = FORMAT_VERSION,
-        quant_method: str = METHOD,
+        quant_method: str = OWN,
         act_order: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        self.quant_method, self.version = METHOD, version
+        self.quant_method, self.version = OWN, version
         self.modules: dict[str, str] = {} if modules is None else modules
         self.act_order = act_order
         self.check()
@@ -58,11 +58,11 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise CheckpointError("quantization_config has an act_order that is no list of names of its modules")
 
     def to_dict(self) -> dict[str, Any]:
-        made = {"quant_method": METHOD, "version": self.version, "modules": dict(self.modules)}
+        made = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
         return {**made, "act_order": list(self.act_order)} if self.act_order else made
 
 
-@register_quantizer(METHOD)
+@register_quantizer(OWN)
 class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds QuantLinear modules for the checkpoint to load into. Only for checkpoints that `save` wrote."""
 
@@ -131,7 +131,7 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     config = HalfbyteConfig(modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None])
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
-    model.is_quantized, model.quantization_method = True, METHOD
+    model.is_quantized, model.quantization_method = True, OWN
     _keep_names(model)
 
 

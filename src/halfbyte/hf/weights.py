@@ -1,4 +1,4 @@
-"""Putting quantised linear layers into a model: which modules, whether they fit, and the exchange itself."""
+"""Replacing the linear layers of a model: which modules, whether the format fits, and the replacement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
 
 
 def of_adapters(model: nn.Module) -> set[int]:
-    """The modules that an adapter (LoRA of PEFT, say) puts beside the layer it wraps, which it calls its `base_layer`."""
+    """The modules that an adapter (LoRA of PEFT, say) adds to the layer it wraps, its `base_layer`."""
     wrappers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]
     return {id(m) for w in wrappers for m in w.modules()} - {id(m) for w in wrappers for m in w.base_layer.modules()}
 

@@ -19,12 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.formats import WEIGHT_FORMATS, Format
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.common.codes import e4m3_bits
+from halfbyte.formats import Format
 from halfbyte.kernels.common.encode import as_dtype
+from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
 from halfbyte.reference.dequantize import dynamic_map
-from halfbyte.tensors import QuantTensor, expected_parts
+from halfbyte.tensors import QuantTensor
 
 #: The interpreter rounds to bf16 by cutting off, which integers do better.
 INTERPRETED = triton.knobs.runtime.interpret
@@ -87,11 +86,9 @@ def _scales(at, seen, w: Weight):
     if w.NESTED:
         scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.NESTED, mask=seen, other=0) + tl.load(w.mean)
     elif w.SCALE == "e8m0":
-        b = stored.to(tl.int32)
-        bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))  # 2^-127 is a subnormal; 255 is NaN
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = from_e8m0(stored)
     elif w.SCALE == "e4m3":
-        scale = e4m3_bits(stored.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256
+        scale = from_e4m3(stored)
         if w.tensor_scale is not None:
             scale *= tl.load(w.tensor_scale)
     else:
@@ -201,28 +198,3 @@ def _shares(rows: Sequence[int], first: int, count: int) -> list[tuple[int, int]
         shares.append((start, min(max(first + count - above, 0), n) - start))
         above += n
     return shares
-
-
-# ------------------------------------------------------------------------------------------------------- what is shipped
-
-
-def configurations() -> list[Configuration]:
-    """Every format alone, and three weights in one launch; the dtypes in turn."""
-    names = list(WEIGHT_FORMATS)
-    alone = [_configuration((name,), (torch.bfloat16, torch.float16)[i % 2]) for i, name in enumerate(names)]
-    groups = [(name,) * 3 for name in ("nf4", "mxfp4", "nvfp4")] + [("int4_g128", "nf4_dq", "int8_col"), ("int4_sym_g32", "nvfp4")]
-    ordered = _configuration(("int4_g128",), torch.float16, act_order=True)
-    return [c for found in [*alone, *(_configuration(group, torch.bfloat16) for group in groups), ordered] for c in found]
-
-
-def _configuration(formats: Sequence[str], dtype: torch.dtype, act_order: bool = False) -> list[Configuration]:
-    shape = (1024, 4096)
-    weights = [_without_memory(WEIGHT_FORMATS[name], shape, act_order) for name in formats]
-    out = empty(len(weights) * shape[0], shape[1], dtype=dtype)
-    name = f"{'+'.join(formats)}-{str(dtype).removeprefix('torch.')}{'-act-order' * act_order}"
-    return recorded(name, lambda: launch(weights, out, 0))
-
-
-def _without_memory(fmt: Format, shape: tuple[int, int], act_order: bool) -> QuantTensor:
-    parts = expected_parts(fmt, shape, act_order=act_order)
-    return QuantTensor(fmt, shape, **{name: empty(*s, dtype=d) for name, (s, d) in parts.items()})

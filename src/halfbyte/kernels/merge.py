@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.common.codes import rounded
-from halfbyte.kernels.decode.kv_args import INTERPRETED
+from halfbyte.kernels.common.codes import INTERPRETED, rounded
 
 #: Numbers that a program holds of each part.
 _TILE = 2048

@@ -7,7 +7,7 @@ wrote gives a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -219,7 +219,7 @@ class Promise:
         self._picks = torch.tensor(picks, device=q.device)
         self._base, self._ref = torch.cat([base for base, _ in pairs]), torch.cat([ref for _, ref in pairs])
 
-    def judge(self, outs: Sequence[torch.Tensor]) -> Accuracy:
+    def judge(self, outs: Iterable[torch.Tensor]) -> Accuracy:
         """The worst of several results [B, Hq, 1, D] of the same case."""
         return attention_accuracy(torch.stack([out[self._picks] for out in outs]), self._base, self._ref)
 

@@ -23,7 +23,7 @@ from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.session import Session
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import LinearProblem, decode_plan, linear_plan, table_of
 from halfbyte.plans.tuning_space import Plan
 
@@ -90,14 +90,12 @@ def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capabilit
 
 
 def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
-    from halfbyte.kernels.aot.linear_sample import sample_configurations
-    from halfbyte.kernels.linear import mma, wgmma
+    from halfbyte.kernels.aot.linear import plan_configurations
 
-    launch = mma.launch if isinstance(plan.spec, LinearSpec) else wgmma.launch
     (name, *_), features = zip(*problem.weights, strict=True)
     options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
     given = (name, problem.rows, features, problem.width, options)
-    yield from sample_configurations(*given, plan=lambda *_, **__: plan, launch=launch, capability=capability)
+    yield from plan_configurations(*given, plan, capability)
 
 
 def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:

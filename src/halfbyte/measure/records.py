@@ -138,19 +138,15 @@ class Record:
         return made
 
 
+def with_accuracy(record: Record, accuracy: Accuracy) -> Record:
+    """The record with the error."""
+    return replace(record, error=accuracy.error, error_allowed=accuracy.allowed, error_kind=accuracy.kind)
+
+
 def with_timing(record: Record, timing: Timing, accuracy: Accuracy) -> Record:
     """The record with the time that is judged and the error."""
-    return replace(
-        record,
-        seconds=timing.median,
-        p10=timing.p10,
-        p90=timing.p90,
-        repeats=timing.repeats,
-        method=timing.method,
-        error=accuracy.error,
-        error_allowed=accuracy.allowed,
-        error_kind=accuracy.kind,
-    )
+    times = {"seconds": timing.median, "p10": timing.p10, "p90": timing.p90, "repeats": timing.repeats, "method": timing.method}
+    return replace(with_accuracy(record, accuracy), **times)  # type: ignore[arg-type]
 
 
 #: What a field may hold, by its annotation; one that is not here is what `from_json` has made.

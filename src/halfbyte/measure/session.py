@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from halfbyte.device import Device, describe
-from halfbyte.errors import HalfbyteError, InvalidArgument
+from halfbyte.errors import InvalidArgument
 from halfbyte.measure import cupti, records
 from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.progress import Named, Steps, job_name
-from halfbyte.measure.records import Record
+from halfbyte.measure.records import Record, with_accuracy, with_timing
 from halfbyte.measure.roofline import Roofline
 from halfbyte.measure.tables import is_noisy
 from halfbyte.measure.timing import (
     GRAPHS,
     QUICK,
     Effort,
-    Timing,
     Work,
     check_threads,
     fixed_threads,
     is_cold,
-    make_sampler,
     rotation_copies,
-    sample_in_turn,
-    summary,
 )
+from halfbyte.measure.trials import Outcome, Trial, one_by_one, reason, run_trials
+
+__all__ = ["Candidate", "Case", "Job", "Options", "Session", "reason"]
 
 
 @dataclass(frozen=True)
@@ -227,48 +227,33 @@ class Session:
         """The records of one case: those that keep their accuracy promise, before and after, are timed in turn; the others say why
         not."""
         wanted = [c for c in case.candidates() if self.wants(case.name, c.formats, c.implementation)]
-        judged = [(c, *self._judge(c, (fn() for fn in c.fns))) for c in wanted]
-        accepted = {str(i): c for i, (c, _, refused) in enumerate(judged) if not refused}
-        with torch.no_grad(), fixed_threads(self.threads):
-            samplers = {i: make_sampler(i, Work(c.fns), self.device, self.effort) for i, c in accepted.items()}
-            samples = sample_in_turn(samplers, self.effort) if samplers else {}
-            for i, c in accepted.items():
-                judged[int(i)] = (c, *self._judge(c, cast(Iterable[torch.Tensor], samplers[i].run()), ", as it was timed"))
-        right = {str(i): Work(c.fns) for i, (c, _, refused) in enumerate(judged) if not refused}
-        times = {i: summary(samples[i], samplers[i].method) for i in right}
-        kernels = self.kernel_seconds(right)
-        found = [self._record(case, c, acc, refused, times.get(str(i))) for i, (c, acc, refused) in enumerate(judged)]
+        trials = {
+            str(i): Trial(f"{c.implementation} {c.formats}", Work(c.fns), one_by_one(c.accuracy)) for i, c in enumerate(wanted)
+        }
+        outcomes = self.time(trials)
+        kernels = self.kernel_seconds({i: trials[i].work for i, outcome in outcomes.items() if outcome.timing})
+        found = [self._record(case, c, outcomes[str(i)]) for i, c in enumerate(wanted)]
         return [replace(r, kernel_seconds=kernels.get(str(i))) for i, r in enumerate(found)]
 
-    def _judge(self, candidate: Candidate, results: Iterable[torch.Tensor], when: str = "") -> tuple[Accuracy | None, str]:
-        """(accuracy, why it is refused): the result on every buffer of the rotation must pass, since every buffer is timed."""
-        accuracy = None
-        try:
-            with torch.no_grad():
-                for result in results:
-                    accuracy = candidate.accuracy(result)
-                    accuracy.require(f"{candidate.implementation} {candidate.formats}{when}")
-        except Exception as error:
-            return accuracy, reason(error)
-        return accuracy, ""
+    def time(self, trials: Mapping[str, Trial]) -> dict[str, Outcome]:
+        """What comes of trials that are sampled in turn."""
+        with fixed_threads(self.threads):
+            return run_trials(trials, self.device, self.effort)
 
-    def _record(self, case: Case, who: Candidate, accuracy: Accuracy | None, refused: str, timing: Timing | None) -> Record:
-        common = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refused)
-        values: dict[str, object] = {}
-        if accuracy:
-            values |= {"error": accuracy.error, "error_allowed": accuracy.allowed, "error_kind": accuracy.kind}
-        if timing:
-            cold = is_cold(len(who.fns), who.nbytes, self.device.cache_bytes)
-            method = timing.method + ("" if cold else ", partly from cache")
-            rate, roof = who.nbytes / timing.median / 1e9, self.roofline.read(who.nbytes)
-            values |= {"seconds": timing.median, "p10": timing.p10, "p90": timing.p90, "repeats": timing.repeats}
-            values |= {
-                "method": method,
-                "gb_per_s": rate,
-                "roof_gb_per_s": roof.gb_per_s,
-                "roof_share": rate / roof.gb_per_s,
-            }
-        return Record(**{**vars(common), **values})
+    def _record(self, case: Case, who: Candidate, outcome: Outcome) -> Record:
+        refused, timing = outcome.refused, outcome.timing
+        blank = Record(case.op, case.shape, who.formats, who.implementation, who.nbytes, self.environment, refused=refused)
+        record = with_accuracy(blank, outcome.accuracy) if outcome.accuracy else blank
+        if not timing or not outcome.accuracy:
+            return record
+        cold = is_cold(len(who.fns), who.nbytes, self.device.cache_bytes)
+        timing = replace(timing, method=timing.method + ("" if cold else ", partly from cache"))
+        return self.against_roofline(with_timing(record, timing, outcome.accuracy))
+
+    def against_roofline(self, record: Record) -> Record:
+        """A timed record with its rate, and with that of reading as many bytes."""
+        rate, roof = record.nbytes / (record.seconds or math.inf) / 1e9, self.roofline.read(record.nbytes).gb_per_s
+        return replace(record, gb_per_s=rate, roof_gb_per_s=roof, roof_share=rate / roof)
 
     def keep(self, record: Record) -> None:
         """Remember a record, and write it where the options say."""
@@ -333,9 +318,3 @@ def _wide_when_piped(console: Console) -> Iterator[None]:
         console.width = 200
     yield
     console.width = before
-
-
-def reason(error: Exception) -> str:
-    """What an error says in one line; its type too, unless it is one of ours."""
-    text = str(error).strip() or "no message"
-    return text if isinstance(error, HalfbyteError) else f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -20,7 +20,7 @@ def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
         head = (describe_shape(r.shape) or r.case, r.formats, r.implementation)
         error = "" if r.error is None else f"{r.error:.2g}"
         if r.seconds is None or r.p10 is None or r.p90 is None:
-            rows.append((*head, "refused", "", "", "", "", error))
+            rows.append((*head, "refused" if r.refused else "", "", "", "", "", error))
             continue
         baseline = fastest_16_bit(measured, r)
         ratio = "" if baseline is None else f"{r.seconds / baseline:.2f}x"

@@ -110,3 +110,18 @@ def store(s: Signature, launch: Callable[..., Any]) -> None:
 def layout(t: torch.Tensor) -> Layout:
     """Shape and strides, to make another like it."""
     return tuple(t.shape), t.stride()
+
+
+#: Compiled kernels by everything that the JIT specialises on: looking one up there takes longer than a short kernel.
+_compiled: dict[Key, Any] = {}
+
+
+def with_compiled(key: Key, launch: Callable[[Any], Any]) -> Any:
+    """launch(what it returned for this key before, None the first time), which bypasses the JIT where no signature is found."""
+    found = _compiled.get(key)
+    made = launch(found)
+    if found is None:
+        if len(_compiled) >= _CAPACITY:
+            _compiled.clear()
+        _compiled[key] = made
+    return made

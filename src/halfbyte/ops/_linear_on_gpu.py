@@ -3,82 +3,189 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfbyte.device import describe
+from halfbyte.device import gpu
 from halfbyte.errors import Unsupported, warn_once
 from halfbyte.formats import Format
-from halfbyte.ops._relaunch_linear import Request, remember
-from halfbyte.ops._workspace import counters, floats
+from halfbyte.ops._launch_cache import Signature, layout, store, with_compiled
+from halfbyte.ops._linear_call import KINDS, LinearCall
+from halfbyte.ops._workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.toolchain import EQUAL_PARTS
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
 
-#: What the JIT made of a call, by everything that it is specialised on: asking it again takes longer than the kernel.
-_compiled: dict[tuple[object, ...], object] = {}
-_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def run(
-    x: torch.Tensor,
-    weights: Sequence[QuantTensor],
-    biases: Sequence[torch.Tensor | None],
-    level: str,
-    row_invariant: bool,
-    compiled: bool = False,
-    request: Request | None = None,
-) -> list[torch.Tensor]:
-    """[..., N] in x's dtype for each weight, by the level asked for, in one launch (for very many rows: by parts of the weights).
+def run(call: LinearCall, signature: Signature | None = None, compiled: bool = False) -> list[torch.Tensor]:
+    """[..., N] in x's dtype for each weight by the level `call.impl`: in one launch, or for very large M by slabs of the weights.
 
-    `compiled`: called from compiled code, behind whose back nothing may be kept. `request`: what to remember this call as.
+    signature: what to store the launch by. compiled: called from compiled code, which must not see memory that is kept.
     """
-    if x.dtype not in _HALVES:
+    x, weights, biases, level, row_invariant = call
+    if x.dtype not in _DTYPES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
-    outs = [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
+    outs = call.new_outs()
     if not x.numel():  # nothing to add up
         for out, bias in zip(outs, biases, strict=True):
             out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     elif any(out.numel() for out in outs):
+        call = call._replace(x=x.reshape(-1, x.shape[-1]))
         with torch.cuda.device_of(x):
-            rows = x.reshape(-1, x.shape[-1])
-            plan = _tuned_plan(rows, weights, level, row_invariant)
+            plan = _plan_of(call)
             if isinstance(plan, LinearPlan):
-                _launch_gluon(rows, weights, biases, outs, plan, compiled, request)
-            elif level == "auto" and not row_invariant and expands(rows.shape[0], weights):
-                _by_slabs(rows, weights, biases, outs)
+                _run_plan(call, plan, outs, signature, compiled)
+            elif level == "auto" and not row_invariant and expands(call.x.shape[0], weights):
+                _by_slabs(call, outs)
             elif level == "gluon":
                 raise Unsupported(
                     f"impl='gluon' cannot run this product: {plan}; use impl='auto', which takes the portable kernel here"
                 )
             else:
-                _launch_triton(rows, weights, biases, outs, row_invariant, compiled)
+                _run_portable(call, outs, compiled)
     return outs
 
 
-def expands(rows: int, weights: Sequence[QuantTensor]) -> bool:
-    """Whether a product of so many rows, which no tuned kernel takes, is computed from dequantised parts of the weights.
+# ------------------------------------------------------------------------------------------------------------------- plans
+
+
+def _plan_of(call: LinearCall) -> LinearPlan | str:
+    """How a tuned kernel runs a call; in words, why none does."""
+    x, weights, _, level, row_invariant = call
+    if level == "triton":
+        return "asked for the portable kernel"
+    if row_invariant:
+        return "row_invariant: the tuned kernel cuts the work by the number of rows"
+    if any(w.perm is not None for w in weights) and len(weights) > 1:
+        return "weights of one launch that each store their columns in an order of their own"
+    if not all(_whole_pieces(t) for w in weights for t in (w.codes, w.scales, w.offsets)):
+        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
+    shapes = tuple((w.format, w.shape[0]) for w in weights)
+    return _plan(shapes, x.shape[0], x.shape[1], _DTYPES[x.dtype], x.device.index, pair_launches())
+
+
+def _whole_pieces(t: torch.Tensor | None) -> bool:
+    return t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(weights: tuple[tuple[Format, int], ...], m: int, width: int, dtype: str, device: int, use_pdl: bool) -> LinearPlan | str:
+    """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
+    name, num_sms, capability = gpu(device)
+    problem: dict[str, Any] = {"m": m, "width": width, "dtype": dtype, "use_pdl": use_pdl}
+    table = table_of(name, num_sms)
+    plan = linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
+    if plan == EQUAL_PARTS:
+        warn_once(EQUAL_PARTS)
+    return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(weights: tuple[tuple[Format, int], ...], m: int, width: int, device: int, row_invariant: bool) -> LinearTiles:
+    """The tiles of the portable kernel on GPU number `device` (-1: the interpreter)."""
+    _, num_sms, capability = gpu(device)
+    return linear_tiles(weights, m=m, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
+
+
+def expands(m: int, weights: Sequence[QuantTensor]) -> bool:
+    """Whether a GEMM of so large an M, which no tuned kernel takes, is computed from dequantised slabs of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
-    return expanded([w.format for w in weights], rows, weights[0].shape[1]) and not torch.are_deterministic_algorithms_enabled()
+    return expanded([w.format for w in weights], m, weights[0].shape[1]) and not torch.are_deterministic_algorithms_enabled()
 
 
-def _by_slabs(
-    x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
+# ---------------------------------------------------------------------------------------------------------- tuned kernels
+
+
+def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
+    """x [M, K] times weights without act-order, by a plan that is given: what `halfbyte tune` times."""
+    call = LinearCall(x, weights, [None] * len(weights))
+    outs = call.new_outs()
+    with torch.cuda.device_of(x):
+        _run_plan(call, plan, outs)
+    return outs
+
+
+def _run_plan(
+    call: LinearCall, plan: LinearPlan, outs: Sequence[torch.Tensor], signature: Signature | None = None, compiled: bool = False
 ) -> None:
-    """For very many rows: some rows of a weight at a time are dequantised, and multiplied by cuBLAS."""
+    """x [M, K] times weights, by a tuned kernel into `outs`."""
+    from halfbyte.kernels.linear import kernel_of
+    from halfbyte.kernels.linear.ring import weights_of
+
+    x, perm = call.x, call.weights[0].perm
+    if perm is not None:
+        x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
+    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    weights, kernel = weights_of(call.weights, _alike(call.biases, outs), outs), kernel_of(plan)
+    partials, semaphores = floats(x.device, plan.floats, compiled), counters(x.device, plan.counters, compiled)
+    if compiled:
+        kernel.launch(x, weights, plan, partials, semaphores)
+        return
+    facts = tuple((t.dtype, t.data_ptr() % 16) for t in (*weights.biases, *weights.factors) if t is not None)
+    key = (plan, x.device, x.shape[1], weights.features, facts)
+    made = with_compiled(key, functools.partial(kernel.launch, x, weights, plan, partials, semaphores))
+    used = (x, *weights.codes, *weights.scales, *weights.zeros, *weights.biases, *weights.factors)
+    if signature is not None and signature.covers(used):
+        store(signature, _replay(kernel.relauncher(made, x, weights.features, plan), plan, outs))
+
+
+def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Biases of one type: none, or all; zeros where one is missing, in fp32 where types differ."""
+    types = {b.dtype for b in biases if b is not None}
+    if not types:
+        return list(biases)
+    dtype = types.pop() if len(types) == 1 else torch.float32
+    made = [o.new_zeros(o.shape[-1], dtype=dtype) if b is None else b for b, o in zip(biases, outs, strict=True)]
+    return [b.to(dtype).contiguous() for b in made]
+
+
+def _replay(
+    relaunch: Callable[..., None], plan: LinearPlan, like: Sequence[torch.Tensor]
+) -> Callable[[Signature], list[torch.Tensor] | None]:
+    """What launches a call of the same signature: the kernel, its workspace, and results `like` these."""
+    layouts, n, plan_floats, plan_counters = tuple(map(layout, like)), len(like), plan.floats, plan.counters
+
+    def replay(s: Signature) -> list[torch.Tensor] | None:
+        x, addresses = s.tensors[0], s.addresses
+        workspace = shared(x.device, plan_floats, plan_counters)
+        if workspace is None:
+            return None
+        stream, partials, semaphores = workspace
+        outs = [x.new_empty_strided(*of) for of in layouts]
+        made, p, c = tuple([out.data_ptr() for out in outs]), partials.data_ptr(), semaphores.data_ptr()
+        low = p | c
+        for address in made:
+            low |= address
+        if low % 16:
+            return None  # no allocator of torch does that, and the kernel may have been compiled for it
+        weights = [addresses[first : first + n] for first in range(1, 1 + KINDS * n, n)]
+        relaunch(stream, x, (*weights, made), p, c)
+        return outs
+
+    return replay
+
+
+# ------------------------------------------------------------------------------------------------------- slabs, and Triton
+
+
+def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
+    """For very large M: some rows of a weight at a time are dequantised, and multiplied by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
-    width = x.shape[1]
+    x, width = call.x, call.x.shape[1]
     step = slab_rows(width)
-    for weight, bias, out in zip(weights, biases, outs, strict=True):
+    for weight, bias, out in zip(call.weights, call.biases, outs, strict=True):
         w = QuantTensor(weight.format, weight.shape, **{name: part.contiguous() for name, part in weight.parts().items()})
         y = out.view(x.shape[0], w.shape[0])
         buffer = x.new_empty(min(step, w.shape[0]), width)
@@ -92,108 +199,22 @@ def _by_slabs(
                 torch.addmm(bias[first : first + slab.shape[0]].to(x.dtype), x, slab.mT, out=here)
 
 
-def _tuned_plan(x: torch.Tensor, weights: Sequence[QuantTensor], level: str, row_invariant: bool) -> LinearPlan | str:
-    """How the tuned kernel runs a call; in words, why it does not."""
-    if level == "triton":
-        return "asked for the portable kernel"
-    if row_invariant:
-        return "row_invariant: the tuned kernel cuts the work by the number of rows"
-    if any(w.perm is not None for w in weights) and len(weights) > 1:
-        return "weights of one launch that each store their columns in an order of their own"
-    if not all(_whole_pieces(t) for w in weights for t in (w.codes, w.scales, w.offsets)):
-        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
-    facts = tuple((w.format, w.shape[0]) for w in weights)
-    return _gluon(facts, x.shape[0], x.shape[1], _HALVES[x.dtype], x.device.index, pair_launches())
+def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool) -> None:
+    from halfbyte.kernels.linear.portable import launch
 
-
-def _whole_pieces(t: torch.Tensor | None) -> bool:
-    return t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _gluon(weights: tuple[tuple[Format, int], ...], rows: int, width: int, half: str, device: int, pair: bool) -> LinearPlan | str:
-    """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
-    facts = describe(f"cuda:{device}")
-    num_sms, capability = facts.sm_count or 1, facts.capability or (0, 0)
-    table = table_of(facts.name, num_sms)
-    problem: dict[str, Any] = {"m": rows, "width": width, "dtype": half, "use_pdl": pair}
-    plan = linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
-    if plan == EQUAL_PARTS:
-        warn_once(EQUAL_PARTS)
-    return plan
-
-
-def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
-    """x [M, K] times weights without act-order, by a plan that is given: what `halfbyte tune` times."""
-    outs = [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
-    with torch.cuda.device_of(x):
-        _launch_gluon(x, weights, [None] * len(weights), outs, plan, False)
-    return outs
-
-
-def _launch_gluon(
-    x: torch.Tensor,
-    weights: Sequence[QuantTensor],
-    biases: Sequence[torch.Tensor | None],
-    outs: Sequence[torch.Tensor],
-    plan: LinearPlan,
-    own: bool,
-    request: Request | None = None,
-) -> None:
-    from halfbyte.kernels.linear import mma, wgmma
-
-    perm = weights[0].perm
-    if perm is not None:
-        x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
-    elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
-        x = x.clone(memory_format=torch.contiguous_format)
-    biases = _alike(biases, outs)
-    part = floats(x.device, plan.floats, own)
-    count = counters(x.device, plan.counters, own)
-    small = [t for w, b in zip(weights, biases, strict=True) for t in (b, w.tensor_scale) if t is not None]
-    seen = tuple((t.dtype, t.data_ptr() % 16) for t in small)
-    key = (plan, x.device, x.shape[1], tuple(w.shape[0] for w in weights), seen)
-    kernel: Any = mma if isinstance(plan.spec, LinearSpec) else wgmma
-    known = None if own else _compiled.get(key)
-    compiled = kernel.launch(x, weights, biases, outs, plan.spec, plan.programs, part, count, known)
-    if not own:
-        _compiled[key] = compiled
-    if request is not None:
-        again = functools.partial(kernel.again, compiled, x, weights, plan.spec, plan.programs)
-        remember(request, x, biases, outs, plan, again)
-
-
-def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Biases of one type: none, or all; zeros where one is missing, in fp32 where types differ."""
-    types = {b.dtype for b in biases if b is not None}
-    if not types:
-        return list(biases)
-    dtype = types.pop() if len(types) == 1 else torch.float32
-    made = [o.new_zeros(o.shape[-1], dtype=dtype) if b is None else b for b, o in zip(biases, outs, strict=True)]
-    return [b.to(dtype).contiguous() for b in made]
-
-
-def _launch_triton(
-    x: torch.Tensor,
-    weights: Sequence[QuantTensor],
-    biases: Sequence[torch.Tensor | None],
-    outs: Sequence[torch.Tensor],
-    row_invariant: bool,
-    own: bool,
-) -> None:
-    from halfbyte.kernels.linear.portable import launch, tile_count, workspace_floats
-
-    features = [w.shape[0] for w in weights]
-    facts = tuple((w.format, w.shape[0]) for w in weights)
-    tiles = _tiles(facts, x.shape[0], x.shape[1], -1 if x.device.type == "cpu" else x.device.index, row_invariant)
-    part = count = None
+    (m, width), device = call.x.shape, call.x.device
+    features = [w.shape[0] for w in call.weights]
+    shapes = tuple((w.format, w.shape[0]) for w in call.weights)
+    tiles = _tiles(shapes, m, width, -1 if device.type == "cpu" else device.index, call.row_invariant)
+    partials = semaphores = None
     if tiles.splits > 1:
-        part = floats(x.device, workspace_floats(features, x.shape[0], tiles), own)
-        count = counters(x.device, tile_count(features, x.shape[0], tiles), own)
-    biases = [None if b is None else b.contiguous() for b in biases]
-    gather = tiles.block_m <= GATHERED_ROWS
-    xs, weights = zip(*((x, w) if gather else _in_stored_order(x, w) for w in map(_dense_vectors, weights)), strict=True)
-    launch(xs, weights, biases, outs, tiles, part, count)
+        partials = floats(device, tiles.floats(features, m), compiled)
+        semaphores = counters(device, tiles.count(features, m), compiled)
+    biases = [None if b is None else b.contiguous() for b in call.biases]
+    gathered = tiles.block_m <= GATHERED_ROWS
+    dense = map(_dense_vectors, call.weights)
+    xs, weights = zip(*((call.x, w) if gathered else _in_stored_order(call.x, w) for w in dense), strict=True)
+    launch(xs, weights, biases, outs, tiles, partials, semaphores)
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:
@@ -204,14 +225,6 @@ def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, Qua
     if w.perm is not None:
         return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
     return (x if x.stride(1) == 1 else x.contiguous()), w
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles(weights: tuple[tuple[Format, int], ...], rows: int, width: int, device: int, row_invariant: bool) -> LinearTiles:
-    """The plan on GPU number `device` (-1: the interpreter)."""
-    facts = None if device < 0 else describe(f"cuda:{device}")
-    capability, num_sms = (facts.capability or (8, 0), facts.sm_count or 1) if facts else ((8, 0), 8)
-    return linear_tiles(weights, m=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
 
 
 def _dense_vectors(w: QuantTensor) -> QuantTensor:

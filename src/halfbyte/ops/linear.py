@@ -1,87 +1,57 @@
-"""`linear`, `qkv_projection`, `projections`: products with quantised weights, of which at most parts are ever dequantised."""
+"""`linear`, `qkv_projection`, `projections`: GEMMs with quantised weights, of which at most slabs are ever dequantised."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from halfbyte.arguments import check_tensor
 from halfbyte.cpu import linear as cpu
 from halfbyte.errors import InvalidArgument, check, warn_once
-from halfbyte.formats import weight_format
 from halfbyte.ops import _linear_on_gpu as gpu
-from halfbyte.ops import _relaunch_linear as relaunch
+from halfbyte.ops._launch_cache import replay
 from halfbyte.ops._library import can_bypass_dispatcher, define, level
+from halfbyte.ops._linear_call import LinearCall, flattened, unflattened
 from halfbyte.reference import linear as reference
-from halfbyte.tensors import QuantTensor, weight_of
+from halfbyte.tensors import QuantTensor
 
 _Level = Callable[[torch.Tensor, QuantTensor, torch.Tensor | None], torch.Tensor]
 _LEVELS: dict[str, _Level] = {"cpu": cpu.linear, "reference": reference.linear}
+#: Of weights and biases, for messages.
+_NAMES = ("the first ", "the second ", "the third ")
 
 
-def _flat(weight: QuantTensor) -> list[torch.Tensor]:
-    return list(weight.parts().values())
-
-
-def _run_linear(
-    x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, level: str, row_invariant: bool = False
-) -> torch.Tensor:
-    return _run(x, [weight_of(weight_format(fmt), parts)], [bias], level, row_invariant)[0]
-
-
-def _run(
-    x: torch.Tensor, weights: list[QuantTensor], biases: Sequence[torch.Tensor | None], level: str, row_invariant: bool
-) -> list[torch.Tensor]:
-    """[..., N] for each weight."""
-    if level not in _LEVELS:
-        return gpu.run(x, weights, biases, level, row_invariant, compiled=True)
-    run = _LEVELS[level]
-    if row_invariant and x.numel():
+def _run(*flat: Any) -> list[torch.Tensor]:
+    """[..., N] for each weight. `flat`: arguments of the op `projections`."""
+    call = unflattened(*flat)
+    if call.impl not in _LEVELS:
+        return gpu.run(call, compiled=True)
+    run = _LEVELS[call.impl]
+    if call.row_invariant and call.x.numel():
         run = functools.partial(_row_by_row, run)
-    return [run(x, *each) for each in zip(weights, biases, strict=True)]
+    return [run(call.x, *each) for each in zip(call.weights, call.biases, strict=True)]
 
 
 def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """One by one: torch adds up in another order for another number of rows."""
+    """One row at a time: for another M torch adds up in another order."""
     rows = [run(row, weight, bias) for row in x.reshape(-1, 1, x.shape[-1])]
     return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str, *options: object) -> torch.Tensor:
-    weight = weight_of(weight_format(fmt), parts)
-    _check(x, weight, bias, "weight", "bias")
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _fake(*flat: Any) -> list[torch.Tensor]:
+    call = unflattened(*flat)
+    call.check(_NAMES if len(call.weights) > 1 else ("",))
+    return call.new_outs()
 
 
-def _run_projections(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    counts: list[int],
-    biases: list[torch.Tensor | None],
-    formats: str,
-    level: str,
-    row_invariant: bool = False,
-) -> list[torch.Tensor]:
-    return _run(x, _weights(parts, counts, formats), biases, level, row_invariant)
+def _run_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
+    return _run(x, parts, [len(parts)], [bias], *options)[0]
 
 
-def _fake_projections(
-    x: torch.Tensor, parts: list[torch.Tensor], counts: list[int], biases: list[torch.Tensor | None], formats: str, *options: object
-) -> list[torch.Tensor]:
-    weights = _weights(parts, counts, formats)
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        _check(x, weight, bias, f"weight {i}", f"bias {i}")
-    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-
-
-def _weights(parts: list[torch.Tensor], counts: list[int], formats: str) -> list[QuantTensor]:
-    """Weights from the tensors of all of them, of which each has so many."""
-    ends = list(itertools.accumulate(counts))
-    each = [parts[end - count : end] for count, end in zip(counts, ends, strict=True)]
-    return [weight_of(weight_format(fmt), own) for own, fmt in zip(each, formats.split(","), strict=True)]
+def _fake_linear(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
+    return _fake(x, parts, [len(parts)], [bias], *options)[0]
 
 
 _linear_op = define(
@@ -92,8 +62,8 @@ _linear_op = define(
 _projections_op = define(
     "projections(Tensor x, Tensor[] weights, int[] counts, Tensor?[] biases, str weight_formats, str level, "
     "bool row_invariant=False) -> Tensor[]",
-    _run_projections,
-    _fake_projections,
+    _run,
+    _fake,
 )
 
 
@@ -112,15 +82,17 @@ def linear(
     same bits alone and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row
     after the other. Raises `InvalidArgument` naming the argument at fault.
     """
-    request = _request(x, [weight], [bias], row_invariant, impl)
-    done = None if request is None else relaunch.again(request)
-    if done is not None:
-        return done[0]
-    _check(x, weight, bias, "weight", "bias")
+    call = LinearCall(x, (weight,), (bias,), impl, row_invariant)
+    signature = call.signature() if can_bypass_dispatcher(x, bias) else None
+    if signature is not None:
+        outs: list[torch.Tensor] | None = replay(signature)
+        if outs is not None:
+            return outs[0]
+    call.check(("",))
     chosen = _level("linear", impl, x)
     if chosen not in _LEVELS and can_bypass_dispatcher(x, bias):
-        return gpu.run(x, [weight], [bias], chosen, row_invariant, request=request)[0]
-    y: torch.Tensor = _linear_op(x, _flat(weight), bias, weight.format.name, chosen, row_invariant)
+        return gpu.run(call._replace(impl=chosen), signature)[0]
+    y: torch.Tensor = _linear_op(x, list(weight.parts().values()), bias, weight.format.name, chosen, row_invariant)
     return y
 
 
@@ -140,7 +112,9 @@ def qkv_projection(
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
-    q_out, k_out, v_out = projections(x, weights, biases, row_invariant=row_invariant, impl=impl, names=("q ", "k ", "v "))
+    q_out, k_out, v_out = projections(
+        x, weights, biases, row_invariant=row_invariant, impl=impl, names=("the q ", "the k ", "the v ")
+    )
     return q_out, k_out, v_out
 
 
@@ -151,36 +125,25 @@ def projections(
     *,
     row_invariant: bool = False,
     impl: str = "auto",
-    names: Sequence[str] = ("first ", "second ", "third "),
+    names: Sequence[str] = _NAMES,
 ) -> list[torch.Tensor]:
     """`qkv_projection` of one to three weights, such as those of an MLP's gate and up: [..., N] of each. `names`: for messages."""
     if not len(weights) == len(biases) in (1, 2, 3):
         given = f"{len(weights)} weights and {len(biases)} biases"
         raise InvalidArgument(f"{given} were given; pass one to three weights, and a bias or None for each")
-    request = _request(x, weights, biases, row_invariant, impl)
-    done = None if request is None else relaunch.again(request)
-    if done is not None:
-        return done
-    for name, weight, bias in zip(names, weights, biases, strict=False):
-        _check(x, weight, bias, f"the {name}weight", f"the {name}bias")
+    call = LinearCall(x, weights, biases, impl, row_invariant)
+    signature = call.signature() if can_bypass_dispatcher(x, *biases) else None
+    if signature is not None:
+        outs: list[torch.Tensor] | None = replay(signature)
+        if outs is not None:
+            return outs
+    call.check(names)
     chosen = _level("qkv_projection", impl, x)
     if chosen not in _LEVELS and can_bypass_dispatcher(x, *biases):
-        return gpu.run(x, weights, biases, chosen, row_invariant, request=request)
-    parts, formats = [_flat(w) for w in weights], [w.format.name for w in weights]
-    return _call_projections(x, parts, biases, formats, chosen, row_invariant)
-
-
-def _call_projections(
-    x: torch.Tensor,
-    parts: Sequence[list[torch.Tensor]],
-    biases: Sequence[torch.Tensor | None],
-    formats: Sequence[str],
-    level: str,
-    row_invariant: bool,
-) -> list[torch.Tensor]:
-    every, counts = [t for own in parts for t in own], [len(own) for own in parts]
-    outs: list[torch.Tensor] = _projections_op(x, every, counts, list(biases), ",".join(formats), level, row_invariant)
-    return outs
+        return gpu.run(call._replace(impl=chosen), signature)
+    parts, formats = [list(w.parts().values()) for w in weights], [w.format.name for w in weights]
+    made: list[torch.Tensor] = _projections_op(*flattened(x, parts, biases, formats), chosen, row_invariant)
+    return made
 
 
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
@@ -196,7 +159,8 @@ def projections_of_parts(
     x: torch.Tensor, parts: Sequence[list[torch.Tensor]], biases: Sequence[torch.Tensor | None], formats: Sequence[str]
 ) -> list[torch.Tensor]:
     """`projections` as compiled code calls it, see `linear_of_parts`."""
-    return _call_projections(x, parts, biases, formats, _level("qkv_projection", "auto", x), False)
+    outs: list[torch.Tensor] = _projections_op(*flattened(x, parts, biases, formats), _level("qkv_projection", "auto", x), False)
+    return outs
 
 
 def _level(op: str, impl: str, x: torch.Tensor) -> str:
@@ -206,23 +170,3 @@ def _level(op: str, impl: str, x: torch.Tensor) -> str:
         impl = "cpu"
     chosen = level(op, impl, x.device)
     return "auto" if impl == "auto" and chosen == "gluon" else chosen
-
-
-def _request(
-    x: torch.Tensor, weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], row_invariant: bool, impl: str
-) -> relaunch.Request | None:
-    """What to remember a call as; None where it is not to be remembered. Nothing need have been checked."""
-    return relaunch.request(x, weights, biases, row_invariant, impl) if can_bypass_dispatcher(x, *biases) else None
-
-
-def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weight_name: str, bias_name: str) -> None:
-    check(
-        isinstance(weight, QuantTensor), f"{weight_name} is {type(weight).__name__}; expected a QuantTensor from halfbyte.quantize"
-    )
-    check(len(weight.shape) == 2, f"{weight_name} has shape {list(weight.shape)}; expected [N, K]")
-    out_features, in_features = weight.shape
-    weight_format(weight.format, f"the format of {weight_name}")
-    leading = [*map(str, x.shape[:-1])] if isinstance(x, torch.Tensor) else ["..."]
-    check_tensor("x" if weight_name == "weight" else f"x (for {weight_name})", x, (*leading, in_features), device=weight.device)
-    if bias is not None:
-        check_tensor(bias_name, bias, (out_features,), device=x.device)

@@ -113,6 +113,19 @@ class DecodePlan:
         """Semaphores of a workspace: one a work item, two for every `reduce_fanin` programs."""
         return self.work_items + 2 * -(-self.programs // self.spec.reduce_fanin)
 
+    def describe(self) -> dict[str, str]:
+        """The plan in words, in the order in which they are to be read."""
+        spec = self.spec
+        wgmma = isinstance(spec, DecodeWgmmaSpec)
+        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
+        return {
+            "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wgmma,
+            "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
+            "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+            "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
+            "splits": "where shares meet inside a work item; the program that arrives last adds partial results, in their order",
+        }
+
 
 def format_of(name: str) -> Format:
     """A format of keys or values, those that only pass through included."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, DecodeProblem, dense_problem, queries_of_a_block
-from halfbyte.plans.decode_portable import triton_tiles
-from halfbyte.plans.decode_spec import DecodeWgmmaSpec
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, queries_of_a_block
+from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
@@ -56,49 +55,14 @@ def explanation(
     if block:
         count = -(-queries // block)
         facts["blocks"] = (
-            f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is dealt out as a sequence"
+            f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is partitioned as a sequence"
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
     tuned, source = decode_plan(p, sm_count, capability, True, table)
     if isinstance(tuned, DecodePlan):
-        return facts | _tuned(tuned, source)
-    return facts | {"not gluon": tuned} | _portable(p, sm_count, capability)
-
-
-def _tuned(plan: DecodePlan, source: str) -> dict[str, str]:
-    spec = plan.spec
-    wide = isinstance(spec, DecodeWgmmaSpec)
-    divided = f"16 of {spec.padded_rows} query rows" if wide else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
-    return {
-        "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wide,
-        "plan": source,
-        "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
-        "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-        "programs": f"{plan.programs}; each takes an equal share of the true lengths, counted on the device",
-        "splits": "where shares meet inside a unit; the program that arrives last adds the parts up, in their order",
-    }
-
-
-def _portable(p: DecodeProblem, sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
-    tiles = triton_tiles(
-        key_format(p.keys),
-        value_format(p.values),
-        batch=p.batch,
-        heads=p.heads,
-        rows=p.rows,
-        capacity=p.capacity,
-        dim=p.dim,
-        num_sms=sm_count,
-        capability=capability,
-        chunk=1024 if p.deterministic_batch else 0,
-    )
-    share = f"{tiles.chunk} tokens each, whatever the batch" if tiles.chunk else "equal shares of a sequence's true length"
-    return {
-        "kernel": "triton, the portable one",
-        "tile": f"{tiles.block_tokens} tokens by {tiles.block_rows} query rows, {tiles.num_warps} warps, {tiles.num_stages} stages",
-        "programs": f"{p.batch * p.heads * tiles.splits * -(-p.rows // tiles.block_rows)}",
-        "splits": f"{tiles.splits} a unit, {share}; a second kernel adds them up in their order",
-    }
+        kernel, *rest = tuned.describe().items()
+        return facts | dict([kernel, ("plan", source), *rest])
+    return facts | {"not gluon": tuned} | portable_plan(p, sm_count, capability).describe(p)
 
 
 # ------------------------------------------------------------------------------------------------------------ linear layers

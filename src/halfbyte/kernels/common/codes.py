@@ -8,6 +8,9 @@ power of two goes into a scale. Integers are centred, u - 2^(BITS - 1), so that 
 import triton
 import triton.language as tl
 
+#: The interpreter runs on a CPU, where bf16 arithmetic is wrong: it is given fp32 instead, and no instructions of a GPU.
+INTERPRETED = triton.knobs.runtime.interpret
+
 
 @triton.jit
 def unpack(words, KIND: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr):

@@ -18,11 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.common.codes import exponent, power_of_two, unpack
+from halfbyte.kernels.common.codes import INTERPRETED, exponent, power_of_two, unpack
 from halfbyte.kv_buffer import KVBuffer
-
-#: The interpreter runs on a CPU, where bf16 arithmetic is wrong: it is given fp32 instead, and no instructions of a GPU.
-INTERPRETED = triton.knobs.runtime.interpret
 
 #: f_t counts between these powers of two: what an fp16 scale can be, and what fp32 sums leave room for.
 MIN_EXPONENT = tl.constexpr(-40)

@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.common.layouts import lengths_layout, mma_layout
+from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import (
     fetch,
@@ -48,7 +49,7 @@ from halfbyte.kernels.decode.loads import (
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
 from halfbyte.kernels.decode.softmax import accumulate, adjust, empty_state, raw_scores
-from halfbyte.kernels.decode.work_split import next_work_item, partition, program_at, visible_keys, work_item_at
+from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)

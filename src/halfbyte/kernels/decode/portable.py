@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.common.codes import exponent, nearest, power_of_two, rounded
-from halfbyte.kernels.decode.kv_args import INTERPRETED, MAX_EXPONENT, MIN_EXPONENT, TOP, KVArgs, kv_args, place_of, read
+from halfbyte.kernels.common.codes import INTERPRETED, exponent, nearest, power_of_two, rounded
+from halfbyte.kernels.decode.kv_args import MAX_EXPONENT, MIN_EXPONENT, TOP, KVArgs, kv_args, place_of, read
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference.hadamard import block_size

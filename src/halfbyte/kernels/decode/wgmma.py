@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import PLAIN, lengths_layout, sum_layout
+from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
@@ -48,7 +49,7 @@ from halfbyte.kernels.decode.wgmma_operands import (
     sums_layout,
     top_of,
 )
-from halfbyte.kernels.decode.work_split import next_work_item, partition, program_at, visible_keys, work_item_at
+from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
 
 
 @gluon.jit

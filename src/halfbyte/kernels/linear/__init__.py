@@ -1,1 +1,14 @@
 """GEMMs with quantised weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+
+
+def kernel_of(plan: LinearPlan) -> Any:
+    """The module whose `launch` runs a plan."""
+    from halfbyte.kernels.linear import mma, wgmma
+
+    return mma if isinstance(plan.spec, LinearSpec) else wgmma

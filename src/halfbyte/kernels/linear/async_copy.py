@@ -1,16 +1,16 @@
-"""The tuned linear kernel for few rows: how codes, scales, zero points and x of a step come into shared memory.
+"""The linear kernel for small M: how codes, scales, zero points and x of a step come into shared memory.
 
-A stream's warps copy the codes and x that the stream reads, and a part of the scales of all streams (linear/sync.py). They do
-not wait for the block: streams drift apart, and one waits for memory while another computes. A step of a stream:
+A K slice's warps copy the codes and x that the K slice reads, and a part of the scales of all K slices (linear/sync.py). They do
+not wait for the block: K slices drift apart, and one waits for memory while another computes. A step of a K slice:
 
-    wait until its own copies for this step are there; meet the stream's other warps; ask for the step `stages` - 1 further on,
+    wait until its own copies for this step are there; meet the K slice's other warps; ask for the step `stages` - 1 further on,
     whose slot all of them have read by now; wait for the others' copies of this step's scales; compute
 
 The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
 in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).
 
-A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the stream's pieces in the order of shared memory, t its number
-among the T threads of the stream. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
+A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the K slice's pieces in the order of shared memory, t its number
+among the T threads of the K slice. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _code_pieces(S, C):
 
 @gluon.constexpr_function
 def _scale_lanes(S, C, piece):
-    """Lanes of each warp that copy scales (or zero points): all streams' of a row are few pieces."""
+    """Lanes of each warp that copy scales (or zero points): all K slices' of a row are few pieces."""
     return min(32, C.tile * C.columns(S) // piece // C.warps)
 
 
@@ -125,9 +125,9 @@ def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: 
 
 
 @gluon.jit
-def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
-    codes, scales, zeros, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    codes, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     width = K // S.codes_per_word
@@ -207,23 +207,23 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch_x(slot, step, wanted, X, rows, K, x_row, C: gl.constexpr):
+def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
     """Ask for x of one step, if `wanted`."""
     inside: gl.constexpr = gl.constexpr(
         C.x_rows * C.chunk // 8
-    )  # pieces of a stream; where rows are few, two threads copy the same
+    )  # pieces of a K slice; where rows are few, two threads copy the same
     t = thread_of(C) % inside
     w = k_slice_of(C)
     left = gl.where(wanted, K - step * C.step, 0)
     part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
     m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
     k = w * C.chunk + part * 32 + t % 4 * 8
-    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_row + k))
+    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_stride + k))
     into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",
-        [into, at, x_row * 2, rows - m, (left - k) * 2],
+        [into, at, x_stride * 2, M - m, (left - k) * 2],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -1,19 +1,19 @@
-"""Tuned products with quantised weights in Gluon, for few rows of x: the weight is read once, as it is stored.
+"""GEMMs with quantised weights for M up to 16, in Gluon: the weight is read once, as it is stored.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one product. A
-*tile* is `tile` rows of the weight; a *step* of it is a chunk of K for each of `streams` warps (or groups of `across` warps,
-which divide the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes
-and x of a stream by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the product
-exactly: a nibble masked in place is a number already (linear/operands.py); what it has too much (128 + 8, say) is a multiple of the
-sum of x, which a product with ones gives, or with 16 rows of x is taken off; the group's scale multiplies fp32 sums of the group.
-The streams' sums of a tile are added at its end, in the order of the streams: there the whole block meets.
+Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one MMA. A *tile* is
+`tile` rows of the weight; a *step* of it is a chunk of K for each of `k_slices` warps (or groups of `warps_m` warps, which divide
+the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes and x of a K
+slice by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the MMA exactly: a
+masked nibble is a number already (linear/operands.py); what it exceeds its value by (128 + 8, say) is a multiple of the sum of x,
+which an MMA with ones gives, or with 16 rows of x is subtracted; the group's scale multiplies fp32 sums of the group. The K slices'
+sums of a tile are added at its end, in the order of the slices: there the whole block meets.
 
-Work is the tiles of all weights that are computed together. A program computes as many whole tiles as there are for each. All
-share the tiles that are left: their steps, one after the other, are cut into equal parts, and a program begins with its part. With
-as many programs as tiles none are left (data-parallel), with n times as many each tile is cut into n (split-K), with as many as
-the GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; else
+Work is the tiles of all weights that are computed together. Each program computes the same number of whole tiles. All share the
+tiles that are left: their steps, one after the other, are divided into equal parts, and a program begins with its part. With as
+many programs as tiles none are left (data-parallel), with n times as many each tile is split into n (split-K), with as many as the
+GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; otherwise
 partial results go to the workspace, and the program that arrives last adds them up, in the order of the programs.
 """
 
@@ -22,7 +22,7 @@ partial results go to the workspace, and the program that arrives last adds them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,19 +30,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.aot.compiling import Configuration
-from halfbyte.kernels.aot.linear_sample import FEW_ROWS, sample_configurations
 from halfbyte.kernels.common.compat import barrier, launcher, view
-from halfbyte.kernels.decode.work_split import quotient
+from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
-from halfbyte.kernels.linear.multiply import multiply, to_float
+from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
-from halfbyte.kernels.linear.ring import place
+from halfbyte.kernels.linear.ring import Weights, place
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_spec import LinearSpec
-from halfbyte.tensors import QuantTensor
+from halfbyte.plans.linear import shares
+from halfbyte.plans.linear_spec import LinearPlan
 
 
 @gluon.constexpr_function
@@ -60,24 +58,24 @@ def _row_layout(C):
 
 
 @gluon.jit
-def write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S: gl.constexpr, C: gl.constexpr):
+def write_tile(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
-    _, scales, _, bias, factor, out, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    _, scales, _, bias, factor, out, N, n0 = place(tile, weights, C)
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     if S.groups == 0:
         v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
     v = v * (1.0 / S.unit(C.dtype))
     if S.factor:
         v = v * gl.load(factor)
-    if Biases[0] is not None:
+    if weights.biases[0] is not None:
         v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     v = v.to(out.dtype.element_ty)
     if C.sums > 16:
-        # Warp-group products leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
+        # Warp-group MMAs leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
         v = gl.convert_layout(v, _row_layout(C))
     n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
-    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < rows) & (n < N))
+    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < M) & (n < N))
 
 
 @gluon.constexpr_function
@@ -105,7 +103,7 @@ def sum_partials(Partials, at, first, last, own, v, C: gl.constexpr):
 
 
 @gluon.jit
-def _next(position, tile, step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+def _next(position, tile, step, at, work, weights, K, S: gl.constexpr, C: gl.constexpr):
     """One step further in a program's work: the position in it, the tile, the step of the tile, and where that lies.
 
     work: steps of a tile, steps in tiles that are shared, and the first tile of its own.
@@ -116,7 +114,7 @@ def _next(position, tile, step, at, work, Codes, Scales, Zeros, Biases, Factors,
     if (step == steps) | (position == shared):
         step = 0
         tile = gl.where(position == shared, own, tile + 1)
-        at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+        at = weight_at(tile, 0, weights, K, S, C)
     return position, tile, step, at
 
 
@@ -128,28 +126,22 @@ def _program_at(x, each, more):
     return gl.where(x < more * (each + 1), large, small)
 
 
-@gluon.jit(do_not_specialize=["rows", "whole", "tiles_shared", "each", "more"])
+@gluon.jit(do_not_specialize=["M", "whole", "split_tiles", "each", "more"])
 def linear(
-    X,  # [rows, K], strides x_row and 1
-    Codes,  # of each weight: 16-bit words [N, K / planes]
-    Scales,  # [N, K / group], or [N, 1]
-    Zeros,  # uint8, as Scales
-    Biases,  # [N]
-    Factors,  # fp32 [1]
-    Outs,  # [rows, N]
+    X,  # [M, K], strides x_row and 1
     Partials,  # fp32 workspace: two partial results a program
-    Semaphores,  # int32, one a shared tile, zero before and after
-    rows,
+    Semaphores,  # int32, one a split tile, zero before and after
+    M,
     K,
-    x_row,
-    Ns,
+    x_stride,
+    weights: Weights,
     whole,  # tiles that each program computes alone
-    tiles_shared,  # tiles that all of them share
+    split_tiles,  # tiles that all programs share
     each,  # steps of those for each program
     more,  # programs that take one step more
     C: gl.constexpr,
 ):
-    """One program's part of the tiles that are shared, then its own tiles."""
+    """One program's part of the split tiles, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
     sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
@@ -160,7 +152,7 @@ def linear(
     steps = (K + C.step - 1) // C.step
     program = gl.program_id(0)
     shared = each + (program < more).to(gl.int32)
-    own = tiles_shared + program * whole
+    own = split_tiles + program * whole
     end = shared + whole * steps
     x = program * each + gl.minimum(program, more)
     tile = own
@@ -173,7 +165,7 @@ def linear(
         make_barriers(C)
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
     work = (steps, shared, own)
-    at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    at = weight_at(tile, step, weights, K, S, C)
     ahead = program * 0
     ahead_tile = tile
     ahead_step = step
@@ -184,9 +176,7 @@ def linear(
                 barrier()  # all see the barriers of scales
             at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
         commit()
-        ahead, ahead_tile, ahead_step, at = _next(
-            ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
-        )
+        ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
     if S.kind == "codebook":
         make_codebook(rings[0], S, C)
     select = ()
@@ -197,7 +187,7 @@ def linear(
         gdc_launch_dependents()
     x_step = step
     for i in gl.static_range(gl.constexpr(C.stages - 1)):
-        fetch_x(i, x_step, i < end, X, rows, K, x_row, C)
+        fetch_x(i, x_step, i < end, X, M, K, x_stride, C)
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
     check_addresses(rings[0], S, C)
@@ -208,16 +198,14 @@ def linear(
     for now in range(end):
         meet(turn, C.stages - 2, C)
         free = gl.where(slot == 0, C.stages - 1, slot - 1)
-        if S.groups > 0:  # scales come first, as other streams wait for them
+        if S.groups > 0:  # scales come first, as other K slices wait for them
             if C.has_empty_barrier:
                 await_free(ahead_turn, C)
             at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
         at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
-        fetch_x(free, ahead_step, ahead < end, X, rows, K, x_row, C)
+        fetch_x(free, ahead_step, ahead < end, X, M, K, x_stride, C)
         commit()
-        ahead, ahead_tile, ahead_step, at = _next(
-            ahead, ahead_tile, ahead_step, at, work, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
-        )
+        ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
         if S.groups > 0:
             await_scales(turn, C)
         acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
@@ -237,7 +225,7 @@ def linear(
             if not C.separate_reduce_smem:
                 barrier()  # nobody reads these sums any more: codes may come into the slot
             if (begin == 0) & (step == steps):
-                write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                write_tile(v, tile, 0, M, weights, S, C)
             else:
                 n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
                 offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
@@ -250,7 +238,7 @@ def linear(
                 if arrived == last - first:
                     gl.store(Semaphores + tile, 0)
                     v = sum_partials(Partials, offsets, first, last, program, v, C)
-                    write_tile(v, tile, 0, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                    write_tile(v, tile, 0, M, weights, S, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0
@@ -261,27 +249,24 @@ def linear(
     meet(turn, 0, C)
 
 
-def tensors_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], ...]:
-    """Codes of all weights as 16-bit words, and scales, zero points, biases and factors."""
-    codes = tuple(w.codes.view(torch.int16) for w in weights)
-    scales, zeros = tuple(w.scales for w in weights), tuple(w.offsets for w in weights)
-    return codes, scales, zeros, tuple(biases), tuple(w.tensor_scale for w in weights)
+# ------------------------------------------------------------------------------------------------------------- host code
 
 
-def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearSpec, programs: int) -> tuple[Any, ...]:
-    """The numbers of a launch, the same as long as the tensors' shapes and strides are."""
-    (rows, width), features = x.shape, tuple(w.shape[0] for w in weights)
-    tiles = sum(-(-n // spec.tile) for n in features)
-    return rows, width, width if rows == 1 else x.stride(0), features, *shares(tiles, -(-width // spec.step), programs)
+def _sizes(x: torch.Tensor) -> tuple[int, int, int]:
+    """M, K, and the stride of rows of x."""
+    m, k = x.shape
+    return m, k, k if m == 1 else x.stride(0)
+
+
+def _partition(plan: LinearPlan) -> tuple[int, int, int, int]:
+    """Which part of the work each program takes."""
+    return shares(plan.tiles, plan.steps, plan.programs)
 
 
 def launch(
     x: torch.Tensor,
-    weights: Sequence[QuantTensor],
-    biases: Sequence[torch.Tensor | None],
-    outs: Sequence[torch.Tensor],
-    spec: LinearSpec,
-    programs: int,
+    weights: Weights,
+    plan: LinearPlan,
     partials: torch.Tensor,
     semaphores: torch.Tensor,
     compiled: Any = None,
@@ -290,31 +275,24 @@ def launch(
 
     x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With
     spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
-    partials: fp32, two partial results a program; semaphores: int32, one a tile that programs share, zero before and after.
-    compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is not asked then.
+    partials: plan.floats fp32; semaphores: plan.counters int32, zero before and after.
+    compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is bypassed then.
     """
-    arguments = (x, *tensors_of(weights, biases), tuple(outs), partials, semaphores, *_numbers(x, weights, spec, programs))
+    spec, arguments = plan.spec, (x, partials, semaphores, *_sizes(x), weights, *_partition(plan))
     if compiled is not None:
-        compiled[programs, 1, 1](*arguments, spec)
+        compiled[plan.programs, 1, 1](*arguments, spec)
         return compiled
-    return linear[(programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
+    return linear[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
 
 
-def again(compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearSpec, programs: int) -> Callable[..., None]:
-    """What launches the same once more, with tensors of the same types, shapes, strides and alignments.
+def relauncher(compiled: Any, x: torch.Tensor, features: tuple[int, ...], plan: LinearPlan) -> Callable[..., None]:
+    """What launches the same again, with tensors of the same types, shapes, strides and alignments.
 
-    It takes the stream's number, x, addresses in the order of `tensors_of`, those of y, of part and of count.
+    It takes the stream's number, x, and addresses: of the tensors of `Weights`, of partials and of semaphores.
     """
-    run, numbers = launcher(compiled, (programs, 1, 1)), _numbers(x, weights, spec, programs)
+    run, sizes, partition, spec = launcher(compiled, (plan.programs, 1, 1)), _sizes(x), _partition(plan), plan.spec
 
-    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
-        run(stream, x.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+    def relaunch(stream: int, x: torch.Tensor, tensors: Sequence[Any], partials: int, semaphores: int) -> None:
+        run(stream, x.data_ptr(), partials, semaphores, *sizes, (*tensors, features), *partition, spec)
 
-    return launch_again
-
-
-def configurations() -> Iterator[Configuration]:
-    """The sample's products, as an A100, an H100 and a B200 would be given them."""
-    for product in FEW_ROWS:
-        for capability in ((8, 0), (9, 0), (10, 0)):
-            yield from sample_configurations(*product, plan=gluon_linear, launch=launch, capability=capability)
+    return relaunch

@@ -1,11 +1,11 @@
-"""The tuned linear kernel: what one step of a tile adds to its sums.
+"""The linear kernel for small M: what one step of a tile adds to its sums.
 
-Scales multiply fp32 sums of a group. With 1 to 4 rows of x an mma has unused columns, and groups of 32 and 16 codes lie side
-by side in them: x is 0 in the columns of all groups but its own, and the scales of several groups are applied at once, by different
-lanes. With more rows groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
+Scales multiply fp32 sums of a group. With 1 to 4 rows of x an MMA has unused columns, which groups of 32 and 16 codes share: x is 0
+in the columns of all groups but its own, and the scales of several groups are applied at once, by different lanes. With more rows
+groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
 """
 
-# ruff: noqa: RUF005, RET505
+# ruff: noqa: RUF005
 # Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.operands import (
     column_scale_layout,
     halves,
@@ -33,7 +34,7 @@ def _bits(n):
 
 @gluon.jit
 def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [streams, tile, 1]."""
+    """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [k_slices, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G)
@@ -43,21 +44,6 @@ def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
     for g in gl.static_range(G):
         made = made + (gl.expand_dims(gl.convert_layout(parts[g], gl.SliceLayout(2, mma), assert_trivial=True), 2),)
     return made
-
-
-@gluon.jit
-def to_float(s, S: gl.constexpr):
-    """A stored scale as a number; E8M0's 255 and E4M3's 127 and 255 are NaN."""
-    if S.scale == "e8m0":
-        # 0 is 2^-127, a subnormal of fp32; 255 is infinity's exponent, and with one more bit NaN.
-        bits = gl.maximum(s.to(gl.int32) << 23, 0x00400000) | (s.to(gl.int32) + 1 >> 8 << 22)
-        return bits.to(gl.float32, bitcast=True)
-    elif S.scale == "e4m3":
-        bits = (s.to(gl.int8, bitcast=True).to(gl.int32) << 20) & -0x78100000  # 0x87F00000: the sign stands in all bits above
-        number = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
-        return gl.where(gl.abs(number) > 448.0, float("nan"), number)
-    else:
-        return s.to(gl.float32)
 
 
 @gluon.jit
@@ -82,7 +68,7 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _over_columns(s, C: gl.constexpr):
-    """fp32 [streams, tile, groups of an mma] -> [streams, tile, rows of x]: the rows of x of a group share what it has."""
+    """fp32 [k_slices, tile, groups of an mma] -> [k_slices, tile, rows of x]: the rows of x of a group share what it has."""
     mma: gl.constexpr = mma_layout(C)
     like = gl.reshape(
         gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]
@@ -93,7 +79,7 @@ def _over_columns(s, C: gl.constexpr):
 
 @gluon.jit
 def _rows_alike(c, C: gl.constexpr):
-    """[streams, 16 across, rows of x] with all its rows the same -> [streams, tile, rows of x]; registers only."""
+    """[k_slices, 16 warps_m, rows of x] with all its rows the same -> [k_slices, tile, rows of x]; registers only."""
     for i in gl.static_range(_bits(C.tile // (16 * C.warps_m))):
         c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
         c = gl.reshape(c, [C.k_slices, (32 * C.warps_m) << i, C.block_m])
@@ -122,7 +108,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
-    """sum of x over operands first..last-1, every row of [streams, 16 across, rows of x] the same: a product with ones."""
+    """sum of x over operands first..last-1, every row of [k_slices, 16 warps_m, rows of x] the same: an MMA with ones."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, x[0].dtype, la)
     total = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
@@ -133,7 +119,7 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
-    """acc + one step's products, [streams, tile, rows of x]."""
+    """acc + one step's GEMM, [k_slices, tile, rows of x]."""
     scales = ()
     zeros = ()
     if S.groups_per_mma(C) > 1:

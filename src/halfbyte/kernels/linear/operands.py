@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(C):
-    """mma.m16n8k16: chunks of K along the batch axis; rows of the weight are M, divided over `across` warps; rows of x are N."""
+    """mma.m16n8k16: chunks of K along the batch axis; rows of the weight are M, divided over `warps_m` warps; rows of x are N."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.k_slices, C.warps_m, 1], instr_shape=[1, 16, 8])
 
 
@@ -83,14 +83,14 @@ def _higher_rows(C):
 
 @gluon.constexpr_function
 def _warps_of(C, groups):
-    """Warps of a stream divide the rows, streams take the scales of their chunks."""
+    """Warps of a K slice divide the rows, K slices take the scales of their chunks."""
     across = [[16 << i, 0] for i in range(C.warps_m.bit_length() - 1)]
     return across + [[0, groups << i] for i in range(C.k_slices.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def x_layout(C, codes_per_word):
-    """[streams, x_high, 4, x_low, 32] as the lanes of an mma need it; k = 32 i2 + i4, row = x_low i1 + i3."""
+    """[k_slices, x_high, 4, x_low, 32] as the lanes of an mma need it; k = 32 i2 + i4, row = x_low i1 + i3."""
     if codes_per_word == 4:
         registers, lanes = [1, 2, 4], [8, 16]
     else:
@@ -125,7 +125,7 @@ def halves(x, n: gl.constexpr):
 
 @gluon.jit
 def x_operands(x, S: gl.constexpr, C: gl.constexpr):
-    """x [streams, x_high, 4, x_low, 32] as mma operands [streams, 16, rows], block after block, plane after plane."""
+    """x [k_slices, x_high, 4, x_low, 32] as mma operands [k_slices, 16, rows], block after block, plane after plane."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     R: gl.constexpr = C.x_rows
     x = gl.reshape(gl.permute(x, [0, 1, 3, 2, 4]), [C.k_slices, R, 128])

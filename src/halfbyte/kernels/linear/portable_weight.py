@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import Code
-from halfbyte.kernels.common.codes import e4m3_bits, nearest, power_of_two
-from halfbyte.kernels.decode.kv_args import INTERPRETED
+from halfbyte.kernels.common.codes import INTERPRETED, nearest, power_of_two
+from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.tensors import QuantTensor
 
@@ -73,10 +73,9 @@ def read_scale(w: Weight, row, group, groups, seen):
         mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.NESTED) + row * 0)
         scale = _dynamic(raw.to(tl.int32)) * absmax + mean
     elif w.SCALE == "e8m0":
-        bits = tl.maximum(raw.to(tl.int32) << 23, 0x00400000)  # 0 means 2^-127, a subnormal
-        scale = tl.where(raw == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+        scale = from_e8m0(raw)
     elif w.SCALE == "e4m3":
-        scale = e4m3_bits(raw.to(tl.int16)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        scale = from_e4m3(raw)
     else:
         if w.SCALES_PER > 1:
             raw = raw.to(tl.int16).to(tl.float16, bitcast=True)

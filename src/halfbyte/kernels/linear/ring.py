@@ -1,14 +1,53 @@
-"""The tuned linear kernels: which weight a tile belongs to, and for warp-group products how codes and scales of a step come into
-shared memory; their zero points come straight to registers. For few rows of x: linear/async_copy.py."""
+"""The linear kernels' weights: which one a tile belongs to, and for warp-group MMA how codes and scales of a step come into shared
+memory; zero points come straight to registers. For small M: linear/async_copy.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import copy_to_shared
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear.operands import code_copy_layout, plain, scale_copy_layout
+from halfbyte.tensors import QuantTensor
+
+
+class Weights(NamedTuple):
+    """The weights of a launch as kernels take them, with what belongs to each: a tuple a field, an element a weight.
+
+    codes     16-bit words [N, K / codes_per_word]
+    scales    [N, K / group], or [N, 1]
+    zeros     zero points, uint8, as scales; None where there are none, as biases and factors
+    biases    [N], of one type
+    factors   fp32 [1], scales of whole tensors
+    outs      y [M, N]
+    features  N
+    """
+
+    codes: Any
+    scales: Any
+    zeros: Any
+    biases: Any
+    factors: Any
+    outs: Any
+    features: Any
+
+
+def weights_of(weights: Sequence[QuantTensor], biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> Weights:
+    """What a launch passes."""
+    return Weights(
+        codes=tuple(w.codes.view(torch.int16) for w in weights),
+        scales=tuple(w.scales for w in weights),
+        zeros=tuple(w.offsets for w in weights),
+        biases=tuple(biases),
+        factors=tuple(w.tensor_scale for w in weights),
+        outs=tuple(outs),
+        features=tuple(w.shape[0] for w in weights),
+    )
 
 
 @gluon.jit
@@ -23,28 +62,28 @@ def weight_rings(S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C: gl.constexpr):
+def place(tile, weights, C: gl.constexpr):
     """The weight that a tile belongs to: its tensors, its rows, and the number of the tile in it."""
-    codes, scales, out, n = Codes[0], Scales[0], Outs[0], Ns[0]
-    zeros = codes if Zeros[0] is None else Zeros[0]
-    bias = codes if Biases[0] is None else Biases[0]
-    factor = codes if Factors[0] is None else Factors[0]
+    codes, scales, out, n = weights.codes[0], weights.scales[0], weights.outs[0], weights.features[0]
+    zeros = codes if weights.zeros[0] is None else weights.zeros[0]
+    bias = codes if weights.biases[0] is None else weights.biases[0]
+    factor = codes if weights.factors[0] is None else weights.factors[0]
     first = tile * 0
     tiles = (n + C.tile - 1) // C.tile
     for i in gl.static_range(1, gl.constexpr(len(C.weights))):
         here = tile >= tiles
         first = gl.where(here, tiles, first)
-        tiles += (Ns[i] + C.tile - 1) // C.tile
-        n = gl.where(here, Ns[i], n)
-        codes = gl.where(here, Codes[i], codes)
-        scales = gl.where(here, Scales[i], scales)
-        out = gl.where(here, Outs[i], out)
-        if Zeros[0] is not None:
-            zeros = gl.where(here, Zeros[i], zeros)
-        if Biases[0] is not None:
-            bias = gl.where(here, Biases[i], bias)
-        if Factors[0] is not None:
-            factor = gl.where(here, Factors[i], factor)
+        tiles += (weights.features[i] + C.tile - 1) // C.tile
+        n = gl.where(here, weights.features[i], n)
+        codes = gl.where(here, weights.codes[i], codes)
+        scales = gl.where(here, weights.scales[i], scales)
+        out = gl.where(here, weights.outs[i], out)
+        if weights.zeros[0] is not None:
+            zeros = gl.where(here, weights.zeros[i], zeros)
+        if weights.biases[0] is not None:
+            bias = gl.where(here, weights.biases[i], bias)
+        if weights.factors[0] is not None:
+            factor = gl.where(here, weights.factors[i], factor)
     return codes, scales, zeros, bias, factor, out, n, (tile - first) * C.tile
 
 
@@ -69,9 +108,9 @@ def _copy_scales(ring, pointers, rows, columns, S: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a step of a tile lies: addresses of its codes and scales, and the rows of the weight from there on."""
-    codes, scales, _, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+    codes, scales, _, _, _, _, N, n0 = place(tile, weights, C)
     layout: gl.constexpr = code_copy_layout(C, S.words(C))
     w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, C.tile, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]

@@ -1,11 +1,11 @@
-"""The tuned linear kernel for few rows: streams of warps, and how they wait for copies and for each other.
+"""The linear kernel for small M: K slices of warps, and how they wait for copies and for each other.
 
-A stream's warps meet once a step, and nobody else does. Scales (and zero points) of all streams lie next to each other in a row of
-the weight, with groups of 128 less than a piece of 16 bytes for each: all warps of the block copy whole pieces of them, and of each
-slot of the scales' ring two barriers (mbarrier) count
+A K slice's warps meet once a step, and nobody else does. Scales (and zero points) of all K slices lie next to each other in a row
+of the weight, with groups of 128 less than a piece of 16 bytes for each: all warps of the block copy whole pieces of them, and of
+each slot of the scales' ring two barriers (mbarrier) count
 
     filled: threads whose copies into it are there. Waited for ahead of the products; the copies count by themselves
-    free:   streams that have read what is in it. Waited for ahead of the next copies into it
+    free:   K slices that have read what is in it. Waited for ahead of the next copies into it
 
 A step's barriers are those of its slot. They change parity each round, so a step's number says which parity to wait for.
 """
@@ -21,13 +21,13 @@ from halfbyte.kernels.linear.operands import plain
 
 @gluon.constexpr_function
 def thread_layout(C):
-    """[streams, across, 32]: one element a thread."""
+    """[k_slices, warps_m, 32]: one element a thread."""
     return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [C.k_slices, C.warps_m, 1], [2, 1, 0])
 
 
 @gluon.jit
 def k_slice_of(C: gl.constexpr):
-    """The stream of a thread."""
+    """The K slice of a thread."""
     layout: gl.constexpr = thread_layout(C)
     w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     return w + gl.full([C.k_slices, C.warps_m, 32], 0, gl.int32, layout)
@@ -35,7 +35,7 @@ def k_slice_of(C: gl.constexpr):
 
 @gluon.jit
 def thread_of(C: gl.constexpr):
-    """The number of a thread among those of its stream."""
+    """The number of a thread among those of its K slice."""
     layout: gl.constexpr = thread_layout(C)
     a = gl.arange(0, C.warps_m, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
@@ -114,9 +114,9 @@ def _meet_asm(groups, C):
 
 @gluon.jit
 def meet(turn, groups: gl.constexpr, C: gl.constexpr):
-    """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the stream to come here.
+    """Wait until at most `groups` groups of this thread's copies are under way, and for all threads of the K slice to come here.
 
-    If need be the other streams are told that this one has read the scales of all steps before.
+    If need be it signals the other K slices that this one has read the scales of all earlier steps.
     """
     gl.inline_asm_elementwise(
         _meet_asm(groups, C),
@@ -140,7 +140,7 @@ def _init_asm(C):
 
 @gluon.jit
 def make_barriers(C: gl.constexpr):
-    """A slot of scales is filled when all threads' copies are there, and free when all streams have read what was in it.
+    """A slot of scales is filled when all threads' copies are there, and free when all K slices have read what was in it.
 
     The block has to meet behind it, ahead of the first use.
     """
@@ -167,7 +167,7 @@ def await_scales(turn, C: gl.constexpr):
 
 @gluon.jit
 def await_free(turn, C: gl.constexpr):
-    """Wait until all streams have read what is in the slot of a step's scales: those of `scale_slots` steps before.
+    """Wait until all K slices have read what is in the slot of a step's scales: those of `scale_slots` steps before.
 
     That they say when they meet in the step behind that one. Of a barrier in its first round the round before counts as ended.
     """

@@ -223,7 +223,7 @@ def _look_up_asm(S, C):
 
 @gluon.jit
 def look_up(words, S: gl.constexpr, C: gl.constexpr):
-    """Words [streams, tile, 16] of 4-bit codes -> four operands of their values: a byte's two lie side by side."""
+    """Words [k_slices, tile, 16] of 4-bit codes -> four operands of their values: a byte's two lie side by side."""
     bank = gl.inline_asm_elementwise(
         "{ .reg .b32 l; mov.u32 l, %laneid; shl.b32 $0, l, 2; } // $1",
         "=r,r",

@@ -1,18 +1,18 @@
-"""Tuned products with quantised weights in Gluon, for 17 to 256 rows of x on Hopper: warp-group products.
+"""GEMMs with quantised weights for M from 17 to 256 on Hopper, in Gluon: warp-group MMA.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
 Each warp group computes 64 rows of the weight times 32 or 64 rows of x. Codes come as they are stored into a ring in shared memory
-(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory. A
-group's products are summed apart and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and
-MXFP4 for bf16) the scale multiplies the codes. Products run asynchronously: the next 64 codes of each row are made while the tensor
-cores work on those before, from one step to the next.
+(cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory.
+Each group is summed separately and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and MXFP4
+for bf16) the scale multiplies the codes. MMAs run asynchronously: the next 64 codes of each row are unpacked while the tensor cores
+work on those before, from one step to the next.
 
-Inside a product the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of
-which a mask takes every fourth (see linear/operands.py); tensor cores read x from shared memory as it lies there, so a small kernel
-ahead writes x in the codes' order (`order`), and what a step reads of it in one piece.
+Inside an MMA the order of K is free, as long as both operands agree. The lanes' 32 bits of a row hold 8 neighbouring codes of which
+a mask takes every fourth (see linear/operands.py); tensor cores read x from shared memory as it lies there, so a small kernel ahead
+writes x in the codes' order (`order`), and what a step reads of it contiguously.
 
-Work is cut and partial results are added as in linear/mma.py.
+Work is divided and partial results are added as in linear/mma.py.
 """
 
 # ruff: noqa: RET505
@@ -20,7 +20,7 @@ Work is cut and partial results are added as in linear/mma.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.aot.compiling import Configuration
-from halfbyte.kernels.aot.linear_sample import WARP_GROUPS, sample_configurations
 from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, view
 from halfbyte.kernels.common.layouts import code_ring_layout
-from halfbyte.kernels.decode.work_split import program_at, quotient, share
-from halfbyte.kernels.linear.mma import sum_partials, tensors_of, write_tile
-from halfbyte.kernels.linear.multiply import to_float
+from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.common.shares import program_at, quotient, share
+from halfbyte.kernels.linear.mma import sum_partials, write_tile
 from halfbyte.kernels.linear.operands import halves, scale_layout
-from halfbyte.kernels.linear.ring import fetch_weight, place, weight_at, weight_rings
+from halfbyte.kernels.linear.ring import Weights, fetch_weight, place, weight_at, weight_rings
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_operands import (
     code_operands,
@@ -54,9 +52,7 @@ from halfbyte.kernels.linear.wgmma_operands import (
     sums_layout,
     x_copy_layout,
 )
-from halfbyte.plans.linear_spec import LinearWgmmaSpec
-from halfbyte.plans.linear_wgmma import wgmma_linear
-from halfbyte.tensors import QuantTensor
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 
 #: Columns of x that a program of `order` takes.
 ORDER_BLOCK = 1024
@@ -80,16 +76,14 @@ def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _x_of(ring, slot, C: gl.constexpr):
-    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group products read."""
+    """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group MMAs read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     shape: gl.constexpr = [C.stages, C.k_blocks, C.block_m, 64]
     return view(ring, 0, dtype_of(C), shape, layout).index(slot)
 
 
 @gluon.jit
-def _next(
-    tile, block, step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr
-):
+def _next(tile, block, step, at, steps, blocks, weights, K, S: gl.constexpr, C: gl.constexpr):
     """One step further: rows of the weight (a tile) and of x (a block), the step, and where that of the weight lies."""
     step += 1
     if step == steps:
@@ -97,18 +91,18 @@ def _next(
         block += 1
         tile = gl.where(block == blocks, tile + 1, tile)
         block = gl.where(block == blocks, 0, block)
-        at = weight_at(tile, 0, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+        at = weight_at(tile, 0, weights, K, S, C)
     return tile, block, step, at
 
 
 @gluon.jit
-def _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S: gl.constexpr, C: gl.constexpr):
+def _load_zeros(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Zero points of a step, one for each scale: too few bytes of a row for cp.async. 0 where there are none."""
     zeros = 0
     if S.zero:
         G: gl.constexpr = C.columns(S)
         layout: gl.constexpr = scale_layout(C, G)
-        _, _, base, _, _, _, N, n0 = place(tile, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, C)
+        _, _, base, _, _, _, N, n0 = place(tile, weights, C)
         row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
         c = step * G + gl.arange(0, G, layout=gl.SliceLayout(0, layout))[None, :]
         width = K // S.group
@@ -169,7 +163,7 @@ def _scaled(acc, p, pending, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constexpr):
-    """One step's products, of which the last is left under way: acc, its sums p, and the scale that these still need.
+    """One step's MMAs, of which the last is left under way: acc, its sums p, and the scale that these still need.
 
     Those of a group are summed by the tensor cores, and scaled when the next are under way.
     """
@@ -207,20 +201,14 @@ def _multiply(acc, p, pending, rings, slot, zero, S: gl.constexpr, C: gl.constex
     return acc, p, pending
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["M"])
 def linear(
     X,  # [blocks of C.block_m rows, steps, C.k_blocks, C.block_m, 64] as `order` wrote it
-    Codes,  # of each weight: 16-bit words [N, K / planes]
-    Scales,  # [N, K / group], or [N, 1]
-    Zeros,  # uint8, as Scales
-    Biases,  # [N]
-    Factors,  # fp32 [1]
-    Outs,  # [rows, N]
     Partials,  # fp32 workspace: two partial results a program
     Semaphores,  # int32, one a tile, zero before and after
-    rows,
+    M,
     K,
-    Ns,
+    weights: Weights,
     C: gl.constexpr,
 ):
     """One program's share of the steps of all tiles: rows of the weight times C.block_m rows of x, those of x first."""
@@ -229,10 +217,10 @@ def linear(
     ahead: gl.constexpr = C.stages - 2
     rings = _make_rings(S, C)
     steps = (K + C.chunk - 1) // C.chunk
-    blocks = (rows + C.block_m - 1) // C.block_m
+    blocks = (M + C.block_m - 1) // C.block_m
     tiles = 0
     for i in gl.static_range(gl.constexpr(len(C.weights))):
-        tiles += (Ns[i] + C.tile - 1) // C.tile
+        tiles += (weights.features[i] + C.tile - 1) // C.tile
     total = tiles * blocks * steps
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -243,18 +231,16 @@ def linear(
     tile = quotient(position, blocks)
     block = position - tile * blocks
     # The weights first, ahead of the wait for the kernel before: that may write x, but not a weight.
-    at = weight_at(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    at = weight_at(tile, step, weights, K, S, C)
     next_tile, next_block, next_step = tile, block, step
     for i in gl.static_range(ahead):
         if now + i < end:
             at = fetch_weight(rings, i, at, next_step, K, S, C)
         async_copy.commit_group()
-        next_tile, next_block, next_step, at = _next(
-            next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
-        )
+        next_tile, next_block, next_step, at = _next(next_tile, next_block, next_step, at, steps, blocks, weights, K, S, C)
     if S.kind == "codebook":
         make_codebook(rings[0], S, C)
-    zero_next = _load_zeros(tile, step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+    zero_next = _load_zeros(tile, step, weights, K, S, C)
     if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -280,19 +266,17 @@ def linear(
                 over = step + 1 == steps
                 zero_tile = gl.where(over & (block + 1 == blocks), tile + 1, tile)
                 zero_step = gl.where(over, 0, step + 1)
-                zero_next = _load_zeros(zero_tile, zero_step, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C)
+                zero_next = _load_zeros(zero_tile, zero_step, weights, K, S, C)
             async_copy.wait_group(ahead - 1)
             barrier()
             fence_async_shared()
-            # Into the slot of two steps before: products with the step before may still be under way.
+            # Into the slot of two steps before: MMAs of the step before may still be running.
             if at_step + ahead < end:
                 free = gl.where(slot >= 2, slot - 2, slot + ahead)
                 _fetch_x(rings[2], free, X, next_block, next_step, steps, C)
                 at = fetch_weight(rings, free, at, next_step, K, S, C)
             async_copy.commit_group()
-            next_tile, next_block, next_step, at = _next(
-                next_tile, next_block, next_step, at, steps, blocks, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, K, S, C
-            )
+            next_tile, next_block, next_step, at = _next(next_tile, next_block, next_step, at, steps, blocks, weights, K, S, C)
             acc, p, pending = _multiply(acc, p, pending, rings, slot, zero, S, C)
             step += 1
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
@@ -300,7 +284,7 @@ def linear(
             acc = _scaled(acc, warpgroup_mma_wait(0, deps=[p]), pending, S, C)
         first_row = block * C.block_m
         if (begin == 0) & (step == steps):
-            write_tile(acc, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+            write_tile(acc, tile, first_row, M, weights, S, C)
         else:
             n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, mma))[:, None]
             offsets = n * C.block_m + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, mma))[None, :]
@@ -314,7 +298,7 @@ def linear(
             if arrived == last - first:
                 gl.store(Semaphores + at_all, 0)
                 v = sum_partials(Partials, offsets, first, last, program, acc, C)
-                write_tile(v, tile, first_row, rows, Codes, Scales, Zeros, Biases, Factors, Outs, Ns, S, C)
+                write_tile(v, tile, first_row, M, weights, S, C)
         now = stop
         step = 0
         block += 1
@@ -323,9 +307,9 @@ def linear(
     async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=["rows"])
-def order(X, Y, rows, K, x_row, C: gl.constexpr, BLOCK: gl.constexpr):
-    """x [rows, K] -> y [blocks of C.block_m rows, K in pieces of 64, C.block_m, 64]: k as operands order it, zeros beyond x."""
+@gluon.jit(do_not_specialize=["M"])
+def order(X, Y, M, K, x_stride, C: gl.constexpr, BLOCK: gl.constexpr):
+    """x [M, K] -> y [blocks of M, K in pieces of 64, C.block_m, 64]: k in the order of the operands, zeros beyond x."""
     S: gl.constexpr = C.weights[0]
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     if C.use_pdl:
@@ -333,65 +317,53 @@ def order(X, Y, rows, K, x_row, C: gl.constexpr, BLOCK: gl.constexpr):
         gdc_launch_dependents()
     m = gl.program_id(1)
     k = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
-    x = gl.load(X + m.to(gl.int64) * x_row + k, mask=(k < K) & (m < rows), other=0.0)
+    x = gl.load(X + m.to(gl.int64) * x_stride + k, mask=(k < K) & (m < M), other=0.0)
     x = in_order(gl.reshape(x, [BLOCK // 64, 1, 64]), S, C)
     pieces = (K + C.chunk - 1) // C.chunk * C.k_blocks
     at = ((m // C.block_m).to(gl.int64) * pieces + k // 64) * (C.block_m * 64) + (m % C.block_m * 64 + k % 64)
     gl.store(Y + at, gl.convert_layout(gl.reshape(x, [BLOCK]), layout), mask=k < pieces * 64)
 
 
+# ------------------------------------------------------------------------------------------------------------- host code
+
+
 def launch(
     x: torch.Tensor,
-    weights: Sequence[QuantTensor],
-    biases: Sequence[torch.Tensor | None],
-    outs: Sequence[torch.Tensor],
-    spec: LinearWgmmaSpec,
-    programs: int,
+    weights: Weights,
+    plan: LinearPlan,
     partials: torch.Tensor,
     semaphores: torch.Tensor,
     compiled: Any = None,
 ) -> Any:
-    """As `mma.launch`, with one launch more ahead, which brings x into the operands' order."""
+    """As `mma.launch`, with one more launch ahead, which brings x into the operands' order."""
+    spec, programs = plan.spec, plan.programs
     padded, grid = _shape_in_order(x, spec)
     y = x.new_empty(padded)
-    to_order = (x, y, *x.shape, x.stride(0))
-    to_multiply = (y, *tensors_of(weights, biases), tuple(outs), partials, semaphores, *_numbers(x, weights))
+    to_order, to_multiply = (x, y, *x.shape, x.stride(0)), (y, partials, semaphores, *x.shape, weights)
     if compiled is not None:
         compiled[0][(*grid, 1)](*to_order, spec, ORDER_BLOCK)
         compiled[1][programs, 1, 1](*to_multiply, spec)
         return compiled
     ordering = order[grid](*to_order, C=spec, BLOCK=ORDER_BLOCK, num_warps=4, launch_pdl=spec.use_pdl)
-    product = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
-    return ordering, product
+    gemm = linear[(programs,)](*to_multiply, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
+    return ordering, gemm
 
 
-def _shape_in_order(x: torch.Tensor, spec: LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shape_in_order(x: torch.Tensor, spec: LinearSpec | LinearWgmmaSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape of x in the operands' order, and the programs that bring it there."""
-    rows, width = -(-x.shape[0] // spec.block_m) * spec.block_m, -(-x.shape[1] // spec.chunk) * spec.chunk
-    return (rows, width), (-(-width // ORDER_BLOCK), rows)
+    m, k = -(-x.shape[0] // spec.block_m) * spec.block_m, -(-x.shape[1] // spec.chunk) * spec.chunk
+    return (m, k), (-(-k // ORDER_BLOCK), m)
 
 
-def _numbers(x: torch.Tensor, weights: Sequence[QuantTensor]) -> tuple[Any, ...]:
-    """The numbers of a product, the same as long as the tensors' shapes are."""
-    return (*x.shape, tuple(w.shape[0] for w in weights))
+def relauncher(compiled: Any, x: torch.Tensor, features: tuple[int, ...], plan: LinearPlan) -> Callable[..., None]:
+    """As `mma.relauncher`."""
+    spec, (padded, grid) = plan.spec, _shape_in_order(x, plan.spec)
+    numbers, stride = tuple(x.shape), x.stride(0)
+    ordering, gemm = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (plan.programs, 1, 1))
 
-
-def again(
-    compiled: Any, x: torch.Tensor, weights: Sequence[QuantTensor], spec: LinearWgmmaSpec, programs: int
-) -> Callable[..., None]:
-    """As `mma.again`."""
-    (padded, grid), numbers, sizes = _shape_in_order(x, spec), _numbers(x, weights), (*x.shape, x.stride(0))
-    ordering, product = launcher(compiled[0], (*grid, 1)), launcher(compiled[1], (programs, 1, 1))
-
-    def launch_again(stream: int, x: torch.Tensor, tensors: Sequence[Any], outs: tuple[int, ...], part: int, count: int) -> None:
+    def relaunch(stream: int, x: torch.Tensor, tensors: Sequence[Any], partials: int, semaphores: int) -> None:
         y = x.new_empty(padded)
-        ordering(stream, x.data_ptr(), y.data_ptr(), *sizes, spec, ORDER_BLOCK)
-        product(stream, y.data_ptr(), *tensors, outs, part, count, *numbers, spec)
+        ordering(stream, x.data_ptr(), y.data_ptr(), *numbers, stride, spec, ORDER_BLOCK)
+        gemm(stream, y.data_ptr(), partials, semaphores, *numbers, (*tensors, features), spec)
 
-    return launch_again
-
-
-def configurations() -> Iterator[Configuration]:
-    """The sample's products, as an H100 would be given them."""
-    for product in WARP_GROUPS:
-        yield from sample_configurations(*product, plan=wgmma_linear, launch=launch, capability=(9, 0))
+    return relaunch

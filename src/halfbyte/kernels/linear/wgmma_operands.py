@@ -1,4 +1,4 @@
-"""Warp-group products of quantised weights: layouts, the order of K, and how stored words become the left operand."""
+"""Warp-group MMAs of quantised weights: layouts, the order of K, and how stored words become the left operand."""
 
 # ruff: noqa: RET505, RUF005
 # Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.linear.multiply import to_float
+from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.operands import halves, sixteenth_layout
 from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 

@@ -1,0 +1,146 @@
+"""What `make compile-check` compiles of the linear kernels, and what a plan would compile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from halfbyte.formats import WEIGHT_FORMATS, Format
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.linear import kernel_of, portable
+from halfbyte.kernels.linear.ring import weights_of
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
+from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_wgmma import wgmma_linear
+from halfbyte.tensors import QuantTensor, expected_parts
+
+#: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight and three.
+_SMALL_M = (
+    ("int4_sym_g128", 1, (4096,), 4096, ""),
+    ("int4_sym_g128", 8, (16384,), 8192, "bias"),
+    ("int4_sym_g128", 16, (16384,), 8192, ""),
+    ("int4_sym_g128", 16, (4096,), 4096, "fp16"),
+    ("int4_sym_g128", 4, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g128", 1, (4096, 1024, 1024), 4096, ""),
+    ("int4_g128", 8, (28672,), 4096, ""),
+    ("int4_g32", 2, (4096,), 4096, "fp16"),
+    ("int4_g32", 4, (28672,), 4096, ""),
+    ("int4_g32", 16, (4096,), 4096, ""),
+    ("int4_g64", 8, (28672,), 4096, ""),
+    ("int4_sym_g32", 8, (4096,), 4096, ""),
+    ("int4_sym_col", 1, (28672,), 4096, ""),
+    ("int8_col", 1, (4096,), 4096, ""),
+    ("int8_g128", 16, (4096,), 4096, "fp16"),
+    ("nf4", 1, (8192,), 8192, ""),
+    ("nf4", 8, (28672,), 4096, ""),
+    ("nf4", 16, (28672,), 4096, "fp16"),
+    ("fp4_bnb", 4, (4096,), 4096, ""),
+    ("mxfp4", 1, (4096, 1024, 1024), 4096, ""),
+    ("mxfp4", 2, (28672,), 4096, ""),
+    ("mxfp4", 8, (4096,), 4096, "fp16"),
+    ("mxfp4", 16, (28672,), 4096, ""),
+    ("nvfp4", 1, (4096, 1024, 1024), 4096, "bias"),
+    ("nvfp4", 4, (28672,), 4096, ""),
+    ("nvfp4", 8, (28672,), 4096, "fp16"),
+    ("nvfp4", 16, (4096,), 4096, ""),
+)
+#: The same for warp-group MMA.
+_WGMMA = (
+    ("int4_g64", 33, (4096, 1024, 1024), 4096, "fp16"),
+    ("int4_sym_col", 24, (28672,), 4096, ""),
+    ("int4_sym_g128", 32, (8192,), 8192, ""),
+    ("int4_g128", 17, (4096, 1024, 1024), 4096, "bias"),
+    ("int4_g32", 32, (4096,), 4096, "fp16"),
+    ("int4_sym_g32", 64, (4096,), 4096, ""),
+    ("int4_sym_g128", 64, (8192,), 8192, ""),
+    ("int4_g128", 64, (8192,), 8192, "fp16"),
+    ("int4_sym_g128", 200, (4096, 1024, 1024), 4096, "bias"),
+    ("int8_col", 64, (4096,), 4096, ""),
+    ("int8_g128", 32, (4096,), 4096, "fp16"),
+    ("nf4", 64, (8192,), 8192, ""),
+    ("fp4_bnb", 32, (4096,), 4096, "fp16"),
+    ("mxfp4", 64, (8192,), 8192, ""),
+    ("mxfp4", 32, (4096,), 4096, "fp16"),
+    ("nvfp4", 64, (4096, 1024, 1024), 4096, "bias"),
+    ("nvfp4", 32, (4096,), 4096, "fp16"),
+)
+#: (formats, M, N, K, options) for the portable kernel: every format and kind of tile is in it, most with both kinds of x.
+_PORTABLE = (
+    *((name, m, 4096, 4096, "") for name in WEIGHT_FORMATS for m in (16, 1024)),
+    ("int4_g128", 1, 4096, 4096, "fp16"),
+    ("int4_g128", 64, 4096, 4096, "fp16 bias"),
+    ("int4_g128", 100, 4096, 4096, "fp16"),
+    ("int4_g64", 4096, 8192, 8192, "fp16"),
+    ("nf4", 1024, 4096, 4096, "fp16"),
+    ("mxfp4", 1024, 4096, 4096, "fp16"),
+    ("int4_sym_g32", 64, 4096, 4096, "invariant"),
+    ("int4_g128", 8, 4001, 4224, "perm bias strided"),
+    ("nf4", 16, 4001, 4160, "perm fp16"),
+    ("int4_g128 int4_g128 int4_g128", 1, 2048, 4096, ""),
+    ("int4_g64 nf4 nvfp4", 1024, 2048, 4096, "bias"),
+)
+
+
+def configurations() -> Iterator[Configuration]:
+    """The samples' GEMMs, as an A100, an H100 and a B200 would run them."""
+    for sample in _SMALL_M:
+        for capability in ((8, 0), (9, 0), (10, 0)):
+            yield from _tuned(*sample, capability)
+    for sample in _WGMMA:
+        yield from _tuned(*sample, (9, 0))
+    for call in _PORTABLE:
+        yield from _portable(*call)
+
+
+def _tuned(
+    name: str, m: int, features: tuple[int, ...], k: int, options: str, capability: tuple[int, int]
+) -> Iterator[Configuration]:
+    """What a GEMM by a tuned kernel would compile on a GPU of 132 SMs."""
+    choose, dtype = gluon_linear if m <= 16 else wgmma_linear, "fp16" if "fp16" in options else "bf16"
+    weights = [(WEIGHT_FORMATS[name], n) for n in features]
+    plan = choose(weights, m=m, width=k, dtype=dtype, num_sms=132, capability=capability, use_pdl=True)
+    if isinstance(plan, LinearPlan):
+        yield from plan_configurations(name, m, features, k, options, plan, capability)
+
+
+def plan_configurations(
+    name: str, m: int, features: tuple[int, ...], k: int, options: str, plan: LinearPlan, capability: tuple[int, int]
+) -> Iterator[Configuration]:
+    """What a launch of x [m, k] times weights of one format by this plan would compile. options: "fp16", "bias"."""
+    dtype = torch.float16 if "fp16" in options else torch.bfloat16
+    weights = weights_of(
+        [_empty_weight(WEIGHT_FORMATS[name], (n, k)) for n in features],
+        [empty(n, dtype=dtype) if "bias" in options else None for n in features],
+        [empty(m, n, dtype=dtype) for n in features],
+    )
+    why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
+    full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{capability[0]}x"
+    given = (empty(m, k, dtype=dtype), weights, plan, empty(1, dtype=torch.float32), empty(1))
+    launch = functools.partial(kernel_of(plan).launch, *given)
+    yield from recorded(full, launch, targets=(10 * capability[0],), may_spill=why)
+
+
+def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Configuration]:
+    """The tiles that a plan gives a GEMM: those of Hopper, and those of older GPUs."""
+    dtype = torch.float16 if "fp16" in options else torch.bfloat16
+    weights = [_empty_weight(WEIGHT_FORMATS[name], (n, k), "perm" in options) for name in formats.split()]
+    x = empty(m, 2 * k, dtype=dtype)[:, ::2] if "strided" in options else empty(m, k, dtype=dtype)
+    biases = [empty(n, dtype=dtype) if "bias" in options else None for _ in weights]
+    outs = [empty(m, n, dtype=dtype) for _ in weights]
+    shapes, invariant = [(w.format, n) for w in weights], "invariant" in options
+    seen: dict[LinearTiles, tuple[int, ...]] = {}
+    for capability in (8, 9, 10):
+        tiles = linear_tiles(shapes, m=m, width=k, num_sms=132, capability=(capability, 0), row_invariant=invariant)
+        seen[tiles] = (*seen.get(tiles, ()), 10 * capability)
+    for tiles, targets in seen.items():
+        name = "-".join([*formats.split(), f"M{m}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
+        given = ([x] * len(weights), weights, biases, outs, tiles, empty(1, dtype=torch.float32), empty(1))
+        yield from recorded(name, functools.partial(portable.launch, *given), targets=targets)
+
+
+def _empty_weight(fmt: Format, shape: tuple[int, int], act_order: bool = False) -> QuantTensor:
+    parts = expected_parts(fmt, shape, act_order=act_order)
+    return QuantTensor(fmt, shape, **{name: empty(*size, dtype=dtype) for name, (size, dtype) in parts.items()})
