@@ -68,14 +68,19 @@ class Job:
 
 
 def kernel_modules() -> list[str]:
-    """The modules that list variants of kernels. A kernel that none of them lists would never be checked: an error."""
+    """The modules that list variants of kernels."""
+    return [name for name, module in _modules().items() if hasattr(module, "configurations")]
+
+
+def _modules() -> dict[str, ModuleType]:
     names = [found.name for found in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels.")]
-    modules = {name: importlib.import_module(name) for name in names}
-    listing = [name for name, module in modules.items() if hasattr(module, "configurations")]
-    listed = {c.kernel for name in listing for c in configurations(name).values()}
-    if forgotten := [kernel.__name__ for kernel in kernels(modules.values()) if kernel not in listed]:
-        raise SystemExit(f"{', '.join(forgotten)}: in no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
-    return listing
+    return {name: importlib.import_module(name) for name in names}
+
+
+def unlisted() -> list[str]:
+    """Kernels that no module lists variants of, which would never be checked."""
+    listed = {c.kernel for name in kernel_modules() for c in configurations(name).values()}
+    return [f"{kernel.fn.__module__}.{kernel.__name__}" for kernel in kernels(_modules().values()) if kernel not in listed]
 
 
 def kernels(modules: Iterable[ModuleType]) -> list[JITFunction[Any]]:
@@ -287,6 +292,8 @@ def main(
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     targets = [t for t in TARGETS if not target or t.capability in target]
+    if not sample and (found := unlisted()):
+        raise SystemExit(f"{', '.join(found)}: in no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
     jobs = jobs_of(targets, sample, only)
     console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
     results = run(jobs, processes, console)

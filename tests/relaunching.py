@@ -34,6 +34,13 @@ def longer(t: torch.Tensor) -> torch.Tensor:
     return t.new_zeros(t.shape[0] + 1, *t.shape[1:])
 
 
+def addresses(arguments: Any) -> Any:
+    """Tensors as their addresses, in tuples too."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.data_ptr()
+    return tuple(map(addresses, arguments)) if isinstance(arguments, tuple | list) else arguments
+
+
 _OTHER_TYPE = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16, torch.float32: torch.float64}
 #: Ways in which a tensor becomes one of other facts.
 WAYS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from halfbyte import WEIGHT_FORMATS, KVCache, QuantTensor, decode_attention, linear, qkv_projection
-from halfbyte.ops import _decode_on_gpu, _launch_cache, _linear_on_gpu, _relaunch_append
+from halfbyte.ops import _decode_on_gpu, _launch_cache, _linear_on_gpu
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
@@ -80,13 +80,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     watch_launches(monkeypatch)
     monkeypatch.setattr(_decode_on_gpu, "shared", made.shared)
     monkeypatch.setattr(_linear_on_gpu, "shared", made.shared)
-    monkeypatch.setattr(_relaunch_append, "stream_of", lambda device: 7)
+    monkeypatch.setattr(append_op, "stream_of", lambda device: 7)
     monkeypatch.setattr(_launch_cache, "_compiled", {})
     monkeypatch.setattr(_linear_on_gpu, "_plan", plan)
     monkeypatch.setattr(attention_op, "level_of", lambda impl, q: impl)
     monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
     monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
-    monkeypatch.setattr(append_op, "_paired", lambda device: True)
+    monkeypatch.setattr(append_op, "_supports_pdl", lambda device: True)
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors
     return made

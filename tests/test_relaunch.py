@@ -23,7 +23,7 @@ from halfbyte import KV_FORMATS, KVCache, decode_attention, prefill_attention
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kernels.common.compat import launcher
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
-from halfbyte.ops import _decode_on_gpu, _launch_cache, _workspace
+from halfbyte.ops import _decode_on_gpu, _launch_cache, workspace
 from halfbyte.ops import decode_attention as public
 from relaunching import ENVIRONMENT, WAYS, Compiled, Gpu, Watched, pages, watch_launches
 
@@ -444,20 +444,20 @@ def test_hooks_of_a_profiler_are_called() -> None:
 def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     device, recording = torch.device("cuda", 1), False
     part, count = torch.zeros(100), torch.zeros(10, dtype=torch.int32)
-    monkeypatch.setattr(_workspace, "_floats", {(device, 7): part})
-    monkeypatch.setattr(_workspace, "_counters", {(device, 7): count})
-    monkeypatch.setattr(_workspace, "stream_of", lambda _: stream)
+    monkeypatch.setattr(workspace, "_floats", {(device, 7): part})
+    monkeypatch.setattr(workspace, "_counters", {(device, 7): count})
+    monkeypatch.setattr(workspace, "stream_of", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     stream = 7
-    found = _workspace.shared(device, 100, 10)
+    found = workspace.shared(device, 100, 10)
     assert found is not None
     assert found[0] == 7
     assert found[1] is part
     assert found[2] is count
-    assert _workspace.shared(device, 101, 10) is None
-    assert _workspace.shared(device, 100, 11) is None
-    assert _workspace.shared(torch.device("cuda", 0), 100, 10) is None
+    assert workspace.shared(device, 101, 10) is None
+    assert workspace.shared(device, 100, 11) is None
+    assert workspace.shared(torch.device("cuda", 0), 100, 10) is None
     stream = 8
-    assert _workspace.shared(device, 100, 10) is None
+    assert workspace.shared(device, 100, 10) is None
     stream, recording = 7, True
-    assert _workspace.shared(device, 100, 10) is None
+    assert workspace.shared(device, 100, 10) is None

@@ -6,18 +6,16 @@ Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and alloca
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.kv_buffer import KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
-from halfbyte.ops._launch_cache import Signature
-from halfbyte.ops._relaunch_append import signature_of
-from halfbyte.ops._workspace import prepare
-from halfbyte.ops.append import check_new, store
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
+from halfbyte.ops.append import AppendSignature, check_new, signature_of, store
+from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import fixed_scale
@@ -46,17 +44,6 @@ class CacheOptions(TypedDict, total=False):
     device: torch.device | str
     k_scale: float | None
     v_scale: float | None
-
-
-class New(NamedTuple):
-    """The arguments of an append."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    counts: torch.Tensor | None
-    rope: Rope | None
-    q: torch.Tensor | None
-    request: Signature | None
 
 
 class KVCache:
@@ -236,18 +223,18 @@ class KVCache:
         the capacity are not written.
         """
         self._check_writable()
-        buffers = (self.keys, self.values, self.lengths)
-        request = None if self._measures else signature_of(k, v, *buffers, counts, self.page_table, self.rotate_keys, rope, q)
-        if request is None or not request.known:
-            check_new(k, v, *buffers, counts, rope, q)
-        return self._append(New(k, v, counts, rope, q, request))
+        where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
+        call = AppendCall(k, v, *where, rope, q, self._measures)
+        signature = signature_of(call)
+        if signature is None or not signature.known:
+            check_new(call)
+        return self._append(call, signature)
 
-    def _append(self, new: New) -> torch.Tensor | None:
+    def _append(self, call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
         """`append` of checked arguments; `PagedKVCache` allocates pages here."""
-        self._check_capacity(new.k.shape[2], new.counts)
-        where = (self.keys, self.values, self.lengths, new.counts, self.page_table, self.rotate_keys)
+        self._check_capacity(call.k.shape[2], call.counts)
         certain = self.length_bound is not None
-        rotated = store(new.k, new.v, *where, new.rope, new.q, measure=self._measures, request=new.request)
+        rotated = store(call, s=signature)
         self._version = _version_of(self.lengths) if certain else None
         return rotated
 

@@ -1,4 +1,4 @@
-"""What attention reads: KV buffers, the options of a call, and the call. Plain data, shared by every level of an op."""
+"""Keys and values as they are stored, and what append and attention are called with: plain data for every level of an op."""
 
 from __future__ import annotations
 
@@ -118,6 +118,32 @@ class DecodeCall(NamedTuple):
         """Tokens that a sequence has room for."""
         rows = self.keys.codes.shape[2]
         return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+
+class AppendCall(NamedTuple):
+    """One append, made once and passed on.
+
+    k, v         [B, H, L, D] and [B, H, L, Dv], any floating dtype and strides
+    lengths      int32 [B]: tokens that each sequence has so far
+    counts       int32 [B]: how many of the L tokens are real; None: all
+    page_table   int32 [B, pages], where keys and values are paged
+    rotate_keys  keys are Hadamard-rotated
+    rope         keys (and q) are rotated by position first
+    q            [B, Hq, L, D], to be rotated by position, too
+    measure      the scale of a whole tensor may still be 0, which says that it is to be measured
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    keys: KVBuffer
+    values: KVBuffer
+    lengths: torch.Tensor
+    counts: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    rotate_keys: bool = False
+    rope: Rope | None = None
+    q: torch.Tensor | None = None
+    measure: bool = True
 
 
 class Cache(Protocol):

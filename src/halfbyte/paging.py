@@ -13,10 +13,11 @@ from typing import Unpack
 import torch
 
 from halfbyte.arguments import check_sizes, integer
-from halfbyte.cache import KEYS, CacheOptions, KVCache, New
+from halfbyte.cache import KEYS, CacheOptions, KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
-from halfbyte.kv_buffer import outside_inference_mode
+from halfbyte.kv_buffer import AppendCall, outside_inference_mode
+from halfbyte.ops.append import AppendSignature
 
 
 class PagedKVCache(KVCache):
@@ -70,27 +71,27 @@ class PagedKVCache(KVCache):
         """Pages of the pool that no sequence holds."""
         return len(self._free)
 
-    def _append(self, new: New) -> torch.Tensor | None:
+    def _append(self, call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
         """`append` takes the pages that it needs first. `CapacityError` when the pool has too few; then nothing changes."""
         if self._capturing():
             raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
-        tokens = new.k.shape[2]
-        counts = [tokens] * self.batch if new.counts is None else [int(n) for n in new.counts.tolist()]
+        tokens = call.k.shape[2]
+        counts = [tokens] * self.batch if call.counts is None else [int(n) for n in call.counts.tolist()]
         if counts and not 0 <= min(counts) <= max(counts) <= tokens:
             raise InvalidArgument(f"counts runs from {min(counts)} to {max(counts)}; expected 0 to {tokens}, the tokens given")
         after = [old + count for old, count in zip(self._tokens, counts, strict=True)]
-        rotated = self._append_with_pages(counts, new) if tokens > self._spare else super()._append(new)
+        rotated = self._append_with_pages(counts, call, signature) if tokens > self._spare else super()._append(call, signature)
         self._tokens, self._spare = after, self._spare - tokens
         return rotated
 
-    def _append_with_pages(self, counts: list[int], new: New) -> torch.Tensor | None:
+    def _append_with_pages(self, counts: list[int], call: AppendCall, signature: AppendSignature | None) -> torch.Tensor | None:
         """Take the pages for so many more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
         before = {b: list(self._held[b]) for b, count in enumerate(counts) if self._lacks_room(b, count)}
         try:
             for sequence in before:
                 self._make_room(sequence, counts[sequence])
             self._write_table(before)
-            rotated = super()._append(new)
+            rotated = super()._append(call, signature)
         except BaseException:
             for sequence, held in before.items():
                 self._held[sequence] = held

@@ -13,7 +13,7 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.ops import _workspace, by_plan
+from halfbyte.ops import by_plan, workspace
 from halfbyte.plans.decode_attention import DecodePlan
 from halfbyte.plans.decode_spec import DecodeSpec
 
@@ -141,5 +141,5 @@ def test_a_graph_whose_number_of_parts_changes(variant: Variant) -> None:
         expected = shorter.run(PLACE.impls[0])
         assert same_bits(out, expected[0])
         assert same_bits(lse, expected[1])
-    counters = [*_workspace._counters.values(), *(reserve for reserve, _ in _workspace._reserves.values())]
+    counters = [*workspace._counters.values(), *(reserve for reserve, _ in workspace._reserves.values())]
     assert not any(bool(t.any()) for t in counters)

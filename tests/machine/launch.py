@@ -18,7 +18,7 @@ from machine.block import Block, Code, Launch, Order
 from machine.memory import Memory
 from machine.program import parse
 
-HOPPER = Target(90, 227 * 1024)
+HOPPER = Target(90)
 
 
 @functools.cache

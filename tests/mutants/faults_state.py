@@ -16,7 +16,7 @@ LINEAR_CALL, LINEAR_ON_GPU = "ops/_linear_call.py", "ops/_linear_on_gpu.py"
 LAUNCH_CACHE = "ops/_launch_cache.py"
 DECODE_ON_GPU = "ops/_decode_on_gpu.py"
 KV_BUFFER = "kv_buffer.py"
-RELAUNCH_APPEND = "ops/_relaunch_append.py"
+APPEND_OP = "ops/append.py"
 
 caches = tests_of("test_cache.py")
 attention = tests_of("test_attention_reference.py")
@@ -246,15 +246,15 @@ STATE = [
     ),
     Mutant(
         "rotated keys are no fact of an append",
-        RELAUNCH_APPEND,
+        APPEND_OP,
         "signature_of",
-        Rewrite("(rotate_keys,)", "()"),
+        Rewrite("(_c.rotate_keys,)", "()"),
         append_again("test_every_fact_makes_another_append"),
     ),
     Mutant(
         "an append of converted tensors remembered",
-        RELAUNCH_APPEND,
-        "remember",
+        APPEND_OP,
+        "_launch",
         Rewrite("_s.covers(_t)", "True"),
         append_again("test_what_needs_more_than_one_launch_is_not_remembered"),
     ),

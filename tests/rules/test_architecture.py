@@ -178,10 +178,6 @@ def test_files_are_short_and_documented(path: Path) -> None:
     assert not missing, f"{path}: without a docstring: {missing}"
 
 
-#: The implementations of registered ops: torch.library passes tensors one by one, so the schema's list stands here once more.
-FLAT = {("ops/append.py", "_run")}
-
-
 def kernels_of(tree: ast.Module) -> set[str]:
     """The functions of a file that Triton compiles, whose arguments are a kernel's own: decorated with jit, or given to it."""
     found = set()
@@ -202,17 +198,12 @@ def test_no_signature_is_long() -> None:
                 a = node.args
                 if len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) > 20 and node.name not in kernels_of(tree):
                     long.add((path.relative_to(SOURCE).as_posix(), node.name))
-    assert long <= FLAT
-    assert long >= FLAT, "no longer that long: remove it from FLAT"
+    assert not long
 
 
 def test_kernels_have_seven_rooms_at_most() -> None:
     rooms = [p.name for p in (SOURCE / "kernels").iterdir() if p.name not in ("__init__.py", "__pycache__")]
     assert len(rooms) <= 7, rooms
-
-
-#: Files that still have facts about GPUs of their own. Remove a file when it takes them from `halfbyte.device`.
-OWN_FACTS = {"kernels/aot/compiling.py"}
 
 
 def test_facts_about_gpus_are_in_one_place() -> None:
@@ -224,8 +215,7 @@ def test_facts_about_gpus_are_in_one_place() -> None:
         for path in FILES
         if unit(path) != "device" and (fact.search(text := path.read_text()) or capability.search(text))
     }
-    assert sorted(found - OWN_FACTS) == []
-    assert sorted(OWN_FACTS - found) == [], "takes them from halfbyte.device: remove it from OWN_FACTS"
+    assert not found, "take them from halfbyte.device"
 
 
 @pytest.mark.parametrize("name", [n for n in halfbyte.__all__ if callable(getattr(halfbyte, n))])

@@ -73,10 +73,10 @@ def _variant(problem: LinearProblem | DecodeProblem, plan: Plan) -> tuple[object
 
 def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> None:
     """Compile one plan's kernels, in this process."""
-    from halfbyte.kernels.aot.compiling import TARGETS, Target, build
+    from halfbyte.kernels.aot.compiling import Target, build
 
     number = 10 * capability[0] + capability[1]
-    target = next((t for t in TARGETS if t.capability == number), Target(number, 0))
+    target = Target(number)
     for configuration in configurations(problem, plan, capability):
         build(configuration, target)
 

@@ -19,7 +19,7 @@ from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops._decode_blocks import blocks_of, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
 from halfbyte.ops._launch_cache import Signature, layout, replay, signature, store
-from halfbyte.ops._workspace import counters, floats, shared
+from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
 from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
@@ -120,7 +120,7 @@ def _plan(problem: DecodeProblem, level: str, device: int, use_pdl: bool) -> Pla
 
 
 def launch(call: DecodeCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor, own: bool) -> Any:
-    """Launch as planned on the current stream; the tuned kernel, compiled. `own`: see `_workspace.floats`."""
+    """Launch as planned on the current stream; the tuned kernel, compiled. `own`: see `workspace.floats`."""
     if isinstance(plan, DecodePlan):
         return _launch_tuned(call, plan, out, lse, own)
     _launch_portable(call, plan, out, lse, own)

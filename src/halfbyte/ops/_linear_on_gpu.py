@@ -14,7 +14,7 @@ from halfbyte.errors import Unsupported, warn_once
 from halfbyte.formats import Format
 from halfbyte.ops._launch_cache import Signature, layout, store, with_compiled
 from halfbyte.ops._linear_call import KINDS, LinearCall
-from halfbyte.ops._workspace import counters, floats, shared
+from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.toolchain import EQUAL_PARTS

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from halfbyte.arguments import as_int32, check_tensor
-from halfbyte.device import describe
+from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
-from halfbyte.kv_buffer import KVBuffer, Rope
-from halfbyte.ops._launch_cache import Signature, replay
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
+from halfbyte.ops._launch_cache import Signature, layout, replay, signature
+from halfbyte.ops._launch_cache import store as store_launch
 from halfbyte.ops._library import define, level, refuse_capture
-from halfbyte.ops._relaunch_append import remember
+from halfbyte.ops.workspace import stream_of
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
+
+#: For `KVCache`, which asks for it before it checks.
+AppendSignature = Signature
+
+# ------------------------------------------------------------------------------------------------- the torch.library op
 
 _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
@@ -26,53 +33,8 @@ _SCHEMA = (
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
     'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None) -> ()'
 )
-
-
-def _run(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor | None,
-    k_codes: torch.Tensor,
-    k_scales: torch.Tensor | None,
-    k_offsets: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    k_saturated: torch.Tensor | None,
-    v_codes: torch.Tensor,
-    v_scales: torch.Tensor | None,
-    v_offsets: torch.Tensor | None,
-    v_saturated: torch.Tensor | None,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    keys: str,
-    values: str,
-    rotate_keys: bool,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    measure: bool = True,
-    level: str = "reference",
-    q: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
-) -> None:
-    key_buffer = KVBuffer(key_format(keys), k_codes, k_scales, k_offsets, k_tail, k_saturated)
-    value_buffer = KVBuffer(value_format(values), v_codes, v_scales, v_offsets, None, v_saturated)
-    if level == "triton":
-        _launch(k, v, counts, key_buffer, value_buffer, lengths, page_table, rotate_keys, cos, sin, measure, False, q, q_out)
-        return
-    refuse_capture("append", k.device)
-    if cos is not None and sin is not None:
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-        k = apply_rope(k, cos, sin)
-        if q is not None and q_out is not None:
-            q_out.copy_(apply_rope(q, cos, sin))
-    reference.append_(k, v, counts, key_buffer, value_buffer, lengths, page_table, rotate_keys)
-
-
-def _fake(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, k_codes: torch.Tensor, *rest: Any, **more: object) -> None:
-    v_codes, lengths, (keys, values) = rest[4], rest[8], rest[10:12]
-    check_new(k, v, KVBuffer(key_format(keys), k_codes), KVBuffer(value_format(values), v_codes), lengths, counts)
-
-
-_op = define(_SCHEMA, _run, _fake)
+#: What the schema's arguments behind `rotate_keys` are unless given.
+_DEFAULTS = (None, None, True, "reference", None, None)
 
 #: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same without tail of values, lengths.
 Stored = tuple[torch.Tensor | None, ...]
@@ -83,18 +45,62 @@ def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
     return (*keys.tensors(), keys.saturated, *values.tensors()[:3], values.saturated, lengths)
 
 
+def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[Any, ...]:
+    """The arguments of the op, in the order of its schema."""
+    cos, sin = (None, None) if c.rope is None else c.rope
+    names = (c.keys.format.name, c.values.format.name)
+    buffers = stored(c.keys, c.values, c.lengths)
+    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out)
+
+
+def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
+    """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
+    options = (*rest[14:], *_DEFAULTS[len(rest) - 14 :])
+    k_codes, k_scales, k_offsets, k_tail, k_saturated, v_codes, v_scales, v_offsets, v_saturated = rest[:9]
+    lengths, page_table, key_name, value_name, rotate_keys = rest[9:14]
+    cos, sin, measure, chosen, q, q_out = options
+    keys = KVBuffer(key_format(key_name), k_codes, k_scales, k_offsets, k_tail, k_saturated)
+    values = KVBuffer(value_format(value_name), v_codes, v_scales, v_offsets, None, v_saturated)
+    rope = None if cos is None else (cos, sin)
+    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, measure), chosen, q_out
+
+
+def _run(*flat: Any) -> None:
+    c, chosen, q_out = _unflatten(*flat)
+    if chosen == "triton":
+        _launch(c, q_out, advance=False)
+        return
+    refuse_capture("append", c.k.device)
+    if c.rope is not None:
+        cos, sin = (t.unsqueeze(-3) for t in c.rope)
+        if c.q is not None and q_out is not None:
+            q_out.copy_(apply_rope(c.q, cos, sin))
+        c = c._replace(k=apply_rope(c.k, cos, sin))
+    reference.append_(c.k, c.v, c.counts, c.keys, c.values, c.lengths, c.page_table, c.rotate_keys)
+
+
+def _fake(*flat: Any) -> None:
+    check_new(_unflatten(*flat)[0]._replace(rope=None, q=None))
+
+
+_op = define(_SCHEMA, _run, _fake)
+
+
 def append_parts(
     k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool
 ) -> None:
     """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every object and property that is traced becomes a guard that is evaluated again on each call, so there are none.
     """
-    *planes, lengths = parts
+    lengths = parts[-1]
     assert lengths is not None
     chosen = level("append", "auto", lengths.device)
-    _op(k, v, None, *planes, lengths, None, *formats, rotate_keys, None, None, measure, chosen)
+    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen)
     lengths.add_(k.shape[2])  # as in `store`
+
+
+# ------------------------------------------------------------------------------------------------------- eager calls
 
 
 def append_(
@@ -119,112 +125,126 @@ def append_(
     Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed. A GPU kernel does
     not look at numbers: there a block with NaN or infinity becomes NaN, and tokens that do not fit are not written.
     """
-    check_new(k, v, keys, values, lengths, counts, rope, q)
-    return store(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, impl)
+    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q)
+    check_new(c)
+    return store(c, impl)
 
 
-def store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    counts: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    rotate_keys: bool,
-    rope: Rope | None,
-    q: torch.Tensor | None = None,
-    impl: str = "auto",
-    measure: bool = True,
-    request: Signature | None = None,
-) -> torch.Tensor | None:
-    """`append_` without its checks. `measure`: a per-tensor scale may still be 0, which says that it is to be measured.
-
-    `request`: what this append may be like, and is to be remembered as.
-    """
-    done: tuple[torch.Tensor | None] | None = None if request is None else replay(request)
+def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torch.Tensor | None:
+    """Append what was checked, now or in a call of the same signature; returns q rotated. `s`: None for what is not replayed."""
+    done: tuple[torch.Tensor | None] | None = None if s is None else replay(s)
     if done is not None:
         return done[0]
-    chosen = level("append", impl, lengths.device)
-    counts = None if counts is None else as_int32(counts)
-    cos, sin = (None, None) if rope is None else rope
-    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    chosen = level("append", impl, c.lengths.device)
+    if c.counts is not None:
+        c = c._replace(counts=as_int32(c.counts))
+    q_out = None if c.q is None else torch.empty(c.q.shape, dtype=c.q.dtype, device=c.q.device)
     if chosen == "triton" and not torch.compiler.is_compiling():
-        if _launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, measure, True, q, q_out, request):
+        if _launch(c, q_out, advance=True, s=s):
             return q_out
     else:
-        k_parts, v_parts = (*keys.tensors(), keys.saturated), (*values.tensors()[:3], values.saturated)
-        names = (keys.format.name, values.format.name)
-        _op(k, v, counts, *k_parts, *v_parts, lengths, page_table, *names, rotate_keys, cos, sin, measure, chosen, q, q_out)
+        _op(*_flatten(c, chosen, q_out))
+    counts = c.counts
     if chosen == "triton" and counts is not None:
-        counts = counts.clamp(0, k.shape[2])  # which only the reference has looked at
+        counts = counts.clamp(0, c.k.shape[2])  # which only the reference has looked at
     # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
-    lengths.add_(k.shape[2] if counts is None else counts)
+    c.lengths.add_(c.k.shape[2] if counts is None else counts)
     return q_out
 
 
-def _launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor | None,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    rotate_keys: bool,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    measure: bool,
-    advance: bool,
-    q: torch.Tensor | None,
-    q_out: torch.Tensor | None,
-    request: Signature | None = None,
-) -> bool:
-    """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
-    from halfbyte.kernels.append.tokens import launch, one_program
+# ------------------------------------------------------------------------------------------------------- on a GPU
 
-    if not k.numel() or not v.numel():
+
+def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signature | None = None) -> bool:
+    """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
+    from halfbyte.kernels.append.launch import launches
+
+    if not c.k.numel() or not c.v.numel():
         return False
-    in_kernel = advance and one_program(k.shape[1], k.shape[2], max(k.shape[3], v.shape[3]))
-    unknown = measure and "tensor" in (keys.format.granularity, values.format.granularity)
-    amax = torch.zeros(2, dtype=torch.int32, device=k.device) if unknown else None
-    counts, cos, sin = (None if t is None else t.contiguous() for t in (counts, cos, sin))
-    pdl = pair_launches() and _paired(k.device)
-    with torch.cuda.device_of(k):
-        made = launch(k, v, counts, keys, values, lengths, page_table, rotate_keys, cos, sin, amax, in_kernel, pdl, q, q_out)
-    if request is not None and in_kernel and len(made) == 1:
-        remember(request, *made[0], q_out)
-    return in_kernel
+    unknown = c.measure and "tensor" in (c.keys.format.granularity, c.values.format.granularity)
+    amax = torch.zeros(2, dtype=torch.int32, device=c.k.device) if unknown else None
+    if c.counts is not None:
+        c = c._replace(counts=c.counts.contiguous())
+    if c.rope is not None:
+        c = c._replace(rope=(c.rope[0].contiguous(), c.rope[1].contiguous()))
+    made = launches(c, q_out, amax, advance, pair_launches() and _supports_pdl(c.k.device))
+    with torch.cuda.device_of(c.k):
+        compiled = [launch() for launch in made]
+    advanced = made[-1].advances
+    if s is not None and advanced and len(made) == 1 and s.covers(_tensors(c)):
+        store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
+    return advanced
 
 
 @functools.cache
-def _paired(device: torch.device) -> bool:
-    """Whether this GPU lets a kernel start while the one before it ends (programmatic dependent launch): Hopper and later."""
-    return (describe(device).capability or (0, 0)) >= (9, 0)
+def _supports_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and supports_pdl(gpu(device.index).capability)
 
 
-def check_new(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    counts: torch.Tensor | None,
-    rope: Rope | None = None,
-    q: torch.Tensor | None = None,
-) -> None:
+#: Where q is among `_tensors`.
+_Q = 2
+
+
+def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call that measures no scale, in the order in which the kernel takes them, but for q rotated."""
+    keys, values, (cos, sin) = c.keys, c.values, c.rope or (None, None)
+    return (
+        *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
+        *(values.codes, values.scales, values.offsets, values.saturated),
+    )
+
+
+def signature_of(c: AppendCall) -> Signature | None:
+    """The signature of a call, of which nothing need have been checked; None where it may take more than one launch."""
+    rope: Any = c.rope  # which need not be one
+    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.tail is not None:
+        return None
+    if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
+        return None
+    if torch.is_grad_enabled() and getattr(c.q, "requires_grad", False):
+        return None
+    return signature("append", (c.rotate_keys,), (c.keys.format, c.values.format), _tensors(c))
+
+
+def _replayed(
+    compiled: Any, programs: int, arguments: tuple[Any, ...], q_out: torch.Tensor | None
+) -> Callable[[Signature], tuple[torch.Tensor | None] | None]:
+    """What makes this launch again, with the addresses of another call; returns q rotated, or None in its place."""
+    from halfbyte.kernels.common.compat import launcher
+
+    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[9:]
+    like = None if q_out is None else layout(q_out)
+
+    def again(s: Signature) -> tuple[torch.Tensor | None] | None:
+        a, made, address = s.addresses, None, None
+        if like is not None:
+            made = s.tensors[_Q].new_empty_strided(*like)
+            address = made.data_ptr()
+            if address % 16:
+                return None  # no allocator of torch does that, and the kernel may have been compiled for it
+        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], a[8:12], a[12:16], *constants)
+        return (made,)
+
+    return again
+
+
+# ------------------------------------------------------------------------------------------------------- checks
+
+
+def check_new(c: AppendCall) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
-    batch = lengths.shape[0]
+    (k, v, keys, values, lengths), q, batch = c[:5], c.q, c.lengths.shape[0]
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
     check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
-    if counts is not None:
-        check_tensor("counts", counts, (batch,), "integer", lengths.device)
-    if rope is not None:
-        _check_rope(rope, k)
+    if c.counts is not None:
+        check_tensor("counts", c.counts, (batch,), "integer", lengths.device)
+    if c.rope is not None:
+        _check_rope(c.rope, k)
     if q is not None:
         check(
-            rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out"
+            c.rope is not None,
+            "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out",
         )
         check_tensor("q", q, (batch, "Hq", k.shape[2], keys.dim), device=keys.codes.device)
         if q.requires_grad and torch.is_grad_enabled():

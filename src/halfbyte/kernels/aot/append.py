@@ -9,7 +9,8 @@ import torch
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
-from halfbyte.kernels.append.tokens import launch
+from halfbyte.kernels.append.launch import launches
+from halfbyte.kv_buffer import AppendCall
 
 
 def configurations() -> list[Configuration]:
@@ -23,13 +24,17 @@ def _variant(keys: str, i: int, prompt: bool) -> Iterator[Configuration]:
     formats = KV_FORMATS[keys], KV_FORMATS[whole[i % len(whole)]]
     dtype, tokens = (torch.float16, torch.bfloat16)[i % 2], 48 if prompt else 1
     buffers = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype) for fmt in formats]
-    k, table = empty(16, 8, tokens, 128, dtype=dtype), empty(16, 4) if prompt else None
-    rotary = prompt or i % 2
-    rope = (empty(tokens, 64, dtype=torch.float32),) * 2 if rotary else (None, None)
+    k, rotary = empty(16, 8, tokens, 128, dtype=dtype), prompt or i % 2
+    call = AppendCall(k, k, *buffers, lengths=empty(16), rotate_keys=prompt)
+    q_out = None
+    if prompt:
+        call = call._replace(counts=empty(16), page_table=empty(16, 4))
+    if rotary:
+        table = empty(tokens, 64, dtype=torch.float32)
+        call = call._replace(rope=(table, table), q=empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2))
+        q_out = empty(16, 32, tokens, 128, dtype=dtype)
     amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
-    counts = empty(16) if prompt else None
-    queries = (empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2), empty(16, 32, tokens, 128, dtype=dtype)) if rotary else ()
     name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}"
-    arguments = (k, k, counts, *buffers, empty(16), table, prompt, *rope, amax, True, False, *queries)
-    for found in recorded(name, lambda: launch(*arguments)):
-        yield replace(found, name=found.name.replace(" ", "-"))
+    for launch in launches(call, q_out, amax, advance=True, use_pdl=False):
+        for found in recorded(name, launch):
+            yield replace(found, name=found.name.replace(" ", "-"))

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from halfbyte.device import block_shared_memory
+
 #: An argument: its name, or where it is, as (position,) or inside of a tuple as (position, position in the tuple).
 Argument = str | tuple[int, ...]
 #: Where a variant says that an argument is divisible by 16, as the run time does for aligned pointers and such integers.
@@ -52,10 +54,14 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture, and the shared memory that one block may have there."""
+    """A GPU architecture."""
 
     capability: int
-    shared_limit: int
+
+    @property
+    def shared_limit(self) -> int:
+        """The most bytes of shared memory that one block can allocate."""
+        return block_shared_memory(divmod(self.capability, 10))
 
     @property
     def name(self) -> str:
@@ -64,7 +70,7 @@ class Target:
 
 
 #: What the kernels are compiled for where no GPU says otherwise: Ampere, Hopper, Blackwell.
-TARGETS = (Target(80, 163 * 1024), Target(90, 227 * 1024), Target(100, 227 * 1024))
+TARGETS = (Target(80), Target(90), Target(100))
 
 
 @dataclass(frozen=True)

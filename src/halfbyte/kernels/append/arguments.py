@@ -1,0 +1,128 @@
+"""What the append kernels take: structs of pointers, of sizes and of strides, and everything that they are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.kernels.common.encode import Codec
+
+Pointer = torch.Tensor | None
+#: By batch (or page), head, token and dimension.
+Strides4 = tuple[int, ...]
+
+
+class Sequences(NamedTuple):
+    """What is known of each sequence, [B]."""
+
+    counts: Pointer
+    lengths: torch.Tensor
+
+
+class RopeTables(NamedTuple):
+    """Contiguous fp32 tables [L, D/2] or [B, L, D/2]."""
+
+    cos: Pointer
+    sin: Pointer
+
+
+class Stored(NamedTuple):
+    """The tensors of a `KVBuffer` but its tail."""
+
+    codes: torch.Tensor
+    scales: Pointer
+    offsets: Pointer
+    saturated: Pointer
+
+
+class Sizes(NamedTuple):
+    """Integers that kernels are not specialised on. Triton allows that for an argument of its own, not in a tuple: spread them.
+
+    tokens, heads      of k and v
+    tiles              programs of a sequence (of one of its heads, where blocks of tokens are quantised); None: one
+    capacity           tokens that a sequence can hold
+    """
+
+    tokens: int
+    heads: int
+    tiles: int | None
+    capacity: int
+    lengths_stride: int
+
+
+class Paging(NamedTuple):
+    """The same of pages: how many the pool has, and the strides of the page table."""
+
+    pages: int
+    table_stride_b: int
+    table_stride_p: int
+
+
+class StoredStrides(NamedTuple):
+    """Of the tensors of a `KVBuffer`, by batch (or page), head, token and dimension (or group)."""
+
+    codes_b: int
+    codes_h: int
+    codes_t: int
+    codes_d: int
+    scales_b: int
+    scales_h: int
+    scales_t: int
+    scales_d: int
+    offsets_b: int
+    offsets_h: int
+    offsets_t: int
+    offsets_d: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """How heads of k, v or q are read: compile-time constants.
+
+    dim, padded   size of a head, and the power of two that holds it
+    rope          rotate by position
+    aligned       consecutive elements of a half of a head that lie together and aligned, for vectorised reads of the other half
+    hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
+    """
+
+    dim: int
+    padded: int
+    rope: bool = False
+    aligned: int = 1
+    hadamard: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the kernels are compiled for.
+
+    keys, values   the formats
+    k, v, q        the heads
+    tokens, heads  of a tile; it passes `passes` times over the heads
+    page           tokens of a page; 0: contiguous memory
+    advance        the program that writes a sequence's tokens also advances its length
+    """
+
+    keys: Codec
+    values: Codec
+    k: Head
+    v: Head
+    q: Head
+    tokens: int
+    heads: int
+    passes: int
+    page: int
+    advance: bool
+    use_pdl: bool
+
+
+def strides4(t: Any) -> Strides4:
+    """Four strides of a tensor of a buffer. Scales of tokens [B, T] have none for heads; what is not there has zeros."""
+    if t is None or t.ndim == 1:
+        return 0, 0, 0, 0
+    if t.ndim == 2:
+        return t.stride(0), 0, t.stride(1), 0
+    return (*t.stride(), 0)[:4]
