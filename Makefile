@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs bench pins size wheel clean
+.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -72,8 +72,13 @@ format: $(VENV)/.ready-test  ## let ruff rewrite
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.ready-test  ## write the generated tables into README.md and docs/ again
-	PYTHONPATH=. $(BIN)/python scripts/make_tables.py
+# What is generated is written again; the first run after a change fails, so that it is looked at and committed.
+docs: $(VENV)/.ready-docs  ## generate tables, charts and references, count words, build the site strictly into build/site
+	$(BIN)/python scripts/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.ready-docs  ## serve the site on this machine, built again on every change
+	$(BIN)/mkdocs serve
 
 bench: $(VENV)/.ready-all  ## time what exists on this machine
 	$(BIN)/halfbyte bench decode

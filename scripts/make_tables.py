@@ -1,18 +1,12 @@
-"""Write the generated tables of README.md and docs/: between `<!-- name -->` and `<!-- /name -->` nothing is written by hand.
-
-python scripts/make_tables.py            rewrite the tables, and the charts of the records
-python scripts/make_tables.py --check    exit 1 if a table is out of date
-"""
+"""Tables and charts of records, of formats and of model families, as Markdown. `make_docs.py` puts them into the pages."""
 
 from __future__ import annotations
 
 import html
 import json
-import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,7 @@ from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "row of the weight"}
+SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -75,7 +69,7 @@ def checkpoints() -> str:
 def quality() -> str:
     """Selected rows of the demo's own record."""
     shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
-    records = _records("demo.jsonl")
+    records = json_lines("demo.jsonl")
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
     rows = [
@@ -85,14 +79,14 @@ def quality() -> str:
             f"{r['change']:+.2f} %",
             f"{r['kl_mean']:.1e}",
             f"{100 * r['top1']:.1f} %",
-            _sizes(r, records[0]),
+            size_ratio(r, records[0]),
         )
         for r in [*caches, *weights]
     ]
     return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
 
 
-def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
+def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:
     key = "weight_bytes" if record["weights"] else "kv_bytes_per_token"
     return f"{base[key] / record[key]:.2f}x"
 
@@ -100,7 +94,7 @@ def _sizes(record: dict[str, Any], base: dict[str, Any]) -> str:
 def speed() -> str:
     """The CPU benchmark's records, each beside the fastest 16-bit operator of torch on the same shape in the same run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in _records("cpu.jsonl"):
+    for record in json_lines("cpu.jsonl"):
         if record["seconds"] is not None:
             case = " ".join(f"{name}={size}" for name, size in record["shape"].items())
             groups.setdefault((record["op"], case), []).append(record)
@@ -123,28 +117,14 @@ def _speed_cells(record: dict[str, Any], peer: dict[str, Any]) -> tuple[str, ...
     )
 
 
-def _records(name: str) -> list[dict[str, Any]]:
+def json_lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
 # ------------------------------------------------------------------------------------------------------------------- the GPU
 
 NOTHING = "Nothing was measured yet."
-CHART = "docs/decode_attention.svg"
-
-
-def gpu() -> str:
-    """Every measured time of attention on a GPU that has a bar, in short, the chart, and a few times of linear layers."""
-    measured, layers = gpu_records(), linear_targets.latest(every_gpu_record())
-    rows = [_gpu_cells(r) for r in measured if r.seconds and r.implementation.startswith("halfbyte")]
-    rows += [_gpu_cells(r) for r in layers if r.implementation == OURS and r.formats == linear_targets.INT4 and _is_shown(r)]
-    if not rows:
-        return NOTHING
-    table = markdown(("case", "format", "time", "of the roof", "x the fastest 16 bits"), rows)
-    picture = f"\n\n![Share of the read roof, case by case]({CHART})" if targets.shares(measured)[0] else ""
-    if linear_targets.shares(layers):
-        picture += f"\n\n![Linear layers: share of the read roof by rows]({LINEAR_CHART})"
-    return f"{_where([*measured, *layers])}\n\n{table}{picture}"
+CHART = "docs/performance/attention.svg"
 
 
 def all_bars() -> str:
@@ -155,7 +135,7 @@ def all_bars() -> str:
     rows = [[cell.replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
     left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
     missing = f"; {left} more are not in these records" if left > 0 else ""
-    return f"{_where(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
+    return f"{where_text(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
 
 
 def gpu_records() -> list[Record]:
@@ -173,20 +153,9 @@ def _read(name: str) -> list[Record]:
     return records.read(path).records if path.exists() else []
 
 
-def _is_shown(r: Record) -> bool:
-    """Whether a linear layer is in the short table."""
-    return r.seconds is not None and r.shape["M"] in (1, 16, 64) and r.shape["N"] in (4096, 6144, 8192, 10240, 16384)
-
-
-def _gpu_cells(r: Record) -> tuple[str, ...]:
-    share = "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %"
-    faster = f"{r.peer_seconds / r.seconds:.2f}x" if r.op in ("decode_attention", "linear") and r.peer_seconds and r.seconds else ""
-    return r.case, r.formats, f"{1e6 * (r.seconds or 0.0):.1f} us", share, faster
-
-
 # ------------------------------------------------------------------------------------------------------------- linear layers
 
-LINEAR_CHART = "docs/linear.svg"
+LINEAR_CHART = "docs/performance/linear.svg"
 OURS = "halfbyte auto"
 
 
@@ -207,11 +176,11 @@ def linear() -> str:
         "cuBLAS bf16",
         "tinygemm",
         "published split-K",
-        "dequantise first",
-        "fastest quoted int4",
+        "dequantize first",
+        "fastest INT4 in the literature",
     )
-    text = f"{_where(measured)} Microseconds, launches overlapping, and share of the roof; quoted: {literature.SOURCE}."
-    picture = f"![Share of the read roof by rows, beside peers]({Path(LINEAR_CHART).name})"
+    text = f"{where_text(measured)} Microseconds, overlapping launches, and share of the roofline; literature: {literature.SOURCE}."
+    picture = f"![Share of the read roofline by batch size M, with baselines]({Path(LINEAR_CHART).name})"
     return f"{text}\n\n{markdown(headers, rows)}\n\n{picture}"
 
 
@@ -235,7 +204,7 @@ def quoted_figures() -> str:
         for (n, k), found in literature.MICROSECONDS.items()
         for (peer, code), times in found.items()
     ]
-    headers = ("weight", "peer", "code", *(f"{rows} row{'s' * (rows > 1)}" for rows in literature.ROWS))
+    headers = ("weight", "library", "code", *(f"M = {rows}" for rows in literature.ROWS))
     return f"Microseconds, {literature.SOURCE}.\n\n{markdown(headers, rows)}"
 
 
@@ -248,13 +217,13 @@ def linear_verdicts() -> str:
     rows = [(r.case, r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
     left = len(linear_targets.every_target()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
     missing = f"; {left} more are not in these records" if left > 0 else ""
-    table = f"\n\n{markdown(('case', 'format', 'bar', 'measured'), rows)}" if rows else ""
+    table = f"\n\n{markdown(('case', 'format', 'target', 'measured'), rows)}" if rows else ""
     return f"{tables.count_text(measured)}{missing}.{table}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- studies
 
-STUDIES = "docs/studies"
+STUDIES = "docs/performance/studies"
 #: Longer tables are folded.
 SHOWN_ROWS = 32
 
@@ -297,7 +266,7 @@ def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     headers, rows = found.table(measured)
     table = markdown(headers, [[cell.replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
-    told = [" ".join([_where(measured), *_notes(measured, " ".join(said))]), *said]
+    told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
     told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
     if refused := dict.fromkeys(r.refused for r in measured if r.refused):
         told.append(folded("What has no figure, and why", "\n".join(f"- {why}" for why in refused)))
@@ -312,7 +281,7 @@ def _notes(measured: Sequence[Record], said: str) -> list[str]:
 
 def folded(summary: str, text: str) -> str:
     """Markdown that a reader opens."""
-    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>"
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
@@ -321,7 +290,7 @@ def _pictures(name: str, drawn: Sequence[str], first: int) -> list[str]:
     return [f"![{text}]({Path(STUDIES).name}/{name}-{i}.svg)" for i, text in enumerate(described, first)]
 
 
-def _where(measured: Sequence[Record]) -> str:
+def where_text(measured: Sequence[Record]) -> str:
     """The machines, versions and days of the records."""
     where = [r.environment for r in measured]
     devices = ", ".join(sorted({e.device for e in where}))
@@ -334,7 +303,7 @@ def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = targets.shares(gpu_records())
     if reached:
-        svg = charts.marked_bars(reached, asked, x_label="% of the read roof at the same number of bytes")
+        svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
     for svg in linear_targets.figures(every_gpu_record()):
         (ROOT / LINEAR_CHART).write_text(charts.as_image(svg), encoding="utf-8")
@@ -345,38 +314,3 @@ def write_charts() -> None:
     for path in folder.glob("*.svg"):
         if path.name not in drawn:  # of records that tell it no more
             path.unlink()
-
-
-TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"formats": formats, "models": models, "quality": quality, "speed": speed, "gpu": gpu},
-    "docs/checkpoints.md": {"checkpoints": checkpoints},
-    "docs/decode_attention.md": {"bars": all_bars},
-    "docs/linear.md": {"linear": linear, "linear bars": linear_verdicts, "quoted": quoted_figures},
-    "docs/studies.md": {name: partial(study, name) for name in QUESTIONS},
-}
-
-
-def main() -> int:
-    stale = 0
-    for page, generated in TABLES.items():
-        path = ROOT / page
-        before = after = path.read_text(encoding="utf-8")
-        for name, make in generated.items():
-            block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-            if not block.search(after):
-                print(f"{page} has no table <!-- {name} -->", file=sys.stderr)
-                return 1
-            text = make()
-            after = block.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", after)  # type: ignore[misc]
-        if "--check" not in sys.argv[1:]:
-            path.write_text(after, encoding="utf-8")
-        elif after != before:
-            print(f"{page} is out of date; run `make docs`", file=sys.stderr)
-            stale = 1
-    if "--check" not in sys.argv[1:]:
-        write_charts()
-    return stale
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,8 +59,7 @@ class KVBuffer:
         return KVBuffer(self.format, self.codes[index], *rest)
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """Options of one attention call, in the order they act on a score: scale, softcap, ALiBi, mask.
 
     sm_scale      multiplies q . k

@@ -93,7 +93,7 @@ NUMERICS = [
         "sinks twice",
         PREFILL,
         "prefill_attention",
-        Rewrite("replace(_o, sinks=None, ends=_e)", "replace(_o, ends=_e)"),
+        Rewrite("_o._replace(sinks=None, ends=_e)", "_o._replace(ends=_e)"),
         attention("test_prefill_is_decode_when_the_cache_is_exact[cpu-5-sinks]"),
     ),
     Mutant(

@@ -46,8 +46,8 @@ STATE = [
         PREFILL,
         "prefill_attention",
         Rewrite(
-            "_c._replace(query_start=_p, options=replace(_o, sinks=None, ends=_p))",
-            "_c._replace(query_start=_p, lengths=_p, options=replace(_o, sinks=None))",
+            "_c._replace(query_start=_p, options=_o._replace(sinks=None, ends=_p))",
+            "_c._replace(query_start=_p, lengths=_p, options=_o._replace(sinks=None))",
         ),
         attention("test_prefill_after_any_past"),
     ),

@@ -61,6 +61,8 @@ class StoredLayer:
         if not bool(good.all()):
             what = "finite and positive" if positive else "finite"
             self.refuse(part, f"holds {int((~good).sum())} scales of {plain.numel()} that are not {what}; the file is damaged")
+        if bool((plain.double().abs() * 256 > torch.finfo(torch.float32).max).any()):
+            self.refuse(part, "holds scales so large that weights would be infinite; the file is damaged")
         return plain
 
 

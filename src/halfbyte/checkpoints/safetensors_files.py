@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,7 +77,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from error
     entries = json_object(file, raw, "header")
-    entries.pop("__metadata__", None)
+    _check_text(file, entries, entries.pop("__metadata__", None))
     infos = {name: _entry(file, name, entry, 8 + length, size) for name, entry in entries.items()}
     _check_layout(file, infos, 8 + length, size)
     return infos
@@ -206,6 +206,18 @@ def _entry(file: Path, name: str, entry: object, data: int, size: int) -> Tensor
     return TensorInfo(file, DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 
+def _check_text(file: Path, names: Iterable[str], metadata: object) -> None:
+    """Names and metadata as the format's own library takes them: valid Unicode, and strings by strings."""
+    if metadata is not None and not isinstance(metadata, dict):
+        _damaged(file, "its __metadata__ is no object of strings")
+    texts = [] if metadata is None else [*metadata, *metadata.values()]
+    if not all(isinstance(text, str) for text in texts):
+        _damaged(file, "its __metadata__ is no object of strings")
+    for text in (*names, *texts):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            _damaged(file, "a name or its __metadata__ holds half of a surrogate pair, which is no Unicode")
+
+
 def _counts(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**62 for v in values)
 
@@ -272,3 +284,11 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
         raise CheckpointError(
             f"{name}.weight_scales holds {int(bad.sum())} scales that are not finite and positive; the file is damaged"
         )
+    if overflows(plain, fmt):
+        raise CheckpointError(f"{name}.weight_scales is so large that weights would be infinite; the file is damaged")
+
+
+def overflows(scales: torch.Tensor, fmt: Format) -> bool:
+    """Whether fp32 scales make a weight of some code infinite in fp32."""
+    largest = fmt.code.codebook().abs().max().item() + (255 if fmt.offset == "int" else 0)
+    return bool((scales.double().abs() * largest > torch.finfo(torch.float32).max).any())

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.adapters import open_checkpoint
+from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
 from halfbyte.hf.external import ExternalCheckpoint
@@ -26,6 +27,8 @@ from halfbyte.hf.weights import of_adapters
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
 TABLES = 1 << 27
+#: Parameters that may be missing before the model is made, which then names them.
+SPARE = 1 << 20
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
@@ -101,18 +104,20 @@ def load(
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
+    check_folder(folder)
     if (folder / "adapter_config.json").exists():  # transformers would load another model, which it names, and files not looked at
         raise CheckpointError(
             f"{folder}: it holds an adapter (adapter_config.json); pass the folder of its base model, or of the model that the "
             f"adapter was merged into (merge_and_unload of PEFT)"
         )
     checkpoint = open_checkpoint(folder)
+    check_layers(folder / "config.json", len(checkpoint.infos))
     if checkpoint.quantized and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
     empty = _build_empty(folder, checkpoint.infos)
-    external = None if checkpoint.adapter is None else ExternalCheckpoint(checkpoint, checkpoint.adapter, empty)
-    _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
     try:
+        external = None if checkpoint.adapter is None else ExternalCheckpoint(checkpoint, checkpoint.adapter, empty)
+        _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
         if external is not None:
             model, found = external.load(dtype)
         else:
@@ -124,9 +129,9 @@ def load(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (HalfbyteError, torch.OutOfMemoryError):
+    except (HalfbyteError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
     fuse = options.get("fuse_qkv") or options.get("fuse_gate_up")
@@ -151,7 +156,7 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
         layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
         if layers > len(infos):
             raise CheckpointError(f"{folder}: config.json describes {layers} layers, the files hold {len(infos)} tensors")
-        if other := getattr(config, "transformers_weights", None):
+        if (other := getattr(config, "transformers_weights", None)) is not None:
             raise CheckpointError(
                 f"{folder}: config.json names the file of its weights (transformers_weights={str(other)[:80]!r}); call it {SINGLE} "
                 f"and leave that entry out"
@@ -165,10 +170,18 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error
     wanted = sum(p.numel() for p in model.parameters())
+    names = {name for name, _ in model.named_parameters()}
     held = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for i in infos.values())
     if wanted > 2 * held:  # less than that is found and named while loading
         raise CheckpointError(
             f"{folder}: config.json describes {wanted:,} parameters, the files hold at most {held:,}: missing keys"
+        )
+    unnamed = sum(p.numel() for name, p in model.named_parameters() if name not in infos)
+    spare = sum(math.prod(i.shape) * _PACKED.get(i.dtype, 1) for name, i in infos.items() if name not in names)
+    if unnamed > spare + SPARE:
+        raise CheckpointError(
+            f"{folder}: config.json describes {unnamed:,} parameters under names that the files lack, whose other tensors hold at "
+            f"most {spare:,}: missing keys"
         )
     tables, read = sum(b.nbytes for b in model.buffers()), sum(i.end - i.start for i in infos.values())
     if tables > max(2 * read, TABLES):

@@ -8,10 +8,12 @@ which refuse every use except attention.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import InvalidArgument, Unsupported
 
 _MLA = "its cache holds a latent (MLA) that is expanded into keys and values after the cache was updated"
@@ -68,6 +70,8 @@ def read_config(folder_or_id: Any) -> Any:
     Implementations of attention and experts that it names are forgotten: transformers would download kernels by such a name, and
     run them.
     """
+    if (folder := Path(folder_or_id)).is_dir():
+        check_folder(folder)
     config = AutoConfig.from_pretrained(folder_or_id, trust_remote_code=False)
     config._attn_implementation = config._experts_implementation = None  # of its parts, too
     return config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -46,7 +45,7 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
             lengths=lengths,
             query_start=query_start[here, those].flatten(),
             page_table=None if table is None else table[here].repeat_interleave(n, 0),
-            options=replace(o, starts=starts, ends=ends),
+            options=o._replace(starts=starts, ends=ends),
         )
         yield call, tuple(whole[here, :, begin * queries :] for whole in results)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def _dense(call: DecodeCall) -> DecodeCall:
         lengths=lengths,
         query_start=query_start,
         page_table=table if table is None or table.stride(1) == 1 else table.contiguous(),
-        options=replace(o, alibi_slopes=slopes, sinks=sinks, starts=starts, ends=ends),
+        options=o._replace(alibi_slopes=slopes, sinks=sinks, starts=starts, ends=ends),
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from halfbyte.ops._transforms import no_memory
+
 Key = tuple[Any, ...]
 #: Shape and strides of a result.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -32,14 +34,17 @@ def plain(tensors: Iterable[torch.Tensor | None]) -> bool:
 def add_facts(facts: list[Any], tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
     """Append the facts of tensors to what else a call is found by; returns their addresses."""
     addresses: list[int | None] = []
-    for t in tensors:
-        if t is None:
-            addresses.append(None)
-            facts.append(None)
-        else:
-            address = t.data_ptr()
-            addresses.append(address)
-            facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    try:
+        for t in tensors:
+            if t is None:
+                addresses.append(None)
+                facts.append(None)
+            else:
+                address = t.data_ptr()
+                addresses.append(address)
+                facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    except RuntimeError as error:
+        raise no_memory() from error
     return addresses
 
 

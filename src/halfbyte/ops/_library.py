@@ -8,26 +8,32 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad as _forward
 
 from halfbyte.errors import Unsupported, warn_once
+from halfbyte.ops._transforms import RefusingLibrary, refuse_transform
 from halfbyte.plans import GPU_LEVELS, LEVELS, plan
 from halfbyte.settings import default_impl, interpreted
 
 NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+#: Looked up once: these are most of what a cached call does.
+_Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op.
 
-    No op here has a gradient: one that returns something raises when a gradient is asked for, instead of giving none.
+    No op here has a gradient: one that returns something raises when a gradient is asked for, see `_transforms`.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, torch.no_grad()(_without_autocast(run)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     if not schema.endswith("-> ()"):
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=_LIBRARY)
+        refusing: Any = RefusingLibrary(_LIBRARY, name)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", functools.partial(_refuse_gradient, name), lib=refusing)
+    _LIBRARY.impl(name, functools.partial(refuse_transform, name), "FuncTorchBatched")
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return op
 
@@ -57,12 +63,11 @@ def level(op: str, impl: str, device: torch.device) -> str:
     return chosen.level
 
 
-def can_bypass_dispatcher(*given: torch.Tensor | None) -> bool:
-    """Whether the first of these is on a GPU and nobody watches: neither a compiler nor autograd nor a subclass of Tensor."""
-    x = given[0]
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cuda:
+def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether x is on a GPU and nobody watches: neither a compiler nor autograd, in either mode, nor a subclass of Tensor."""
+    if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cuda or _forward._current_level >= 0:
         return False
-    return not torch.is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in given)
+    return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
 
 
 def refuse_capture(name: str, device: torch.device) -> None:

@@ -6,7 +6,6 @@ Torch's matrix products add up in another order for another batch, and a level c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -32,7 +31,7 @@ def attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCal
                 lengths=call.lengths[own],
                 query_start=_cut(call.query_start, own),
                 page_table=None if table is None else table[own, :units],
-                options=replace(options, starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+                options=options._replace(starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
             )
         )
         outs.append(out)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.device import gpu, supports_pdl
@@ -14,6 +15,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
 from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops._transforms import refuse_transforms
 from halfbyte.ops.launch_cache import Signature, layout, replay, signature
 from halfbyte.ops.launch_cache import store as store_launch
 from halfbyte.ops.workspace import stream_of
@@ -198,7 +200,7 @@ def signature_of(c: AppendCall) -> Signature | None:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
         return None
-    if torch.is_grad_enabled() and getattr(c.q, "requires_grad", False):
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and getattr(c.q, "requires_grad", False)):
         return None
     return signature("append", (c.rotate_keys,), (c.keys.format, c.values.format), _tensors(c))
 
@@ -231,6 +233,8 @@ def _replayed(
 def check_new(c: AppendCall) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
     (k, v, keys, values, lengths), q, batch = c[:5], c.q, c.lengths.shape[0]
+    if not torch.compiler.is_compiling():
+        refuse_transforms("append", (k, v, q))
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
     check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")

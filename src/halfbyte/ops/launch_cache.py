@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
+from halfbyte.ops._transforms import no_memory
 from halfbyte.settings import as_set
 
 Key = tuple[Any, ...]
@@ -70,14 +71,17 @@ def signature(
         return None
     facts: list[Any] = [op, *options, *as_set(), *map(id, formats)]
     addresses: list[int | None] = []
-    for t in tensors:
-        if t is None:
-            addresses.append(None)
-            facts.append(None)
-        else:
-            address = t.data_ptr()
-            addresses.append(address)
-            facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    try:
+        for t in tensors:
+            if t is None:
+                addresses.append(None)
+                facts.append(None)
+            else:
+                address = t.data_ptr()
+                addresses.append(address)
+                facts += (t.dtype, t.shape, t.stride(), t.get_device(), address % 16)
+    except RuntimeError as error:
+        raise no_memory() from error
     return Signature(tuple(facts), tensors, tuple(addresses), formats)
 
 

@@ -77,10 +77,12 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
-    x is fp16, bf16, fp32 or float64, any strides. impl: "auto"; a GPU's kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows,
-    on Hopper 256) and "triton" (portable); "cpu" (blocks of rows); "reference" (float64). `row_invariant`: a row's result has the
-    same bits alone and among others. On a GPU that fixes how the work is cut; the `cpu` and `reference` levels compute one row
-    after the other. Raises `InvalidArgument` naming the argument at fault.
+    x is fp16, bf16, fp32 or float64, any strides; of 16 and 32 bits it is computed in fp32, else in float64. fp32 and float64
+    have no kernel: on a GPU they run blocked torch code, which dequantises the whole weight in each call. impl: "auto"; a GPU's
+    kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows, on Hopper 256) and "triton" (portable); "cpu" (blocks of rows);
+    "reference" (float64). `row_invariant`: a row's result has the same bits alone and among others. On a GPU that fixes how the
+    work is cut; the `cpu` and `reference` levels compute one row after the other. Raises `InvalidArgument` naming the argument at
+    fault.
     """
     call = LinearCall(x, (weight,), (bias,), impl, row_invariant)
     signature = call.signature() if can_bypass_dispatcher(x, bias) else None

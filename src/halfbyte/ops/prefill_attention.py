@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from halfbyte.arguments import check_tensor
@@ -45,12 +43,12 @@ def prefill_attention(
     options = call.options
     for name, x, buffer in (("k", k, cache.keys), ("v", v, cache.values)):
         check_tensor(name, x, (q.shape[0], buffer.heads, q.shape[2], buffer.dim), device=q.device)
-    own = replace(options, sinks=None, rotate_keys=False)
+    own = options._replace(sinks=None, rotate_keys=False)
     chosen, parts = level_of(impl, q), []
     if not _fresh(cache, q.shape[2]):
         past = cache.lengths - q.shape[2]
-        parts.append(attend(call._replace(query_start=past, options=replace(options, sinks=None, ends=past))))
-        own = own if options.starts is None else replace(own, starts=(options.starts - past).clamp_min(0))
+        parts.append(attend(call._replace(query_start=past, options=options._replace(sinks=None, ends=past))))
+        own = own if options.starts is None else own._replace(starts=(options.starts - past).clamp_min(0))
     parts.append(_over_itself(q, k, v, own, impl, chosen))
     out, lse = parts[0]
     if len(parts) > 1 or sinks is not None:

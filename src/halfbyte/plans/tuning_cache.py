@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -189,7 +190,7 @@ def read(file: Path) -> Table:
             raise DamagedPlans(f"{file} is of version {data['halfbyte plans']!r} of the plans and this is {VERSION}")
         entries = {_key(one["problem"]): _entry(one, str(file)) for one in data["entries"]}
         return Table(str(data["gpu"]), _whole(data["multiprocessors"]), entries, dict(data["made with"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DamagedPlans):
             raise
         raise DamagedPlans(f"{file} is no table of measured plans ({type(error).__name__}: {error})") from error
@@ -217,7 +218,10 @@ def _entry(data: Mapping[str, Any], file: str) -> TunedEntry:
     choice = None
     if data["choice"] is not None:
         choice = _CHOICES[data["problem"]["op"]](**{name: _whole(value) for name, value in data["choice"].items()})
-    return TunedEntry(choice, float(data["us"]) / 1e6, float(data["analytic us"]) / 1e6, str(data["date"]), file)
+    seconds, analytic = (float(data[name]) / 1e6 for name in ("us", "analytic us"))
+    if not (math.isfinite(seconds) and math.isfinite(analytic)):
+        raise ValueError("a time is not finite")
+    return TunedEntry(choice, seconds, analytic, str(data["date"]), file)
 
 
 def _whole(value: object) -> int:

@@ -1,0 +1,1 @@
+"""What the documentation takes from records, formats and signatures: every generated table, chart and figure."""

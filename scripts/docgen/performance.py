@@ -1,0 +1,73 @@
+"""Tables of the performance pages: speed-up by batch size, where halfbyte loses, libraries that were measured in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from docgen.sources import QUESTIONS, Record, attention, linear, tables
+from docgen.summary import case_name, speedup
+
+markdown = tables.markdown
+
+
+def by_batch() -> str:
+    """INT4 weights over cuBLAS, from the worst layer to the best, by batch size M."""
+    ours = [r for r in linear() if r.formats == "int4_sym_g128" and r.peer_seconds]
+    rows = []
+    for m in sorted({r.shape["M"] for r in ours if not r.case.startswith("prefill")}):
+        mine = [r for r in ours if r.shape["M"] == m and not r.case.startswith("prefill")]
+        large = [r for r in mine if r.shape["N"] * r.shape["K"] >= 8192**2]
+        rows.append((str(m), _span(mine), _span(large), _roofline(mine)))
+    heads = ("M", "speed-up, all layers", "8192 x 8192 and larger", "of roofline, all layers")
+    return f"{tables.where_text(ours)}\n\n{markdown(heads, rows)}"
+
+
+def _span(measured: Sequence[Record]) -> str:
+    ratios = sorted(map(speedup, measured))
+    return f"{ratios[0]:.2f}-{ratios[-1]:.2f}x"
+
+
+def _roofline(measured: Sequence[Record]) -> str:
+    shares = sorted(100 * (r.roof_share or 0.0) for r in measured)
+    return f"{shares[0]:.0f}-{shares[-1]:.0f} %"
+
+
+def losses() -> str:
+    """Every measured case in which 16 bits are faster."""
+    slower = [(r, r.case) for r in attention() if r.peer_seconds and speedup(r) < 1]
+    slower += [(r, case_name(r.case)) for r in linear() if r.peer_seconds and speedup(r) < 1]
+    rows = [
+        (name, r.formats, f"{1e6 * (r.seconds or 0):.1f} us", f"{1e6 * (r.peer_seconds or 0):.1f} us", f"{speedup(r):.2f}x")
+        for r, name in slower
+    ]
+    return markdown(("case", "format", "halfbyte", "fastest 16-bit kernel", "speed-up"), rows)
+
+
+def libraries() -> str:
+    """Each library that ran beside halfbyte on a GPU, its last time, and halfbyte's of the same commit."""
+    timed = [r for r in tables.every_gpu_record() if r.study == "peers" and r.seconds]
+    last = {(r.op, str(sorted(r.shape.items())), r.formats, r.implementation): r for r in timed}
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for (op, shape, *_), r in last.items():
+        groups.setdefault((op, shape), []).append(r)
+    rows = []
+    for (op, _), found in groups.items():
+        shape = ", ".join(f"{name} = {size:,}" for name, size in found[0].shape.items())
+        rows += [
+            (
+                op.replace("_", " "),
+                shape,
+                r.implementation.replace("halfbyte auto", "**halfbyte**"),
+                r.formats,
+                f"{1e6 * r.seconds:.1f} us",
+            )
+            for r in sorted(found, key=lambda r: r.seconds or 0.0)
+            if r.seconds
+        ]
+    return f"{tables.where_text(timed)}\n\n{markdown(('op', 'shape', 'library', 'format', 'time'), rows)}"
+
+
+def study_list() -> str:
+    """Every study with its question."""
+    rows = [(f"[{name}]({name}.md)", f"{asks[:1].upper()}{asks[1:]}") for name, asks in QUESTIONS.items()]
+    return markdown(("study", "question"), rows)

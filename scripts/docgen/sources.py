@@ -1,0 +1,34 @@
+"""Where generated text comes from. The only lines of `docgen` that know where the benchmarks live."""
+
+from __future__ import annotations
+
+import make_tables as tables
+
+from benchmarks.linear_targets import latest as latest_linear
+from benchmarks.studies import QUESTIONS
+from halfbyte.measure.records import Record
+
+__all__ = ["QUESTIONS", "Record", "attention", "cpu", "demo", "linear", "tables"]
+
+#: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is held against.
+OURS = "halfbyte auto"
+
+
+def attention() -> list[Record]:
+    """The last record of each attention case that was timed on a GPU."""
+    return [r for r in tables.gpu_records() if r.op == "decode_attention" and r.seconds]
+
+
+def linear() -> list[Record]:
+    """The last record of each of halfbyte's linear layers that was timed on a GPU."""
+    return [r for r in latest_linear(tables.every_gpu_record()) if r.seconds and r.implementation == OURS]
+
+
+def demo() -> list[dict[str, object]]:
+    """Quality of the shipped model, setting by setting."""
+    return tables.json_lines("demo.jsonl")
+
+
+def cpu() -> list[dict[str, object]]:
+    """Times on a CPU."""
+    return [r for r in tables.json_lines("cpu.jsonl") if r["seconds"] is not None]

@@ -1,0 +1,114 @@
+"""Write the generated parts of README.md and docs/: tables and figures of records, charts, the command line, public names.
+
+python scripts/make_docs.py            rewrite them, and print how many words were written by hand; exit 1 if any was out of date
+python scripts/make_docs.py --check    write nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
+
+import make_tables as tables
+from docgen import hero, performance, reference, summary
+from docgen.markup import fill, words
+from docgen.sources import QUESTIONS
+
+ROOT = Path(__file__).parent.parent
+
+#: Most words written by hand: of the README, of everything but the lab notes, and of the lab notes.
+MOST_WORDS = {"README.md": 1200, "all but docs/internals/log": 18000, "docs/internals/log": 6000}
+LOG = "docs/internals/log"
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "chart": partial(hero.picture_tag, "docs/assets"),
+        "choice": summary.choice,
+        "results": summary.results,
+    },
+    "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
+    "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
+    "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
+    "docs/reference/formats.md": {"formats": tables.formats},
+    "docs/reference/models.md": {"models": tables.models},
+    "docs/reference/api.md": {"names": reference.public_names},
+    "docs/reference/cli.md": {"commands": reference.command_line},
+    "docs/reference/environment.md": {"variables": reference.environment},
+    "docs/performance/index.md": {"results": summary.results, "studies": performance.study_list},
+    "docs/performance/attention.md": {"bars": tables.all_bars},
+    "docs/performance/linear.md": {
+        "by batch": performance.by_batch,
+        "linear": tables.linear,
+        "linear bars": tables.linear_verdicts,
+        "quoted": tables.quoted_figures,
+    },
+    "docs/performance/cpu.md": {"speed": tables.speed},
+    "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
+    **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},
+}
+
+
+def pages() -> list[Path]:
+    """Every page of prose."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def counts() -> dict[str, int]:
+    """Words written by hand, page by page."""
+    return {str(page.relative_to(ROOT)): words(page.read_text(encoding="utf-8")) for page in pages()}
+
+
+def totals() -> dict[str, int]:
+    """The sums that have a limit."""
+    found = counts()
+    log = sum(n for page, n in found.items() if page.startswith(LOG))
+    return {"README.md": found["README.md"], "all but docs/internals/log": sum(found.values()) - log, LOG: log}
+
+
+def stale_pages() -> dict[Path, str]:
+    """Pages that are out of date, and what they should be."""
+    stale = {}
+    for path in pages():
+        page = str(path.relative_to(ROOT))
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, BLOCKS.get(page, {}), summary.FIGURES, page)
+        if after != before:
+            stale[path] = after
+    return stale
+
+
+def stale_files() -> dict[Path, str]:
+    """Everything generated that is out of date, pages and the chart of the README, and what it should be."""
+    pictures = {ROOT / name: svg for name, svg in hero.pictures().items()}
+    changed = {path: svg for path, svg in pictures.items() if not path.exists() or path.read_text(encoding="utf-8") != svg}
+    return stale_pages() | changed
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    if missing := [page for page in BLOCKS if not (ROOT / page).exists()]:
+        print(f"there is no {', '.join(missing)}", file=sys.stderr)
+        return 1
+    stale = stale_files()
+    for path, text in stale.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(
+            f"{path.relative_to(ROOT)} {'is out of date; run `make docs`' if check else 'was out of date, and is written'}",
+            file=sys.stderr,
+        )
+    if not check:
+        tables.write_charts()
+    too_many = False
+    for part, count in totals().items():
+        print(f"{part}: {count:,} words written by hand, of {MOST_WORDS[part]:,}")
+        too_many |= count > MOST_WORDS[part]
+    return int(bool(stale) or too_many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Folders made to hurt: bounded time and memory before transformers sees anything, and only the library's own errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import halfbyte.hf as hf
+from halfbyte.checkpoints import folder_guard
+from halfbyte.checkpoints.safetensors_files import read_header
+from halfbyte.errors import CheckpointError
+from halfbyte.hf.model_support import read_config
+
+
+@pytest.fixture
+def folder(build, tmp_path):
+    return hf.save(build("llama"), tmp_path / "model")
+
+
+def configured(folder: Path, name: str = "config.json", **changes: object) -> None:
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def refused(folder: Path, match: str = "") -> None:
+    """Quickly, and in little memory: the peak of the process may grow by so much."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    for read in (hf.load, read_config):
+        if read is read_config and "missing keys" in match:
+            continue
+        with pytest.raises(CheckpointError, match=match):
+            read(folder)
+    assert time.process_time() - start < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
+
+
+@pytest.mark.parametrize("count", [10**6, 2**62, -(10**12), 10**400])
+@pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers", "n_layer", "encoder_layers", "hidden_size"])
+def test_numbers_that_count(folder, name, count):
+    if name == "hidden_size" and abs(count) < 2**40:
+        return  # a size; what it makes is held against the files
+    configured(folder, **{name: count}) if count < 10**300 else (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", name: 0}).replace(": 0", ": " + "1" * 401)
+    )
+    refused(folder, "at most")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "gpt_oss", "smollm3"])
+def test_layers_that_never_end(folder, kind):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 10**12}))
+    refused(folder, "num_hidden_layers.*at most")
+
+
+def test_more_layers_than_tensors_anywhere(folder):
+    configured(folder, vision_config={"depth": 60_000})
+    with pytest.raises(CheckpointError, match="'depth' describes 60000 layers"):
+        hf.load(folder)
+
+
+def test_nested_objects(folder):
+    (folder / "config.json").write_text('{"model_type": "llama", "a": [' + ",".join(['{"a":{}}'] * 600_000) + "]}")
+    refused(folder, "objects and lists")
+    (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 100 + "]" * 100 + "}")
+    refused(folder, "24 levels")
+    (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    refused(folder, "objects and lists")
+    (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 30_000 + "]" * 30_000 + "}")
+    refused(folder, "no valid JSON")
+    (folder / "config.json").write_text(" " * (folder_guard.MAX_BYTES + 1))
+    refused(folder, "more than")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_only_regular_files_in_the_folder(folder, name, tmp_path):
+    file = folder / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    refused(folder, "not a regular file")
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    refused(folder, "a link out of the folder")
+    file.unlink()
+    (tmp_path / "other").write_text("{}")
+    file.symlink_to(tmp_path / "other")
+    refused(folder, "a link out of the folder")
+    file.unlink()
+    file.mkdir()
+    refused(folder, "not a regular file")
+
+
+def test_links_of_the_hubs_cache_are_followed(folder, tmp_path):
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        (blobs / file.name).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert hf.load(snapshot).config.model_type == "llama"
+
+
+def test_a_junk_tensor_does_not_pay_for_larger_layers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "junk": torch.zeros(16 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
+    configured(folder, intermediate_size=100_000)
+    with pytest.raises(CheckpointError, match=r"mismatched|missing keys"):
+        hf.load(folder)
+    gone = {name: t for name, t in tensors.items() if ".mlp." not in name}
+    save_file({**gone, "junk": torch.zeros(1 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing keys"):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("generation_config.json", {"dtype": [1]}),
+        ("generation_config.json", {"max_length": {}}),
+        ("config.json", {"transformers_weights": 0}),
+        ("config.json", {"model_type": "rwkv"}),
+        ("config.json", {"num_attention_heads": 0}),
+        ("config.json", {"dtype": [1]}),
+    ],
+)
+def test_no_foreign_exceptions(folder, name, change):
+    if not (folder / name).exists():
+        (folder / name).write_text("{}")
+    configured(folder, name, **change)
+    try:
+        hf.load(folder)
+    except CheckpointError:
+        return
+    assert name == "generation_config.json"  # transformers may pass over what it does not know
+
+
+def header(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    entries = change(json.loads(raw[8 : 8 + length]))
+    made = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(made)) + made + raw[8 + length :])
+
+
+@pytest.mark.parametrize("metadata", [1, [], "x", {"a": 1}, {"a": None}, {"a": {}}, {"\ud800": "x"}, {"a": "\udfff"}])
+def test_metadata_of_another_type(folder, metadata):
+    header(folder, lambda entries: {**entries, "__metadata__": metadata})
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        read_header(folder / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        hf.load(folder)
+
+
+def test_half_a_surrogate_pair_in_a_name(folder):
+    header(folder, lambda entries: {name.replace("layers.0", "layers.\ud800"): entry for name, entry in entries.items()})
+    with pytest.raises(CheckpointError, match="surrogate"):
+        hf.load(folder)
+
+
+def test_scales_that_overflow(build, tmp_path):
+    folder = hf.save(hf.quantize(build("llama"), "int4_g32_fp32"), tmp_path / "quantised")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scales"].view(-1)[3] = 3e38
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scales.*infinite"):
+        hf.load(folder)

@@ -1,0 +1,143 @@
+"""Every code block of the README, the guides and the tutorials runs: offline, with the shipped model, twice in one folder.
+
+Python blocks of a page share a namespace; the second run has a new one and finds the files of the first. `bash` blocks hold
+commands of halfbyte, which run in this process, and commands that install or build, which are looked up. A `text` block behind a
+Python block is what that block prints, up to the digits of its numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+
+from checkpoint_files import draw
+from halfbyte import cli
+from halfbyte.hf.weights import linear_size
+from halfbyte.paths import shipped_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    *(page for folder in ("start", "guides", "concepts", "tutorials") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
+    ROOT / "docs" / "internals" / "tuning.md",
+]
+#: What stands in the pages, and what is run here: no network, and no accelerate.
+INSTEAD = {"Qwen/Qwen3-0.6B": "shipped", "some/model-GPTQ": "gptq", ', device_map="auto"': ""}
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The shipped model, and the same with layers of GPTQ."""
+    folder = tmp_path_factory.mktemp("models") / "gptq"
+    model = tf.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
+    state = {name: t for name, t in model.state_dict().items() if not name.startswith("lm_head")}
+    drawn = None
+    for seed, (name, module) in enumerate(model.model.layers.named_modules()):
+        if (size := linear_size(module)) is not None:
+            drawn = draw("gptq v1", *size, seed)
+            state.pop(f"model.layers.{name}.weight")
+            state |= {f"model.layers.{name}.{part}": t for part, t in drawn.tensors.items()}
+    assert drawn is not None
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": drawn.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in shipped_model().glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return {"shipped": str(shipped_model()), "gptq": str(folder)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_block_runs_twice(page: Path, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run(page, models)
+
+
+def run(page: Path, models: dict[str, str]) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    printed = ""
+    for block in blocks(page):
+        text = block.text
+        for written, run_instead in INSTEAD.items():
+            text = text.replace(written, models.get(run_instead, run_instead))
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        if block.language == "python":
+            printed = run_python(text, where, names)
+        elif block.language == "bash":
+            for command in text.splitlines():
+                run_command(command, where)
+        elif block.language == "text" and printed:
+            assert alike(printed, text), f"{where} shows {text!r}, but the block before it prints {printed!r}"
+            printed = ""
+
+
+def run_python(text: str, where: str, names: dict[str, object]) -> str:
+    """Execute a block, and return what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\n" * (int(where.rpartition(":")[2]) - 1) + text, where, "exec", dont_inherit=True), names)
+    return out.getvalue()
+
+
+def alike(printed: str, shown: str) -> bool:
+    """Equal but for the digits of numbers, which differ between machines; of longer texts the first line."""
+    plain = [re.sub(r"[-+]?\d[\d.,e+-]*", "#", text.strip()) for text in (printed, shown)]
+    return plain[0] == plain[1] or (len(shown.splitlines()) > 3 and plain[0].splitlines()[0] == plain[1].splitlines()[0])
+
+
+def run_command(command: str, where: str) -> None:
+    """One line of a `bash` block."""
+    words = shlex.split(command, comments=True)
+    if not words:
+        return
+    if words[0] == "halfbyte":
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
+            cli.main(words[1:])
+        assert ended.value.code in (0, None), f"{where}: {command} ended with {ended.value.code}"
+    elif words[:2] == ["rm", "-rf"]:
+        shutil.rmtree(words[2], ignore_errors=True)
+    elif words[0] == "make":
+        assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+            f"{where}: no target {words[1]}"
+        )
+    else:
+        assert words[:2] == ["pip", "install"], f"{where}: {command} is not a command that a test can look up"
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\.\[(\w+)\]", command)) <= set(extras), f"{where}: {command} names an unknown extra"
+
+
+def test_pages_have_no_unknown_kind_of_block() -> None:
+    """A block without a language, or of another one, would not be run."""
+    unknown = [
+        f"{page.relative_to(ROOT)}:{b.line}" for page in PAGES for b in blocks(page) if b.language not in ("python", "bash", "text")
+    ]
+    assert unknown == []

@@ -1,0 +1,70 @@
+"""The cpu level of attention: the bound of lse, and which KV head a query head reads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import halfbyte as hb
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("offset", [0.0, -3e2, -6e4])
+@pytest.mark.parametrize("peaked", [1.0, 60.0])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_lse_is_within_its_stated_bound(impl: str, dim: int, peaked: float, offset: float) -> None:
+    """`offset`: of every score, as a large common part of keys gives; `peaked`: one key far above the others."""
+    cache = hb.KVCache(2, 2, dim, 512, keys="fp16", values="int8")
+    q, k = drawn(2, 4, 1, dim, seed=0), drawn(2, 2, 500, dim, seed=1)
+    q[..., 0], k[..., 0] = 8.0, offset
+    k[:, :, 17, 1:] *= peaked
+    cache.append(k.half(), k.half())
+    q = q.half()
+    lse = hb.decode_attention(q, cache, sm_scale=1.0, return_lse=True, impl=impl)[1]
+    keys = k.half().double().repeat_interleave(2, 1)
+    scores = q.double() @ keys.mT
+    size = 1 + (q.double().abs() @ keys.abs().mT).amax(-1)
+    error = (lse.double() - scores.logsumexp(-1)).abs()
+    assert (error <= (1 if impl == "reference" else dim + 8) * 2**-24 * size).all()
+
+
+@pytest.mark.parametrize(("q_heads", "heads"), [(5, 1), (10, 2), (40, 8), (7, 1), (12, 4)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_query_heads_read_their_own_kv_head(q_heads: int, heads: int, queries: int) -> None:
+    """Values say which head they are of, so any other mapping of heads gives another number."""
+    cache = hb.KVCache(1, heads, 32, 64, keys="fp16", values="fp16")
+    v = torch.arange(heads, dtype=torch.float32).view(1, heads, 1, 1).expand(1, heads, 9, 32)
+    cache.append(drawn(1, heads, 9, 32, seed=2).half(), v.half())
+    out = hb.decode_attention(drawn(1, q_heads, queries, 32, seed=3).half(), cache, impl="cpu")
+    expected = torch.arange(q_heads) // (q_heads // heads)
+    torch.testing.assert_close(out, expected.view(1, -1, 1, 1).expand_as(out).half())
+
+
+@pytest.mark.parametrize("kind", [hb.KVCache, hb.PagedKVCache])
+def test_threads_that_share_a_lock_lose_no_token(kind: type[hb.KVCache]) -> None:
+    """The contract in the docstring of `KVCache`."""
+    cache, lock, each, failed = kind(1, 1, 32, 256, keys="fp16", values="fp16"), threading.Lock(), 40, []
+
+    def work(start: int) -> None:
+        try:
+            for i in range(each):
+                token = torch.full((1, 1, 1, 32), float(start + i + 1)).half()
+                with lock:
+                    cache.append(token, token)
+        except Exception as error:  # in a thread nobody would see it
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n * each,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    stored = cache.dequantized()[1][0, 0, : 4 * each, 0]
+    assert sorted(stored.tolist()) == [float(n + 1) for n in range(4 * each)]

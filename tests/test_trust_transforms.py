@@ -1,0 +1,89 @@
+"""Forward-mode gradients and torch.func: refused by name, where they used to be silently missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+import halfbyte as hb
+from halfbyte.ops import launch_cache
+from halfbyte.ops._library import can_bypass_dispatcher
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def cache() -> hb.KVCache:
+    made = hb.KVCache(1, 2, 32, 64)
+    made.append(torch.ones(1, 2, 5, 32), torch.ones(1, 2, 5, 32))
+    return made
+
+
+def functions() -> dict[str, tuple[Function, torch.Tensor]]:
+    held = cache()
+    weight, q, k = hb.quantize(torch.randn(32, 64), "int4_g32"), torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
+
+    def append(k: torch.Tensor) -> torch.Tensor:
+        made = cache()
+        made.append(k, k)
+        return made.dequantized()[0]
+
+    return {
+        "linear": (lambda x: hb.linear(x, weight), torch.randn(3, 64)),
+        "a bias": (lambda bias: hb.linear(torch.ones(3, 64), weight, bias), torch.randn(32)),
+        "qkv": (lambda x: hb.qkv_projection(x, (weight, weight, weight))[1], torch.randn(3, 64)),
+        "attention": (lambda q: hb.decode_attention(q, held), q),  # type: ignore[dict-item]
+        "lse": (lambda q: hb.decode_attention(q, held, return_lse=True)[1], q),
+        "append": (append, k),
+    }
+
+
+def dual(f: Function, x: torch.Tensor) -> torch.Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Function, torch.Tensor], object]] = {
+    "dual": dual,
+    "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "grad": lambda f, x: grad(lambda t: f(t).sum())(x),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", functions())
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_no_gradient_is_silently_missing(name: str, transform: str, no_grad: bool) -> None:
+    f, x = functions()[name]
+    with torch.set_grad_enabled(not no_grad), pytest.raises(hb.HalfbyteError, match=r"torch\.func|tangent"):
+        TRANSFORMS[transform](f, x)
+
+
+def test_calls_without_a_tangent_are_not_refused() -> None:
+    with forward_ad.dual_level():
+        for f, x in functions().values():
+            f(x)
+    for f, x in functions().values():
+        f(x)
+
+
+def test_a_graphics_processor_is_not_launched_past_a_tangent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.randn(3)
+    assert can_bypass_dispatcher(x, None)
+    with forward_ad.dual_level():
+        assert not can_bypass_dispatcher(forward_ad.make_dual(x, x))
+    monkeypatch.undo()
+
+    def signed(x: torch.Tensor) -> torch.Tensor:
+        launch_cache.signature("linear", (), (), [x])
+        return x
+
+    with pytest.raises(hb.HalfbyteError, match="no memory of its own"):
+        vmap(signed)(torch.randn(2, 3))
