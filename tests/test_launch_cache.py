@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 from triton import knobs
@@ -218,6 +219,7 @@ def test_wrong_arguments_raise_after_a_right_call(op: Op, bad: tuple[Arguments, 
 new_empty_strided = torch.Tensor.new_empty_strided
 #: What a call meets that has been launched before: by name, how.
 IN_THE_WAY: dict[str, Callable[[Gpu, pytest.MonkeyPatch], None]] = {
+    "forward mode": lambda _, patch: patch.setattr(forward_ad, "_current_level", 0),
     "a profiler": lambda _, patch: patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None),
     "results that are not aligned": lambda _, patch: patch.setattr(
         torch.Tensor, "new_empty_strided", lambda *of, **options: misaligned(new_empty_strided(*of, **options))
