@@ -65,7 +65,7 @@ def run_qkv(
     ] = None,
     impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
 ) -> None:
-    """The four published variants of quantised attention, launch by launch, and one launch for q, k and v against three."""
+    """The four published variants of quantized attention, launch by launch, and one launch for q, k and v against three."""
     from benchmarks import report_sections, suites
 
     run_suites(options, "q, k, v", lambda _: [suites.qkv(weights, impl)], report_sections.section_of)

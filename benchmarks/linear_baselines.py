@@ -1,6 +1,6 @@
-"""What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel, dequantise first.
+"""What linear layers are held against in the same run: cuBLAS in bf16, tinygemm, the published split-K kernel, dequantize first.
 
-A peer's result is right when its relative L2 error against float64 on its own dequantised weights is at most 1 %: fp16 atomics and
+A peer's result is right when its relative L2 error against float64 on its own dequantized weights is at most 1 %: fp16 atomics and
 rounded scales are part of a peer's accuracy, and no reason to leave it out.
 """
 
@@ -20,7 +20,7 @@ from halfbyte.packing import unpack_nibbles
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
 
-CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantise, then cuBLAS"
+CUBLAS, TINYGEMM, EXPANDED = "cuBLAS", "tinygemm", "dequantize, then cuBLAS"
 #: Most relative L2 error of a peer.
 BASELINE_ERROR = 0.01
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -96,7 +96,7 @@ def published_split_k(weight: QuantTensor, copies: Callable[[int], int]) -> Line
 
 
 def expanded(rotation: Sequence[QuantTensor]) -> LinearBaseline:
-    """The whole weight dequantised into one buffer, then torch's linear layer."""
+    """The whole weight dequantized into one buffer, then torch's linear layer."""
     weight = rotation[0]
     buffer = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     calls = [partial(_expanded, one, buffer) for one in rotation]

@@ -41,7 +41,7 @@ class LinearCase:
 
     @property
     def prefill(self) -> bool:
-        """Whether rows are so many that dequantising the whole weight first is a rival."""
+        """Whether rows are so many that dequantizing the whole weight first is a rival."""
         return self.rows[0] >= PREFILL[0]
 
     def case(self, rows: int) -> str:

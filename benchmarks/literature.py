@@ -101,5 +101,5 @@ def fastest(n: int, k: int, rows: int, formats: str) -> Quoted | None:
 
 
 def code_of(formats: str) -> str:
-    """ "int4_sym_g128" as "int4": which peers' weights a format stands beside. Double-quantised NF4 stands beside NF4."""
+    """ "int4_sym_g128" as "int4": which peers' weights a format stands beside. Double-quantized NF4 stands beside NF4."""
     return formats.partition("_")[0]

@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] (q[k, n] - z[g, n]) s[g, n]
 
-Weights in GPTQ's layout, groups of 128, x and y in fp16. Tiles of 16 x 32 outputs and 128 along K are dequantised to fp16 and
+Weights in GPTQ's layout, groups of 128, x and y in fp16. Tiles of 16 x 32 outputs and 128 along K are dequantized to fp16 and
 multiplied on tensor cores; SPLIT programs share the K of a tile and add their parts to y by fp16 atomics, in whatever order they
 come, so y is zeroed first. SPLIT = 1 is the data-parallel form, which stores. Import this on a GPU, or with Triton's interpreter.
 """

@@ -1,9 +1,9 @@
-"""The four published variants of attention on block-wise quantised weights, each as a list of launches.
+"""The four published variants of attention on block-wise quantized weights, each as a list of launches.
 
-    naive             dequantise Wq, Wk, Wv; three products; attention                         7 launches
-    projection-fused  dequantise all three at once; three products; attention                  5
-    semi-fused        dequantise into one [Nq + Nk + Nv, K]; one product; attention            3
-    two-kernel        `halfbyte.qkv_projection`: dequantisation and products in one; attention 2
+    naive             dequantize Wq, Wk, Wv; three products; attention                         7 launches
+    projection-fused  dequantize all three at once; three products; attention                  5
+    semi-fused        dequantize into one [Nq + Nk + Nv, K]; one product; attention            3
+    two-kernel        `halfbyte.qkv_projection`: dequantization and products in one; attention 2
 
 Attention is torch's own scaled_dot_product_attention, unmodified and causal, and the same in all four; products are torch's.
 """
@@ -111,9 +111,9 @@ def _read(info: TensorInfo) -> torch.Tensor:
 
 @dataclass
 class QkvLayer:
-    """One quantised attention layer with everything that a variant reads and writes; a rotation has several.
+    """One quantized attention layer with everything that a variant reads and writes; a rotation has several.
 
-    x [L, K] and biases [N] in 16 bits; `whole` [Nq + Nk + Nv, K] holds dequantised weights; q, k, v [L, N] are what launches leave
+    x [L, K] and biases [N] in 16 bits; `whole` [Nq + Nk + Nv, K] holds dequantized weights; q, k, v [L, N] are what launches leave
     for the next.
     """
 
@@ -193,7 +193,7 @@ def _dequantize_one(i: int) -> Launch:
         dequantize_rows([layer.weights[i]], layer.parts[i])
         return layer.whole
 
-    return Launch(f"dequantise {'qkv'[i]}", run)
+    return Launch(f"dequantize {'qkv'[i]}", run)
 
 
 def _dequantize_all(layer: QkvLayer) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _fused(layer: QkvLayer) -> torch.Tensor:
 
 _ATTENTION = Launch("attention", QkvLayer.attend)
 _EACH, _PRODUCTS = tuple(_dequantize_one(i) for i in range(3)), tuple(_product(i) for i in range(3))
-_ALL = Launch("dequantise q, k, v", _dequantize_all)
+_ALL = Launch("dequantize q, k, v", _dequantize_all)
 NAIVE, TWO_KERNEL = "naive", "two-kernel"
 VARIANTS = (
     Variant(NAIVE, (*_EACH, *_PRODUCTS, _ATTENTION)),
@@ -237,7 +237,7 @@ VARIANTS = (
 
 
 def promise(layer: QkvLayer) -> Callable[[torch.Tensor], Accuracy]:
-    """Judges outputs [1, Hq, L, D]: the promise of attention, over float64 on the dequantised weights, by eager torch."""
+    """Judges outputs [1, Hq, L, D]: the promise of attention, over float64 on the dequantized weights, by eager torch."""
     wide = [w.dequantize(torch.float64) for w in layer.weights]
     ref = _eager(layer.shape, layer.x.double(), wide, [b.double() for b in layer.biases])
     base = _eager(layer.shape, layer.x, [w.to(layer.x.dtype) for w in wide], layer.biases)

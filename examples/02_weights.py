@@ -1,4 +1,4 @@
-"""Quantised weights: what each format costs in bytes and in error, and a fused q/k/v projection with unequal formats.
+"""Quantized weights: what each format costs in bytes and in error, and a fused q/k/v projection with unequal formats.
 
 python examples/02_weights.py
 """

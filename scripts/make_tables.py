@@ -192,7 +192,7 @@ def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     ]
     shape = found[0].shape
     other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
-    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantise, then cuBLAS")
+    names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantize, then cuBLAS")
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
     return [case, *cells, *(peers.get(name, "") for name in names), best]
 

@@ -45,7 +45,7 @@ def attention_errors(out: torch.Tensor, lse: torch.Tensor, truth: Attention, bas
 
 
 def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x times a dequantised weight: in float64, and as torch rounds it with the weight in x's dtype."""
+    """x times a dequantized weight: in float64, and as torch rounds it with the weight in x's dtype."""
     full = weight.dequantize(torch.float64)
     truth = x.double() @ full.mT + (0 if bias is None else bias.double())
     base = torch.nn.functional.linear(x.contiguous(), full.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -311,7 +311,7 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (bnb, {"nested": True}, restate(nested_offset=1e300), "offset"),
     (bnb, {"nested": True}, restate(nested_offset="x"), "nested_offset"),
     (bnb, {}, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(5).byte()), r"bitsandbytes__nf4: its state is damaged"),
-    (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantisation states"),
+    (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantization states"),
     (bnb, {}, say(load_in_8bit=True), "load_in_8bit"),
     (compressed, {}, say(format="int-quantized"), "format='int-quantized'"),
     (compressed, {}, say(format=None), "format=None"),

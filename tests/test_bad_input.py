@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         "perm was given, but int8 stores none",
     ),
     # -- linear, qkv_projection
-    "linear: not quantised": (lambda: linear(r(2, 128), r(8, 128)), "weight is Tensor"),  # type: ignore[arg-type]
+    "linear: not quantized": (lambda: linear(r(2, 128), r(8, 128)), "weight is Tensor"),  # type: ignore[arg-type]
     "linear: weight None": (lambda: linear(r(2, 128), None), "weight is NoneType"),  # type: ignore[arg-type]
     "linear: x of integers": (lambda: linear(torch.ones(2, 128).int(), weight()), r"x is torch\.int32"),
     "linear: x of float8": (lambda: linear(r(2, 128).to(FP8), weight()), "x is"),
@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "projections: a bias missing": (lambda: projections(r(2, 128), [weight(), weight()], [None]), "2 weights and 1 biases"),
     "projections: another width": (lambda: projections(r(2, 64), [weight(), weight()], [None, None]), "first weight"),
     "qkv: two weights": (lambda: qkv_projection(r(2, 128), (weight(), weight())), "weights and biases must be three"),  # type: ignore[arg-type]
-    "qkv: one unquantised": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
+    "qkv: one unquantized": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
     "qkv: one of another width": (lambda: qkv_projection(r(2, 128), (weight(), quantize(r(8, 64), "nf4"), weight())), "k weight"),
     "qkv: a bias of another size": (lambda: qkv_projection(r(2, 128), (weight(),) * 3, (None, None, r(3))), "v bias"),
     # -- format names

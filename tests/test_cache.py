@@ -186,7 +186,7 @@ def _arguments(layout: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("keys", [k for k in KEYS if not k.endswith("_tensor")])
 @pytest.mark.parametrize("paged", [False, True])
-def test_the_cache_holds_what_quantise_makes(keys: str, paged: bool) -> None:
+def test_the_cache_holds_what_quantize_makes(keys: str, paged: bool) -> None:
     k, v = tokens(2, 2, 64, 64)
     k = k.bfloat16().float()  # the tail rounds
     cache = make(paged, 2, 2, 64, 96, keys=keys, values="int4")
@@ -206,7 +206,7 @@ def test_the_tail_is_the_input_in_sixteen_bits() -> None:
 
 
 @pytest.mark.parametrize("keys", ["int8", "int4", "fp16"])
-def test_rotated_keys_are_rotated_before_they_are_quantised(keys: str) -> None:
+def test_rotated_keys_are_rotated_before_they_are_quantized(keys: str) -> None:
     cache, k = KVCache(1, 2, 64, 8, keys=keys, rotate_keys=True), tokens(1, 2, 8, 64)[0]
     cache.append(k, k)
     expected = dequantize(quantize(rotate(k), key_format(keys)))
@@ -705,7 +705,7 @@ def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
 @settings(max_examples=8)
 @given(data=st.data())
 def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None:
-    """Contiguous and paged side by side against plain lists of tokens, each quantised for itself."""
+    """Contiguous and paged side by side against plain lists of tokens, each quantized for itself."""
     batch, heads, dim, capacity = 3, 2, 64, 64
     caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32") for paged in (False, True)]
     model: list[torch.Tensor] = [torch.zeros(heads, 0, dim)] * batch

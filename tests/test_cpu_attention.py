@@ -43,7 +43,7 @@ class Case:
             )
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The formula in one dtype over the dequantised cache: the truth in float64, eager PyTorch's answer otherwise."""
+        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise."""
         k = reference.read(self.keys, self.lengths, self.page_table).to(dtype)
         v = reference.read(self.values, self.lengths, self.page_table).to(dtype)
         q = rotate(self.q.double()) if self.options.rotate_keys else self.q

@@ -56,9 +56,9 @@ def test_figures_against_direct_computation(shipped: Any) -> None:
     results = evaluate(model, [Setting(), Setting(weights="int4_col")], ids, chunk=7, batch=1)
     from halfbyte import hf
 
-    quantised = hf.quantize(models.load("demo")[0], weights="int4_col")
+    quantized = hf.quantize(models.load("demo")[0], weights="int4_col")
     with torch.no_grad():
-        p, q = (torch.log_softmax(m(input_ids=ids, use_cache=False).logits, -1)[:, :-1] for m in (model, quantised))
+        p, q = (torch.log_softmax(m(input_ids=ids, use_cache=False).logits, -1)[:, :-1] for m in (model, quantized))
     for result, logs in zip(results, (p, q), strict=True):
         nll = -logs.gather(-1, ids[:, 1:, None]).mean()
         assert result.perplexity == pytest.approx(float(nll.exp()), rel=3e-3)  # the cache rounds to bf16, the full pass does not
@@ -99,9 +99,9 @@ def test_weights_are_counted_as_stored(shipped: Any) -> None:
 
     plain = weight_bytes(shipped[0])
     assert plain == 2 * 5_573_888
-    quantised = hf.quantize(models.load("demo")[0], weights="nf4")
+    quantized = hf.quantize(models.load("demo")[0], weights="nf4")
     linears = 6 * (2 * 256 * 512 + 2 * 256 * 128 + 3 * 256 * 768)
-    assert weight_bytes(quantised) == plain - 2 * linears + linears // 2 + 4 * linears // 64
+    assert weight_bytes(quantized) == plain - 2 * linears + linears // 2 + 4 * linears // 64
 
 
 def test_steps_and_the_first_row(shipped: Any) -> None:
@@ -214,7 +214,7 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
     errors = {
         ("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)): "exists",
         ("quantize", "demo", "--weights", "int3", "-o", str(tmp_path / "x")): "weights='int3'",
-        ("quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "y")): "quantised already",
+        ("quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "y")): "quantized already",
         ("generate", "demo", "--prompt", ""): "prompt is empty",
         ("generate", "demo", "--prompt", "a", "--values", "int4_channel"): "keys only",
         ("generate", str(tmp_path), "--prompt", "a"): "no config.json",

@@ -247,7 +247,7 @@ def bitsandbytes_dynamic_map() -> np.ndarray:
     return np.array(sorted([*data, 0, 1.0]), np.float32)
 
 
-def test_every_code_of_double_quantised_scales() -> None:
+def test_every_code_of_double_quantized_scales() -> None:
     table = dynamic_map(torch.device("cpu")).numpy()
     assert table.shape == (256,)
     np.testing.assert_allclose(table, bitsandbytes_dynamic_map(), rtol=3e-7)

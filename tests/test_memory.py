@@ -50,7 +50,7 @@ def test_cache_bytes_are_those_of_a_cache(llama: str, keys: str, values: str) ->
 
 @pytest.mark.parametrize("weights", ["nf4", "int4_g64", "mxfp4", "int8_col"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weight_bytes_are_those_of_a_quantised_model(tmp_path: Path, weights: str, tied: bool) -> None:
+def test_weight_bytes_are_those_of_a_quantized_model(tmp_path: Path, weights: str, tied: bool) -> None:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=tied), dtype=torch.bfloat16
     )
@@ -103,7 +103,7 @@ def test_gpt2_has_its_sizes_under_other_names(tmp_path: Path) -> None:
     assert found.quantized_parameters == 2 * 12 * 64 * 64
 
 
-def test_weights_that_are_quantised_already_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_quantized_already_are_told(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=100, n_positions=64)
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path)

@@ -158,7 +158,7 @@ def test_a_compiled_linear_is_the_eager_linear() -> None:
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_linear_is_the_product_with_the_dequantised_weight(name: str, impl: str, dtype: torch.dtype) -> None:
+def test_linear_is_the_product_with_the_dequantized_weight(name: str, impl: str, dtype: torch.dtype) -> None:
     weight = quantize(torch.randn(33, 256), name)
     x, bias = torch.randn(2, 5, 256).to(dtype), torch.randn(33)
     exact = x.double() @ dequantize(weight, torch.float64).T + bias.double()

@@ -429,7 +429,7 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     assert "nvfp4 [1024, 4096]" in facts["work"]
 
 
-def test_an_explanation_says_from_where_on_weights_are_dequantised() -> None:
+def test_an_explanation_says_from_where_on_weights_are_dequantized() -> None:
     assert "warp-group products" in explained((4096,), 256, "int4_g128")["kernel"]
     assert "in 4 blocks" in explained((4096,), 256, "int4_g128")["tile"]
     assert explained((4096,), 257, "int4_g128")["kernel"].startswith("cuBLAS")

@@ -1,4 +1,4 @@
-"""Quantise and dequantise against quantisers written here in numpy from the formats' definitions, bit for bit."""
+"""Quantize and dequantize against quantizers written here in numpy from the formats' definitions, bit for bit."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_the_input_type_does_not_matter(dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
-def test_views_quantise_like_their_copies(name: str) -> None:
+def test_views_quantize_like_their_copies(name: str) -> None:
     base = torch.randn(64, 3, 2, 130)
     x = base.permute(2, 1, 0, 3)[..., 1:129]
     a, b = quantize(x, KV_FORMATS[name]), quantize(x.contiguous(), KV_FORMATS[name])
@@ -313,7 +313,7 @@ def test_tiny_blocks_keep_their_absmax(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "outlier", "mixed", "zero", "constant"])
 @pytest.mark.parametrize("rows", [1, 40, 100])
-def test_double_quantisation(kind: str, rows: int) -> None:
+def test_double_quantization(kind: str, rows: int) -> None:
     x = data(kind, (rows, 256), 3)
     plain, q = quantize(x, "nf4"), quantize(x, "nf4_dq")
     assert torch.equal(plain.codes, q.codes)
@@ -417,7 +417,7 @@ def test_empty_weights(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_columns_do_not_touch_each_other(name: str) -> None:
-    """Quantising some rows alone gives the same codes, except under a scale of the whole tensor."""
+    """Quantizing some rows alone gives the same codes, except under a scale of the whole tensor."""
     x = data("mixed", (30, 256), 6)
     whole, part = quantize(x, name), quantize(x[10:20], name)
     if WEIGHT_FORMATS[name].tensor_scale or whole.nested is not None:
@@ -428,7 +428,7 @@ def test_columns_do_not_touch_each_other(name: str) -> None:
     assert torch.equal(whole.codes[10:20], part.codes)
 
 
-def test_dequantise_rounds_once() -> None:
+def test_dequantize_rounds_once() -> None:
     q = quantize(torch.randn(4, 128), "int4_g32")
     for dtype in (torch.float16, torch.bfloat16):
         assert torch.equal(dequantize(q, dtype), dequantize(q).to(dtype))
@@ -442,7 +442,7 @@ def test_fp8_nan_codes_stay_nan() -> None:
 
 
 @pytest.mark.parametrize("name", KV_QUANTIZED)
-def test_measure_encode_decode_are_quantise_in_steps(name: str) -> None:
+def test_measure_encode_decode_are_quantize_in_steps(name: str) -> None:
     fmt, x = KV_FORMATS[name], data("offset", (1, 2, 64, 128), 8)
     scales, offsets = measure(x, fmt)
     q = quantize(x, fmt)

@@ -21,7 +21,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def error_against_eager(x: torch.Tensor, weight: QuantTensor) -> float:
-    """The L2 error against float64, as a multiple of that of torch's product with the dequantised weight in x's dtype."""
+    """The L2 error against float64, as a multiple of that of torch's product with the dequantized weight in x's dtype."""
     full = weight.dequantize(torch.float64)
     truth = x.double() @ full.mT
     eager = torch.nn.functional.linear(x, full.to(x.dtype))

@@ -1,6 +1,6 @@
-"""Peers of decode attention: torch's own, FlexAttention, transformers' quantised cache, FlashInfer and FBGEMM.
+"""Peers of decode attention: torch's own, FlexAttention, transformers' quantized cache, FlashInfer and FBGEMM.
 
-Run on an H200: FlashInfer 0.5.3 and FBGEMM 1.6.0 (fbgemm-gpu-genai), beside torch's own. transformers' quantised caches were run on
+Run on an H200: FlashInfer 0.5.3 and FBGEMM 1.6.0 (fbgemm-gpu-genai), beside torch's own. transformers' quantized caches were run on
 a CPU only; that of fp8 is refused by transformers 5.17, which the H200 had.
 """
 
@@ -73,7 +73,7 @@ def _quietly(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quantized_cache(backend: str, **options: int) -> Callable[..., Prepared]:
-    """A step of transformers' `QuantizedCache`: the token is appended, the whole cache dequantised, then attention follows."""
+    """A step of transformers' `QuantizedCache`: the token is appended, the whole cache dequantized, then attention follows."""
 
     def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, copies: Copies) -> Prepared:
         from transformers import LlamaConfig, QuantizedCache

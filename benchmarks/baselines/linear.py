@@ -36,7 +36,7 @@ def _of_int4(make: Callable[[QuantTensor, Copies], linear_baselines.LinearBaseli
 
 
 def _bitsandbytes(x: torch.Tensor, w: torch.Tensor, copies: Copies) -> Prepared:
-    """bitsandbytes' NF4 in blocks of 64 with scales in fp32, by its own quantiser and its own choice of kernel."""
+    """bitsandbytes' NF4 in blocks of 64 with scales in fp32, by its own quantizer and its own choice of kernel."""
     bitsandbytes: Any = import_module("bitsandbytes")
     functional = bitsandbytes.functional
 

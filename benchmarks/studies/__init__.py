@@ -22,7 +22,7 @@ QUESTIONS = {
     "int8-granularity": "INT8 with a scale per tensor, token, head or group against FP16: time, bytes, error",
     "int8-splitk": "one sequence of 1,024 tokens in INT8: splits, order in memory, one launch or two, lengths",
     "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
-    "fused-qkv": "weights dequantised inside the projection of q, k and v: the four published variants, launch by launch",
+    "fused-qkv": "weights dequantized inside the projection of q, k and v: the four published variants, launch by launch",
     "accuracy": "error and perplexity against bits an element on the shipped model, keys rotated and with a bias",
     "memory": "what fits: the longest context by model, card, weights, batch and KV format",
     "prompts": "attention of a prompt's tokens, over themselves and over a packed past, against 16 bits",

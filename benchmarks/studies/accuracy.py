@@ -32,7 +32,7 @@ from halfbyte.measure.timing import fixed_threads
 from halfbyte.memory import quantized_bytes
 from halfbyte.ops.decode_attention import decode_attention
 
-QUALITY, KEYS = "quality", "attention over quantised keys"
+QUALITY, KEYS = "quality", "attention over quantized keys"
 CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
 #: Windows and tokens of each: of the whole model, of the keys alone; in a quick run the smaller ones.
 TEXT, QUICK_TEXT, KEYS_TEXT, QUICK_KEYS_TEXT, CHUNK = (8, 256), (2, 128), (8, 512), (4, 256), 16
@@ -117,7 +117,7 @@ class QualityJob:
 
 @dataclass(frozen=True)
 class KeysJob:
-    """Keys of the shipped model, quantised in several formats, rotated or not; values stay in bf16."""
+    """Keys of the shipped model, quantized in several formats, rotated or not; values stay in bf16."""
 
     name: str
     keys: tuple[tuple[str, bool], ...]
@@ -221,7 +221,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
         by_name = {r.formats: r.by_layer for r in measured if r.op == KEYS and r.case == case and r.by_layer}
         shown = {name: by_name[name] for name in DRAWN if name in by_name}
         if shown:
-            title = f"Error of attention over quantised keys, {what}"
+            title = f"Error of attention over quantized keys, {what}"
             made.append(charts.lines(shown, x_label="layer", y_label="relative error of the output", title=title, log_y=True))
     return made
 
@@ -240,7 +240,7 @@ def says(measured: Sequence[Record]) -> list[str]:
     if both := [name for name in DRAWN if name in plain and name in biased]:
         parts = [f"{name} {plain[name]:.2g} and {biased[name]:.2g}" for name in both]
         told.append(
-            f"Relative error of attention over quantised keys, as they are and with a bias of {BIAS:.0f}: {', '.join(parts)}."
+            f"Relative error of attention over quantized keys, as they are and with a bias of {BIAS:.0f}: {', '.join(parts)}."
         )
     return told
 

@@ -1,4 +1,4 @@
-"""Study `fused-qkv`: block-wise dequantisation inside the projection of q, k and v, in the four published variants.
+"""Study `fused-qkv`: block-wise dequantization inside the projection of q, k and v, in the four published variants.
 
 The published study has GPT-2's layer, 128 tokens, on an RTX 3090, and finds the two-kernel variant 20 to 25 % below naive for MXFP4
 and NF4, and semi-fused best for NVFP4. Here Llama's layers, 8B and 70B, come on top, and one launch for q, k and v against three.

@@ -321,7 +321,7 @@ def _errors_said(measured: Sequence[Record], case: str) -> str:
 
     outliers = next((r.case for r in measured if r.op == QUALITY and r.shape["outliers"]), "")
     beside = f"; at {_short(outliers)}: {errors}" if outliers and (errors := of(outliers)) else ""
-    return f"The result differs from that over the unquantised cache, relatively, by {of(case)}{beside}." if of(case) else ""
+    return f"The result differs from that over the unquantized cache, relatively, by {of(case)}{beside}." if of(case) else ""
 
 
 STUDY = Study("int8-granularity", jobs, table, drawn, says, text_columns=4, effort=MANY_GRAPHS)

@@ -47,7 +47,7 @@ def jobs(session: Session) -> list[Job]:
 
 @dataclass(frozen=True)
 class CaseJob:
-    """`new` tokens of each sequence behind `past`, in every format; without a past there is nothing to quantise that is read."""
+    """`new` tokens of each sequence behind `past`, in every format; without a past there is nothing to quantize that is read."""
 
     batch: int
     new: int

@@ -1,4 +1,4 @@
-"""KVCache: the keys and values of one layer, quantised as they arrive. The only stateful object of the library.
+"""KVCache: the keys and values of one layer, quantized as they arrive. The only stateful object of the library.
 
 Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and allocated once. `halfbyte.paging` has the paged sibling.
 """
@@ -32,7 +32,7 @@ class CacheOptions(TypedDict, total=False):
     keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
     rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
-    dtype              the 16-bit type of the tail of per-channel keys, which is not quantised yet (bfloat16)
+    dtype              the 16-bit type of the tail of per-channel keys, which is not quantized yet (bfloat16)
     device             where the memory is ("cpu")
     k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
     """
@@ -212,7 +212,7 @@ class KVCache:
         *,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Quantise k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
+        """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
         counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
         or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotated
@@ -270,7 +270,7 @@ class KVCache:
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
 
-        Cropping into a finished block of per-channel keys brings that block back, dequantised, as the 16-bit tail.
+        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)

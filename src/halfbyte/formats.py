@@ -1,12 +1,12 @@
 """What the bits mean: every number format, described once.
 
-A `Format` is data. The quantiser, the reference, the kernels' constants, cache sizes, loaders, the documentation's tables and the
+A `Format` is data. The quantizer, the reference, the kernels' constants, cache sizes, loaders, the documentation's tables and the
 tests are derived from it; nothing else in the library names a format or tests for one by its name.
 
 Two families share the description:
 
-* KV formats quantise keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
-* weight formats quantise a matrix [N, K] (out features, in features) along K.
+* KV formats quantize keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
+* weight formats quantize a matrix [N, K] (out features, in features) along K.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4; NVIDIA's NVFP4 (blocks of 16, E4M3 block scales, one FP32 scale per tensor);
 QLoRA (arXiv 2305.14314) and bitsandbytes for NF4 and its FP4; GPTQ and AWQ for integer zero points; KIVI (arXiv 2402.02750) for
@@ -113,7 +113,7 @@ class Scale:
 
     `granularity` says what shares one scale: `tensor` all of it; `token` one token, all its heads; `head` one head of one token;
     `group` neighbouring elements along the last axis; `channel` one dim over `group` tokens; `out_channel` one out feature of a
-    weight, a whole row. `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantisation).
+    weight, a whole row. `nested`: the scales are themselves stored in 8 bits, in blocks of so many (double quantization).
     """
 
     dtype: Literal["f32", "f16", "e8m0", "e4m3"]
@@ -178,7 +178,7 @@ class Format:
 
     @property
     def token_block(self) -> int | None:
-        """Tokens that share a scale and are quantised together (per-channel formats); None for all others."""
+        """Tokens that share a scale and are quantized together (per-channel formats); None for all others."""
         return self.scale.group if self.scale is not None and self.scale.granularity == "channel" else None
 
     def group_size(self, last: int) -> int:
@@ -280,7 +280,7 @@ KV_FORMATS: dict[str, Format] = _registry(
     ]
 )
 
-#: Formats of weights, quantised along the in features.
+#: Formats of weights, quantized along the in features.
 WEIGHT_FORMATS: dict[str, Format] = _registry(
     [
         *(_weight(f"int4_{g}", INT4, n) for g, n in (("g32", 32), ("g64", 64), ("g128", 128), ("col", None))),
@@ -304,7 +304,7 @@ _PLAIN: dict[str, Format] = _registry([KV_FORMATS["fp16"], KV_FORMATS["bf16"], F
 
 
 def plain_format(name: str | torch.dtype) -> Format:
-    """The unquantised format of this name or dtype."""
+    """The unquantized format of this name or dtype."""
     for fmt in _PLAIN.values():
         if name in (fmt.name, fmt.code.dtype):
             return fmt

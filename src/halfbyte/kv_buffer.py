@@ -24,7 +24,7 @@ class KVBuffer:
     Paged: the same with the batch axis replaced by pages and T by the tokens of a page: codes [P, H, page, ...]; token p*page + j
     of sequence b lives in page `page_table[b, p]`, row j. Any strides.
     `tail`, only for per-channel formats: [B, H, block, D] in 16 bits. It holds the last `length % block` tokens, which are not
-    quantised yet; codes and scales cover whole blocks only. It belongs to a sequence, so it is never paged.
+    quantized yet; codes and scales cover whole blocks only. It belongs to a sequence, so it is never paged.
     Per-tensor scales are [1] and shared by everything; 0 means not calibrated yet. `saturated`, int64 [1], counts what exceeded
     them.
     """

@@ -28,7 +28,7 @@ _LONGEST = 1000
 class Estimate:
     """Bytes. `kv_bytes` is for `batch` sequences of `context` tokens; `kv_bytes_per_token` for one token of one sequence.
 
-    weight_bytes      everything: quantised linears, and the rest in 16 bits; `plain_...`: the same with nothing quantised
+    weight_bytes      everything: quantized linears, and the rest in 16 bits; `plain_...`: the same with nothing quantized
     tokens_that_fit   tokens of all sequences together in `memory` after the weights; None when `memory` was not given
     """
 
@@ -209,7 +209,7 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
 
 
 def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
-    """(bytes saved against 16 bits, parameters quantised) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
+    """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
     from halfbyte.hf.weights import linear_size, select
 
     if fmt is None:
@@ -224,7 +224,7 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, in
 
 
 def _method(config: Any) -> str | None:
-    """How the weights of the model's files are quantised already, if they are."""
+    """How the weights of the model's files are quantized already, if they are."""
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return None if method is None else str(method)
@@ -234,7 +234,7 @@ def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method
     """What the figures leave out or put in that a reader may not expect."""
     notes = []
     if method is not None and fmt is None:
-        notes.append(f"the weights of this model are quantised already ({method}), and counted in 16 bits; name their --weights")
+        notes.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
     experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)

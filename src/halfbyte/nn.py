@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, and fused projections: several layers of one input in one launch."""
+"""Linear layers with quantized weights, and fused projections: several layers of one input in one launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHT = tuple(f"weight_{name}" for name in PARTS)
 
 
 class NoTensor(Unsupported, AttributeError):
-    """A quantised weight was used as a tensor. An AttributeError, so that `hasattr` returns False."""
+    """A quantized weight was used as a tensor. An AttributeError, so that `hasattr` returns False."""
 
 
 class LayerWeight(QuantTensor):
@@ -36,7 +36,7 @@ class LayerWeight(QuantTensor):
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         raise NoTensor(
-            f"the weight [{self.shape[0]}, {self.shape[1]}] of a linear layer is quantised ({self.format.name}), and the model "
+            f"the weight [{self.shape[0]}, {self.shape[1]}] of a linear layer is quantized ({self.format.name}), and the model "
             f"computes with it as a tensor instead of calling the layer; leave that layer in 16 bits (skip_modules)"
         )
 
@@ -55,7 +55,7 @@ class LayerWeight(QuantTensor):
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with W [out_features, in_features] quantised.
+    """y = x W^T + b with W [out_features, in_features] quantized.
 
     The parts of the QuantTensor are parameters without gradient named weight_codes, weight_scales, ... with the out features first,
     so that checkpoints, device maps and tensor parallelism treat them like any weight. Casting the module (`.half()`, `.to(dtype)`)
@@ -87,7 +87,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, layer: nn.Module, fmt: str | Format) -> QuantLinear:
-        """Quantise an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed."""
+        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed."""
         return cls(quantize(dense_weight(layer), weight_format(fmt)), getattr(layer, "bias", None))
 
     @classmethod
@@ -150,7 +150,7 @@ class QuantLinear(nn.Module):
         return f"{sizes}, format={self.format.name}, bias={self.bias is not None}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move the quantised parts wherever `fn` moves tensors, but keep their types: a scale cast to bf16 is another number."""
+        """Move the quantized parts wherever `fn` moves tensors, but keep their types: a scale cast to bf16 is another number."""
         before = {name: part.data for name, part in self._parts().items()}
         self._weight = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

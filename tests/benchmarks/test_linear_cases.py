@@ -142,7 +142,7 @@ def test_a_layer_is_measured_beside_its_peers() -> None:
     assert all(len(row) == len(linear_targets.HEADERS) for row in rows)
 
 
-def test_prefill_is_held_against_dequantising_first() -> None:
+def test_prefill_is_held_against_dequantizing_first() -> None:
     layer = LinearCase(64, 256, "prefill", (128,), ("nf4",), (128,))
     measured = quick().run([linear_cases.LayerJob(layer, ("auto",))])
     assert [(r.formats, r.implementation) for r in measured] == [
@@ -306,7 +306,7 @@ def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch)
     assert [r.implementation for r in measured] == [v.name for v in qkv_layers.VARIANTS]
     assert all(r.seconds and r.seconds == r.chained and r.alone and not r.refused for r in measured)
     assert measured[0].note.startswith("weights of the shipped model")
-    assert measured[0].note.count("dequantise") == 3
+    assert measured[0].note.count("dequantize") == 3
     assert measured[3].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[3].seconds or 1))
     rows = qkv_cases.table_rows(measured)
     assert [row[3] for row in rows] == ["7", "5", "3", "2"]
@@ -353,7 +353,7 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
     assert told[0].kernel_seconds == pytest.approx(28e-6)
     assert list(told[0].kernels) == [launch.name for launch in qkv_layers.VARIANTS[0].launches]
     assert told[1].kernels == pytest.approx(
-        {"dequantise q, k, v": 1e-6, "product q": 5e-6, "product k": 4e-6, "product v": 5e-6, "attention": 6e-6}
+        {"dequantize q, k, v": 1e-6, "product q": 5e-6, "product k": 4e-6, "product v": 5e-6, "attention": 6e-6}
     )
     assert told[1].note == "cuBLAS splits 1 of the products along K, with a second kernel each; x"
     assert told[2].note == "launches were not counted: torch sees no NVIDIA GPU; x"
@@ -363,7 +363,7 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
     assert (headers[6], rows[0][6], rows[1][9]) == (
         "us of kernels",
         "28.0",
-        "dequantise q, k, v 1.0, product q 5.0, product k 4.0, product v 5.0, attention 6.0",
+        "dequantize q, k, v 1.0, product q 5.0, product k 4.0, product v 5.0, attention 6.0",
     )
     assert qkv_cases.table(told[2:])[0] == [h for h in qkv_cases.HEADERS if "kernels" not in h]
 

@@ -191,8 +191,8 @@ def test_speed_is_over_the_16_bits_of_the_same_run() -> None:
 
 
 def test_launches_are_read_from_the_note() -> None:
-    noted = rec(op="qkv variants", note="random weights; naive, us a launch: dequantise q 3.0, product q, k, v 4.4, attention 7.1")
-    assert figures.launches(noted) == {"dequantise q": 3.0, "product q, k, v": 4.4, "attention": 7.1}
+    noted = rec(op="qkv variants", note="random weights; naive, us a launch: dequantize q 3.0, product q, k, v 4.4, attention 7.1")
+    assert figures.launches(noted) == {"dequantize q": 3.0, "product q, k, v": 4.4, "attention": 7.1}
     assert figures.launches(dataclasses.replace(noted, seconds=None)) == {}
     assert figures.launches(rec(note="anything else")) == {}
     (stacks,) = figures.of_variants([noted])

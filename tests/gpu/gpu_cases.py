@@ -300,7 +300,7 @@ class Call:
         return got
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The formula in one dtype over the dequantised cache: the truth in float64, eager PyTorch's answer otherwise."""
+        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise."""
         cache, given = self.cache, dict(self.options)
         start = given.pop("query_start", cache.lengths - self.q.shape[2])
         options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5} | given)

@@ -1,4 +1,4 @@
-"""Dequantising on the GPU gives the bits that the reference gives on a CPU, in every weight format."""
+"""Dequantizing on the GPU gives the bits that the reference gives on a CPU, in every weight format."""
 
 from __future__ import annotations
 

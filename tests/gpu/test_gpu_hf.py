@@ -1,4 +1,4 @@
-"""The shipped model on the GPU, in bf16 with quantised keys and values: eagerly, and as generate() compiles it."""
+"""The shipped model on the GPU, in bf16 with quantized keys and values: eagerly, and as generate() compiles it."""
 
 from __future__ import annotations
 

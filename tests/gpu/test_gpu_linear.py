@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: drawn calls against float64, the same bits again, graphs, streams, large memory."""
+"""Products with quantized weights on a GPU: drawn calls against float64, the same bits again, graphs, streams, large memory."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def attempt(case: Case, impl: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
 @pytest.mark.compile_first
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_products_keep_their_promise(number: int, impl: str) -> None:
-    """With very many rows also as it runs without poison, which asks torch for deterministic algorithms: by dequantised parts."""
+    """With very many rows also as it runs without poison, which asks torch for deterministic algorithms: by dequantized parts."""
     call, outs = attempt(CASES[number], impl)
     call.check(outs)
     if impl == "auto" and expands(call.x.shape[0], call.weights):

@@ -68,13 +68,13 @@ def test_saved_again_after_loading(build, tmp_path):
     _same(hf.load(tmp_path / "b", keys="int8", values="int8", fuse_qkv=False), model)
 
 
-def test_plain_folder_is_quantised_on_the_way(build, tmp_path):
+def test_plain_folder_is_quantized_on_the_way(build, tmp_path):
     model = build("llama")
     hf.save(model, tmp_path / "plain")
     loaded = hf.load(tmp_path / "plain", "nf4", keys="int8", values="int4_g32", skip_modules=("lm_head", "o_proj"))
     _same(loaded, hf.quantize(model, "nf4", skip_modules=("lm_head", "o_proj")))
     hf.save(loaded, tmp_path / "q")
-    with pytest.raises(InvalidArgument, match="quantised already"):
+    with pytest.raises(InvalidArgument, match="quantized already"):
         hf.load(tmp_path / "q", "nf4")
 
 

@@ -43,7 +43,7 @@ def _decode(model, ids, mask, step, new: int = 5) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_one_graph(build, prompt, family, weights):
     if weights and family not in ("llama", "gpt2"):
-        pytest.skip("quantised weights are compiled with two families")
+        pytest.skip("quantized weights are compiled with two families")
     model, ids = build(family), prompt(2, 18)
     hf.quantize(model, weights, keys="int8", values="int4_g32", fuse_qkv=weights is not None)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""Models that other libraries quantised: loaded by `halfbyte.hf.load` without those libraries, converted, saved, fused."""
+"""Models that other libraries quantized: loaded by `halfbyte.hf.load` without those libraries, converted, saved, fused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
     loaded = hf.load(tmp_path)
     names = {name for name, m in loaded.named_modules() if isinstance(m, QuantLinear)}
     assert len(names) == 12
-    assert not any("o_proj" in name for name in names)  # what is not quantised in the files stays as it is
+    assert not any("o_proj" in name for name in names)  # what is not quantized in the files stays as it is
     same_logits(loaded, model, prompt())
     folder = hf.save(loaded, tmp_path / "own")
     again = hf.load(folder)
@@ -225,7 +225,7 @@ def test_damaged_folders(edit: Any, message: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     write(tiny(), tmp_path, blocks("gptq v1"))
-    with pytest.raises(InvalidArgument, match="quantised already"):
+    with pytest.raises(InvalidArgument, match="quantized already"):
         hf.load(tmp_path, "nf4")
     write(tiny(), tmp_path, lambda name: None, quant_method="gptq", bits=4)
     with pytest.raises(CheckpointError, match="no layer has a qweight"):
@@ -284,7 +284,7 @@ def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         (["demo"], "give a MODEL"),
         (["--from", "demo", "--weights", "nf4"], "give a MODEL"),
         (["demo", "--weights", "nf4", "--from", "demo"], "give a MODEL"),
-        (["--from", "demo"], "'demo' is not quantised"),
+        (["--from", "demo"], "'demo' is not quantized"),
     ],
 )
 def test_quantize_needs_one_source(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,7 +356,7 @@ def test_experts_of_gpt_oss(prompt: Any, tmp_path: Path) -> None:
         assert torch.equal(parameter, loaded.get_parameter(name)), name
     with torch.no_grad():
         assert torch.equal(loaded(prompt()).logits, model(prompt()).logits)
-    hf.quantize(loaded, "int4_g32", keys="int8", values="int8")  # the rest is in 16 bits, and can still be quantised
+    hf.quantize(loaded, "int4_g32", keys="int8", values="int8")  # the rest is in 16 bits, and can still be quantized
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_what_cannot_be_extracted() -> None:
         load_layer("./no-such-folder")
 
 
-def test_quantised_projections_are_refused() -> None:
+def test_quantized_projections_are_refused() -> None:
     import copy
 
     from halfbyte import hf

@@ -216,11 +216,11 @@ def test_copied_model_keeps_its_cache(build, prompt, greedy):
         assert torch.equal(greedy(model, ids)[0], greedy(twin, ids)[0])
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_assisted_decoding(build, prompt, greedy, quantised):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_assisted_decoding(build, prompt, greedy, quantized):
     model, ids = hf.quantize(build("llama"), keys="bf16", values="bf16"), prompt(1)
     assistant = build("llama")
-    if quantised:
+    if quantized:
         hf.quantize(assistant, keys="int4", values="int4")
     expected, _ = greedy(model, ids, new=20)
     assert torch.equal(greedy(model, ids, new=20, assistant_model=assistant)[0], expected)

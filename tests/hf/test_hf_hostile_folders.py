@@ -165,7 +165,7 @@ def test_half_a_surrogate_pair_in_a_name(folder):
 
 
 def test_scales_that_overflow(build, tmp_path):
-    folder = hf.save(hf.quantize(build("llama"), "int4_g32_fp32"), tmp_path / "quantised")
+    folder = hf.save(hf.quantize(build("llama"), "int4_g32_fp32"), tmp_path / "quantized")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scales"].view(-1)[3] = 3e38
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

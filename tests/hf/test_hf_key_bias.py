@@ -50,7 +50,7 @@ def test_silent_with_the_remedy(build, options):
         hf.quantize(model, **options)
 
 
-def test_warns_for_quantised_weights(build):
+def test_warns_for_quantized_weights(build):
     model = hf.quantize(_with_bias(build("qwen2"), 0, 200.0), "int8_col")
     with pytest.warns(hf.KeyBiasWarning, match="layer 0 "):
         hf.quantize(model, keys="int4")

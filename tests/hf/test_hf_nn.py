@@ -251,7 +251,7 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
     Offload(model.model.layers[0].mlp.up_proj)
     with pytest.raises(InvalidArgument, match="meta device"):
         hf.save(model, tmp_path / "m")
-    with pytest.raises(InvalidArgument, match="offloaded them, quantise before"):
+    with pytest.raises(InvalidArgument, match="offloaded them, quantize before"):
         hf.quantize(build("llama").to("meta"), weights="nf4")
 
 
@@ -265,7 +265,7 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
         lambda w, x: w.div_(2),
     ],
 )
-def test_a_quantised_weight_is_no_tensor(use):
+def test_a_quantized_weight_is_no_tensor(use):
     """As in RWKV, which divides weights, and in PEFT, which casts its input to the type of one."""
     layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
     with pytest.raises(HalfbyteError, match=r"weight \[16, 64\].*skip_modules"):

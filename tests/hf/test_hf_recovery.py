@@ -62,8 +62,8 @@ def test_a_forward_that_fails_half_way(build, prompt):
         assert torch.equal(again, model(step, past_key_values=fresh, use_cache=True).logits)
 
 
-def test_double_quantised_zero_blocks_load_again(build, tmp_path):
-    """Double quantisation may round the scale of an empty block below 0; the file is not damaged for that."""
+def test_double_quantized_zero_blocks_load_again(build, tmp_path):
+    """Double quantization may round the scale of an empty block below 0; the file is not damaged for that."""
     model = build("llama")
     weight = model.model.layers[0].mlp.down_proj.weight
     with torch.no_grad():

@@ -100,8 +100,8 @@ def test_nan_in_a_weight_changes_nothing(build):
         ({"keys": "nf4"}, "keys='nf4' is not a format"),
         ({"values": "int8_channel"}, "for keys only"),
         ({"keys": "int8", "skip_layers": [2]}, "from -2 to 1"),
-        ({"keys": "int8", "fuse_qkv": True}, "needs quantised weights"),
-        ({"keys": "int8", "fuse_gate_up": True}, "fuse_gate_up=True needs quantised weights"),
+        ({"keys": "int8", "fuse_qkv": True}, "needs quantized weights"),
+        ({"keys": "int8", "fuse_gate_up": True}, "fuse_gate_up=True needs quantized weights"),
         ({"weights": "nf4", "rotate_keys": True}, "about the KV cache"),
     ],
 )
@@ -126,7 +126,7 @@ def test_wrong_things():
 def test_twice(build):
     model = build("llama")
     hf.quantize(model, "nf4")
-    with pytest.raises(InvalidArgument, match="quantised already"):
+    with pytest.raises(InvalidArgument, match="quantized already"):
         hf.quantize(model, "int4_g32")
     assert hf.quantize(model, keys="int8") is model
 

@@ -1,4 +1,4 @@
-"""Which linear layers are quantised, in models of several towers and of unusual parts."""
+"""Which linear layers are quantized, in models of several towers and of unusual parts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def llava() -> Any:
     return tf.LlavaForConditionalGeneration(tf.LlavaConfig(vision_config=vision, text_config=tf.LlamaConfig(**TEXT)))
 
 
-def quantised(model: nn.Module, below: str) -> int:
+def quantized(model: nn.Module, below: str) -> int:
     return sum(isinstance(m, QuantLinear) for m in model.get_submodule(below).modules())
 
 
-def test_the_language_model_is_quantised_and_not_a_vision_tower_of_as_many_layers():
+def test_the_language_model_is_quantized_and_not_a_vision_tower_of_as_many_layers():
     model = hf.quantize(llava(), weights="int8_col")
-    assert quantised(model, "model.language_model") == 14
-    assert quantised(model, "model.vision_tower") == quantised(model, "model.multi_modal_projector") == 0
+    assert quantized(model, "model.language_model") == 14
+    assert quantized(model, "model.vision_tower") == quantized(model, "model.multi_modal_projector") == 0
 
 
 def test_the_key_biases_are_those_of_the_language_model():
@@ -41,10 +41,10 @@ def test_the_key_biases_are_those_of_the_language_model():
 
 
 @pytest.mark.parametrize("encoder_layers", [2, 3])
-def test_both_halves_of_an_encoder_decoder_are_quantised(encoder_layers):
+def test_both_halves_of_an_encoder_decoder_are_quantized(encoder_layers):
     model = tf.BartModel(tf.BartConfig(**SEQ2SEQ, **HEADS, encoder_layers=encoder_layers, decoder_layers=2))
     hf.quantize(model, weights="int8_col")
-    assert (quantised(model, "encoder"), quantised(model, "decoder")) == (6 * encoder_layers, 10 * 2)
+    assert (quantized(model, "encoder"), quantized(model, "decoder")) == (6 * encoder_layers, 10 * 2)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_linear_layers_of_unusual_kinds(config, wanted, stays, prompt):
     with torch.no_grad():
         exact = model(ids).logits
         got = hf.quantize(model, weights="int8_col")(ids).logits
-    assert quantised(model, "") == wanted
+    assert quantized(model, "") == wanted
     assert all(isinstance(m, nn.Linear) for n, m in model.named_modules() if n.endswith(stays or ("lm_head",)))
     assert 1e-4 < (got - exact).norm() / exact.norm() < 0.1
 
@@ -111,12 +111,12 @@ def with_adapters(model: Any) -> Any:
     return model
 
 
-def test_adapters_stay_and_what_they_wrap_is_quantised(build, prompt, tmp_path):
+def test_adapters_stay_and_what_they_wrap_is_quantized(build, prompt, tmp_path):
     model = with_adapters(build("llama")).eval()
     with torch.no_grad():
         exact = model(prompt()).logits
         got = hf.quantize(model, weights="int8_col")(prompt()).logits
-    assert quantised(model, "") == 14
+    assert quantized(model, "") == 14
     assert not any(isinstance(m, QuantLinear) for n, m in model.named_modules() if "lora_" in n)
     assert (got - exact).norm() / exact.norm() < 0.1
     with pytest.raises(InvalidArgument, match="adapters"):

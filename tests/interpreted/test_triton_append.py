@@ -218,7 +218,7 @@ def test_queries_are_rotated_in_the_same_launch(
 
 
 def test_a_layer_up_to_its_attention_is_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One product for q, k and v, one that rotates, quantises and appends; no operation of torch that computes lies between."""
+    """One product for q, k and v, one that rotates, quantizes and appends; no operation of torch that computes lies between."""
     monkeypatch.setenv("HALFBYTE_IMPL", "triton")
     launches: list[int] = []
     monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))

@@ -1,4 +1,4 @@
-"""The dequantise kernel, interpreted: it writes the bits of `halfbyte.dequantize`, into the rows it is given and nowhere else."""
+"""The dequantize kernel, interpreted: it writes the bits of `halfbyte.dequantize`, into the rows it is given and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the references: attention, formats, quantisers, and checkpoints of other libraries."""
+"""Faults of the references: attention, formats, quantizers, and checkpoints of other libraries."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ NUMERICS = [
         Rewrite("_n**-0.5", "1.0"),
         attention("test_rotation_is_its_own_inverse_and_keeps_products"),
     ),
-    # -- formats and quantisers
+    # -- formats and quantizers
     Mutant(
         "wrong group index",
         DEQUANTIZE,
@@ -190,13 +190,13 @@ NUMERICS = [
         codecs("test_nvfp4_special_blocks"),
     ),
     Mutant(
-        "double quantisation loses the mean",
+        "double quantization loses the mean",
         DEQUANTIZE,
         "block_scales",
         Rewrite("_f * _s + _m", "_f * _s"),
-        codecs("test_double_quantisation"),
+        codecs("test_double_quantization"),
     ),
-    Mutant("NaN is quantised", QUANTIZE, "quantize", drop("check_finite(_x, 'x')"), codecs("test_nan_and_infinity_raise")),
+    Mutant("NaN is quantized", QUANTIZE, "quantize", drop("check_finite(_x, 'x')"), codecs("test_nan_and_infinity_raise")),
     Mutant(
         "a range beyond fp16 is stored",
         QUANTIZE,

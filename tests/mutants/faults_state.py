@@ -87,7 +87,7 @@ STATE = [
         caches("test_the_per_tensor_scale_is_measured_once"),
     ),
     Mutant(
-        "blocks quantised from unrounded keys",
+        "blocks quantized from unrounded keys",
         APPEND,
         "_whole_blocks",
         Rewrite("_x.to(_b.tail.dtype)", "_x.float()"),

@@ -41,8 +41,8 @@ OWN = "halfbyte"
 class Checkpoint:
     """The files of a model folder, checked and not loaded.
 
-    quantized  whether they say that weights are quantised
-    adapter    what reads the quantised layers; None for 16-bit weights and for halfbyte's own
+    quantized  whether they say that weights are quantized
+    adapter    what reads the quantized layers; None for 16-bit weights and for halfbyte's own
     """
 
     folder: Path
@@ -63,7 +63,7 @@ def make_adapter(config: Mapping[str, Any]) -> Adapter:
     method = config["quant_method"]
     if not isinstance(method, str) or method not in ADAPTERS:
         raise Unsupported(
-            f"weights quantised as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
+            f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
         )
     return ADAPTERS[method](config)
 
@@ -85,7 +85,7 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_beside(folder: Path) -> dict[str, Any] | None:
-    """The quantisation described by a file next to a config.json that does not mention it."""
+    """The quantization described by a file next to a config.json that does not mention it."""
     for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
         found = _read_json(folder / name)
         if method == "modelopt" and isinstance(found, dict):
@@ -93,7 +93,7 @@ def _read_beside(folder: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return {"quant_method": method, **found}
         if found is not None or (folder / name).exists():
-            raise CheckpointError(f"{folder / name}: it does not describe a quantisation")
+            raise CheckpointError(f"{folder / name}: it does not describe a quantization")
     return None
 
 

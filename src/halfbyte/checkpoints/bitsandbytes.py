@@ -1,4 +1,4 @@
-"""bitsandbytes in 4 bits: NF4 and its FP4, with plain or nested (doubly quantised) block scales.
+"""bitsandbytes in 4 bits: NF4 and its FP4, with plain or nested (doubly quantized) block scales.
 
 weight                 bytes [N * K / 2, 1]    the flattened weight [N, K], the even element in the HIGH nibble
 weight.absmax          f32 [N * K / block]; nested: u8
@@ -105,7 +105,7 @@ def _read_state(layer: StoredLayer) -> _State:
     """The JSON of a layer, each entry checked; what it says of the shape must be what the model says."""
     kinds = [kind for kind in _CODES if layer.info(_STATE + kind) is not None]
     if len(kinds) != 1:
-        raise CheckpointError(f"{layer.name}: {len(kinds)} quantisation states of {', '.join(_CODES)}; a 4-bit layer has one")
+        raise CheckpointError(f"{layer.name}: {len(kinds)} quantization states of {', '.join(_CODES)}; a 4-bit layer has one")
     part = _STATE + kinds[0]
     raw = layer.tensor(part, layer.shape(part, 1), torch.uint8)
     state = json_object(f"{layer.name}.{part}", bytes(raw.tolist()), "state")

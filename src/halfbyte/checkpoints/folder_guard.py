@@ -109,7 +109,7 @@ def _check_integer(file: Path, name: str, value: int) -> None:
 
 
 def _check_kind(folder: Path, file: Path) -> None:
-    """A regular file, inside the folder if it is a link; the Hub's cache links from snapshots/ID to blobs beside it."""
+    """A regular file, inside the folder if it is a link; the Hub's cache links from snapshots/ID to blobs next to it."""
     if file.is_symlink():
         root, target = folder.resolve(), file.resolve()
         allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]

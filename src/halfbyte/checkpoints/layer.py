@@ -69,13 +69,13 @@ class StoredLayer:
 class Adapter(ABC):
     """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it checks.
 
-    Which layers are quantised is what the files say: those with the tensor `marker`. The lists of modules in configurations are
+    Which layers are quantized is what the files say: those with the tensor `marker`. The lists of modules in configurations are
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
     #: Rows of the table in docs/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
     docs: ClassVar[tuple[tuple[str, str, str], ...]]
-    #: Names below a layer: a tensor that only a quantised layer has; those of its weight; those that are not needed anywhere.
+    #: Names below a layer: a tensor that only a quantized layer has; those of its weight; those that are not needed anywhere.
     marker: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     unused: ClassVar[tuple[str, ...]] = ()
@@ -89,7 +89,7 @@ class Adapter(ABC):
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
 
     def layers(self, names: Iterable[str]) -> list[str]:
-        """The quantised layers among the tensor names of the files."""
+        """The quantized layers among the tensor names of the files."""
         return [name.removesuffix(f".{self.marker}") for name in names if name.endswith(f".{self.marker}")]
 
     def stacks(self, names: Iterable[str]) -> list[str]:

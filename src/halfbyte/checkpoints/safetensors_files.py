@@ -242,7 +242,7 @@ def _damaged(file: Path | str, why: str) -> NoReturn:
     raise CheckpointError(f"{file}: {why}")
 
 
-# ---------------------------------------------------------------------------------------------------- quantised weights
+# ---------------------------------------------------------------------------------------------------- quantized weights
 
 
 def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, TensorInfo], *, act_order: bool = False) -> None:
@@ -278,7 +278,7 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
         if part in parts and not bool(torch.isfinite(parts[part]).all()):
             raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
     plain = block_scales(QuantTensor(fmt, shape, **parts))
-    # Double quantisation rounds the scale of an all but empty block to a little on either side of 0.
+    # Double quantization rounds the scale of an all but empty block to a little on either side of 0.
     bad = ~torch.isfinite(plain) if "nested" in parts else ~torch.isfinite(plain) | (plain <= 0)
     if bool(bad.any()):
         raise CheckpointError(

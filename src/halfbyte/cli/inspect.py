@@ -87,7 +87,7 @@ def _print_estimate(e: Estimate) -> None:
         table.add_row(f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio)
     print_table(table)
     print(
-        f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantised; {e.kv_layers} layers with a cache of "
+        f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of "
         f"{e.kv_heads} heads x {e.head_dim}. Activations come on top."
     )
     for note in e.notes:

@@ -55,7 +55,7 @@ def evaluate(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, KL divergence and agreement of a quantised model with its 16-bit self, and a check against transformers."""
+    """Perplexity, KL divergence and agreement of a quantized model with its 16-bit self, and a check against transformers."""
     from halfbyte.evals.model import agreement, load
     from halfbyte.evals.present import append_records, record, table, write_report
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
@@ -103,8 +103,8 @@ def generate(
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
-    quantised = with_weights(loaded, setting.weights)
-    pieces = write(quantised, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
+    quantized = with_weights(loaded, setting.weights)
+    pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -127,12 +127,12 @@ def quantize(
     weights: Annotated[str | None, typer.Option(help="Format of the linear layers.")] = None,
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
     source: Annotated[
-        str | None, typer.Option("--from", help="A model that is quantised already (GPTQ, AWQ, ...): saved anew, code for code.")
+        str | None, typer.Option("--from", help="A model that is quantized already (GPTQ, AWQ, ...): saved anew, code for code.")
     ] = None,
 ) -> None:
-    """Quantise a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
+    """Quantize a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
 
-    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantised (docs/checkpoints.md).
+    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantized (docs/checkpoints.md).
     """
     import torch
 
@@ -144,7 +144,7 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
-    made = _quantised(model, weights, skip, source)
+    made = _quantized(model, weights, skip, source)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -175,8 +175,8 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantised(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
-    """A model with quantised weights: rounded here, or as another library rounded them."""
+def _quantized(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
+    """A model with quantized weights: rounded here, or as another library rounded them."""
     import torch
 
     from halfbyte import hf
@@ -185,13 +185,13 @@ def _quantised(model: str | None, weights: str | None, skip: str, source: str | 
     from halfbyte.paths import resolve_model
 
     if (model is None) == (source is None) or (model is None) != (weights is None):
-        raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantised already")
+        raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
         if not any(isinstance(m, QuantLinear) for m in made.modules()):
             raise InvalidArgument(
-                f"--from {source!r} is not quantised; quantise it: halfbyte quantize {source} --weights nf4 -o DIR"
+                f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
         return made
     weight_format(weights or "")

@@ -68,7 +68,7 @@ def check_appendable(path: Path | None, option: str) -> None:
 
 
 def check_page(path: Path | None, option: str) -> None:
-    """The same for an HTML page, which is written beside its place and then moved there, and whose charts must be possible too."""
+    """The same for an HTML page, which is written next to its place and then moved there, and whose charts must be possible too."""
     check_writable(path, option)
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""A GEMM with a quantised weight, a block of rows at a time, in plain torch: the `cpu` level of `linear`.
+"""A GEMM with a quantized weight, a block of rows at a time, in plain torch: the `cpu` level of `linear`.
 
 A stored weight is w = scale * (unit - zero), with units on a small grid. A block of rows is decoded into one buffer that stays
 in cache until it is multiplied, in fp32 (float64 for a float64 x). A scale of a whole row stays outside the product; scales of

@@ -28,7 +28,7 @@ def load(name: str, device: torch.device | None = None) -> tuple[Any, Tokenizer]
     logging.disable_progress_bar()  # the caller shows its own progress
     path = resolve_model(name)
     model = hf.load(path, dtype=torch.bfloat16)
-    # transformers refuses .float() on quantised models; QuantLinear keeps its codes and scales when it is cast
+    # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device) if device.type == "cuda" else torch.nn.Module.float(model)
     return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(

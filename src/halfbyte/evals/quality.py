@@ -1,4 +1,4 @@
-"""Perplexity and divergence of quantised runs, each compared with the 16-bit run of the same model.
+"""Perplexity and divergence of quantized runs, each compared with the 16-bit run of the same model.
 
 Text is fed in chunks, so that all older keys and values are read from the packed cache. With p the next-token distribution of the
 16-bit run and q the other's: perplexity is exp(mean -log q(next)), KL divergence sum p log(p / q) in nats for every token, top-1
@@ -201,7 +201,7 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
 
 
 def with_weights(model: Any, weights: str | None) -> Any:
-    """The model itself for 16 bits, else a copy with quantised weights."""
+    """The model itself for 16 bits, else a copy with quantized weights."""
     if weights is None:
         return model
     from halfbyte import hf
@@ -210,7 +210,7 @@ def with_weights(model: Any, weights: str | None) -> Any:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's weights: quantised ones as they are stored, all others at 16 bits, whatever type they compute in."""
+    """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
     stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLinear) for p in m.weight.parts().values()}
     return sum(stored.get(id(p), 2 * p.numel()) for p in model.parameters())
 

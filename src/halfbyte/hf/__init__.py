@@ -1,4 +1,4 @@
-"""halfbyte in Hugging Face transformers: packed KV caches and quantised weights with one call.
+"""halfbyte in Hugging Face transformers: packed KV caches and quantized weights with one call.
 
     model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
     model.generate(...)                                     # as ever

@@ -1,4 +1,4 @@
-"""PackedCache: a transformers `Cache` whose layers store quantised keys and values, which attention reads directly."""
+"""PackedCache: a transformers `Cache` whose layers store quantized keys and values, which attention reads directly."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 def _records_graphs(model_or_config: Any) -> bool:
     """Whether generate() may capture a decode step of this model in a CUDA graph: only if every op runs as a kernel.
 
-    In 16 bits, attention and quantised linear layers do.
+    In 16 bits, attention and quantized linear layers do.
     """
     if not isinstance(model_or_config, torch.nn.Module) or default_impl() not in ("auto", *GPU_LEVELS):
         return False  # a configuration does not say what the model has been cast to

@@ -23,7 +23,7 @@ from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.weights import of_adapters
 
-#: What a parameter that is not quantised may be stored in.
+#: What a parameter that is not quantized may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
 TABLES = 1 << 27
@@ -32,7 +32,7 @@ SPARE = 1 << 20
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
-    """Write a model, quantised or not, as safetensors with its configuration; `load` gives the same bits again.
+    """Write a model, quantized or not, as safetensors with its configuration; `load` gives the same bits again.
 
     tokenizer: a folder or Hub id whose tokenizer is saved along.
     All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused.
@@ -46,7 +46,7 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     )
     check(
         not of_adapters(model),
-        "model has adapters, without which it is another model; merge them before you quantise (merge_and_unload)",
+        "model has adapters, without which it is another model; merge them before you quantize (merge_and_unload)",
     )
     if target.exists() or target.is_symlink():
         raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
@@ -89,11 +89,11 @@ def load(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Any:
-    """A causal language model from a folder or a Hub id, its files checked first, then quantised as asked.
+    """A causal language model from a folder or a Hub id, its files checked first, then quantized as asked.
 
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
-    quantised by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/checkpoints.md. dtype is that of everything that is not quantised. Only safetensors are read, and no code from
+    quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
+    installed: docs/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read, and no code from
     the folder runs.
     """
     if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
@@ -113,7 +113,7 @@ def load(
     checkpoint = open_checkpoint(folder)
     check_layers(folder / "config.json", len(checkpoint.infos))
     if checkpoint.quantized and weights is not None:
-        raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantised already; leave weights out")
+        raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantized already; leave weights out")
     empty = _build_empty(folder, checkpoint.infos)
     try:
         external = None if checkpoint.adapter is None else ExternalCheckpoint(checkpoint, checkpoint.adapter, empty)
@@ -147,7 +147,7 @@ _PACKED = {torch.uint8: 2, torch.int32: 8}
 
 
 def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
-    """The model of config.json on the meta device, its weights not quantised.
+    """The model of config.json on the meta device, its weights not quantized.
 
     It must not be far more than the files hold: what is missing would be allocated and made up.
     """
@@ -195,7 +195,7 @@ def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo])
     """What the files hold under a parameter's name must be its shape, and of a type that weights are stored in."""
     for name, parameter in model.state_dict().items():
         if (info := infos.get(name)) is None:
-            continue  # a quantised weight, or one that transformers stores under another name
+            continue  # a quantized weight, or one that transformers stores under another name
         if tuple(info.shape) != tuple(parameter.shape):
             raise CheckpointError(
                 f"{folder}: {name} is mismatched: {list(info.shape)} in the file, {list(parameter.shape)} in config.json's model"

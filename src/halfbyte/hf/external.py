@@ -22,7 +22,7 @@ from halfbyte.hf.weights import linear_size, warn_about_experts
 
 
 class ExternalCheckpoint:
-    """The quantised layers of a folder by the names that the model has for them, and the tensors that are plain."""
+    """The quantized layers of a folder by the names that the model has for them, and the tensors that are plain."""
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: nn.Module) -> None:
         """`model` is the empty (meta) model of the folder's configuration. Reads nothing but what zero biases hold."""
@@ -79,7 +79,7 @@ class ExternalCheckpoint:
         return prefixed if stored not in self._modules and prefixed in self._modules else stored
 
     def _match(self, stored: str) -> tuple[str, StoredLayer]:
-        """A quantised layer of the files, with the size that the model gives it, under the model's name."""
+        """A quantized layer of the files, with the size that the model gives it, under the model's name."""
         name = self._layer_name(stored)
         size = None if name not in self._modules else linear_size(self._modules[name])
         if size is None:
@@ -92,13 +92,13 @@ class ExternalCheckpoint:
         return name, StoredLayer(stored, *size, self.infos)
 
     def _check_ties(self) -> None:
-        """A quantised weight must not be tied to another parameter, which would be left without its values."""
+        """A quantized weight must not be tied to another parameter, which would be left without its values."""
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
         for name, layer in self.layers.items():
             if len(tied := owners[id(self._modules[name].weight)]) > 1:
-                raise CheckpointError(f"{layer.name}.{self.adapter.marker} is quantised, but config.json ties {' to '.join(tied)}")
+                raise CheckpointError(f"{layer.name}.{self.adapter.marker} is quantized, but config.json ties {' to '.join(tied)}")
 
     def _is_spare(self, tensor: str) -> bool:
         """A bias of zeros where the model has none: some writers of GPTQ files give every layer one."""

@@ -63,7 +63,7 @@ def _projections(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | N
     parts: list[Any] = [getattr(module, f"{x}_proj") for x in "qkv"]
     for part in parts:
         if not isinstance(part, nn.Linear) or not part.weight.is_floating_point():
-            raise InvalidArgument(f"a projection is a {type(part).__name__}; extract reads weights that are not quantised")
+            raise InvalidArgument(f"a projection is a {type(part).__name__}; extract reads weights that are not quantized")
     return [(part.weight, part.bias) for part in parts]
 
 

@@ -104,7 +104,7 @@ def check_model_support(model_or_config: Any) -> None:
 
 def _refusal(name: str, reason: str) -> Unsupported:
     return Unsupported(
-        f"a packed KV cache cannot be used with {name or 'this model'}: {reason}. Quantise its weights only (keys=None, "
+        f"a packed KV cache cannot be used with {name or 'this model'}: {reason}. Quantize its weights only (keys=None, "
         f"values=None) and keep transformers' own cache"
     )
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in transformers: how each tensor of a quantised layer is sharded, and what cannot be.
+"""Tensor parallelism in transformers: how each tensor of a quantized layer is sharded, and what cannot be.
 
     column-parallel (q, k, v, gate, up)   a rank has some out features: codes, scales and offsets are cut along N;
                                           perm and tensor_scale are replicated
@@ -31,7 +31,7 @@ def ranks_of(model: Any) -> int:
 
 
 def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
-    """Add to transformers' plan (module name, with * for numbers -> style) what differs for the parts of quantised layers.
+    """Add to transformers' plan (module name, with * for numbers -> style) what differs for the parts of quantized layers.
 
     Raises `Unsupported`, naming the layer, for one that cannot be shared out.
     """
@@ -56,7 +56,7 @@ def part_styles(name: str, layer: QuantLinear, style: str, ranks: int) -> dict[s
     if style not in (*_COLUMN, *_ROW):
         raise Unsupported(f"{shared} in the style {style!r}; known are {', '.join((*_COLUMN, *_ROW))}")
     if "nested" in parts:
-        raise Unsupported(f"{shared}: blocks of its nested scales run across rows; quantise to a format without them")
+        raise Unsupported(f"{shared}: blocks of its nested scales run across rows; quantize to a format without them")
     styles = dict.fromkeys(parts, style)
     if style in _ROW:
         _check_rows(layer, shared, ranks)

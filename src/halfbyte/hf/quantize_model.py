@@ -35,7 +35,7 @@ def quantize(
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantise a transformers model in place, and return it.
+    """Quantize a transformers model in place, and return it.
 
     weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
                   norms, routers and expert weights that are no linear modules stay as they are
@@ -43,20 +43,20 @@ def quantize(
     rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
-    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantised already)
+    fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
     fuse_gate_up  the same of gate_proj and up_proj
 
     Every check comes before the first change: on an error the model is as it was.
     """
     _check_model(model)
     inner = _inner(model)
-    quantised = any(isinstance(m, QuantLinear) for m in model.modules())
+    quantized = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
-        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantised),
+        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantized),
         "weights, keys and values are all None; name a format for at least one of them",
     )
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
-        check(not wanted or quantised or weights is not None, f"{name}=True needs quantised weights; pass weights= as well")
+        check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
@@ -65,7 +65,7 @@ def quantize(
         weight_format(weights)
         if getattr(inner, "hf_quantizer", None) is not None:
             method = getattr(inner, "quantization_method", "unknown")
-            raise InvalidArgument(f"weights={weights!r}: the model's weights are quantised already ({method}); leave weights out")
+            raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); leave weights out")
     if settings is not None:
         check_key_bias(inner, settings.keys, settings.skip_layers)
     if weights is not None:
@@ -108,11 +108,11 @@ def _cache_settings(
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         raise Unsupported(  # transformers would warn, and go on with 16 bits
             f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "
-            f"transformers, so nothing would read a packed cache; quantise its weights only (keys=None, values=None)"
+            f"transformers, so nothing would read a packed cache; quantize its weights only (keys=None, values=None)"
         )
     if not hasattr(model, "_prepare_cache_for_generation") and hasattr(model, "generate"):
         raise Unsupported(
-            "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantise "
+            "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantize "
             "the weights only, and pass past_key_values=halfbyte.hf.PackedCache(...) to generate()"
         )
     return settings

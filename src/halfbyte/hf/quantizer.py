@@ -1,7 +1,7 @@
 """What transformers finds by the name "halfbyte": the `quantization_config` of config.json, and the quantizer that loads by it.
 
-A folder is what transformers writes, with the parts of each quantised weight under the names of QuantLinear's parameters, and in
-config.json the weight format of every quantised module.
+A folder is what transformers writes, with the parts of each quantized weight under the names of QuantLinear's parameters, and in
+config.json the weight format of every quantized module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 @register_quantization_config(OWN)
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """`quantization_config` of config.json: the weight format of every quantised module, by name, and which are in act-order."""
+    """`quantization_config` of config.json: the weight format of every quantized module, by name, and which are in act-order."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds QuantLinear modules for the checkpoint to load into. Only for checkpoints that `save` wrote."""
 
-    requires_calibration = True  # transformers' word for: quantised checkpoints only
+    requires_calibration = True  # transformers' word for: quantized checkpoints only
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing beyond torch is needed."""

@@ -36,7 +36,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
     within = blocks(model)
     if not within:
         raise Unsupported(
-            f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantise"
+            f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantize"
         )
     inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - of_adapters(model)
     skips = list(skip_modules)
@@ -46,7 +46,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
     linear = {name: m for name, m in model.named_modules(remove_duplicate=False) if id(m) in inside and linear_size(m)}
     if not linear:
-        raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantise")
+        raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
     return {n: m for n, m in linear.items() if not is_skipped(n, skips) and n.rpartition(".")[2] not in ROUTERS | UNCALLED}
 
 
@@ -72,8 +72,8 @@ def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) 
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
         check(
             not any(p.is_meta for p in module.parameters()),
-            f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantise before: load the "
-            f"model without device_map, quantise and save it, then load that folder with device_map",
+            f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
+            f"model without device_map, quantize and save it, then load that folder with device_map",
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of quantised weights written out in 16 bits: one launch for one weight, or for two or three that lie one below the other.
+"""Rows of quantized weights written out in 16 bits: one launch for one weight, or for two or three that lie one below the other.
 
     out[n, k] = round16((unit(code[n, k]) - zero[n, k / g]) * scale[n, k / g])
 

@@ -23,7 +23,7 @@ from halfbyte.reference.attention import read
 Layout = Literal["heads first", "tokens first", "pages"]
 PAGE = 64
 EVENLY = ", spread evenly"
-#: Elements appended in one piece while a cache is filled; bounds the memory that quantising takes.
+#: Elements appended in one piece while a cache is filled; bounds the memory that quantizing takes.
 _FILL = 2**27
 #: Sequences whose results are held against float64; all the others go through the same code.
 _SAMPLED = 4
@@ -225,7 +225,7 @@ class Promise:
 
 
 def held_by(cache: KVCache) -> Read:
-    """Reads one sequence of a full cache, dequantised in float64, without what lies beyond its length."""
+    """Reads one sequence of a full cache, dequantized in float64, without what lies beyond its length."""
     lengths = cache.lengths.tolist()
 
     def one(i: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """A figure only for a right result: the accuracy promise, applied before anything is timed.
 
 Attention: max|out - ref| <= 2 max|base - ref| + 2 max|(ref + 0.3 - 0.3) - ref|, where ref is float64 attention over the same
-dequantised numbers and base is eager torch in the output's dtype over them.
-Linear: relative L2 error against float64 on the dequantised weights at most twice that of a 16-bit product on them.
+dequantized numbers and base is eager torch in the output's dtype over them.
+Linear: relative L2 error against float64 on the dequantized weights at most twice that of a 16-bit product on them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels' own times: from CUPTI, NVIDIA's tracing library, which torch.profiler (Kineto) reads.
 
-They stand beside the times of graphs and replace none: they leave out what lies between kernels, which decoding pays for. To be
+They complement the times of graphs and replace none: they leave out what lies between kernels, which decoding pays for. To be
 taken after the samples of a case: tracing slows launches, and CUPTI may stay attached.
 
 What is traced is calls one by one, not the graph: graphs that were made before CUPTI was attached are traced or not as the driver

@@ -1,4 +1,4 @@
-"""`halfbyte bench decode`: attention of one new token over a cache, low-bit formats beside torch's own attention in 16 bits."""
+"""`halfbyte bench decode`: attention of one new token over a cache, low-bit formats compared with torch's own in 16 bits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def inputs(shape: DecodeShape, device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pair: str, impl: str) -> Candidate:
-    """halfbyte on caches that hold the same tokens; judged against float64 over what those caches hold after quantisation."""
+    """halfbyte on caches that hold the same tokens; judged against float64 over what those caches hold after quantization."""
     from halfbyte.reference.attention import read
 
     keys, values = parse_formats(pair)
@@ -140,7 +140,7 @@ def sdpa_variants(kind: str, groups: bool) -> dict[str, Attend]:
     """torch's attention: with grouped heads as torch does them, and with the query heads of one KV head folded into query rows.
 
     For one new token the two mean the same; the second reads each key once, and is what a careful user would write. Without groups
-    they are the same. On a GPU cuDNN and flash are asked for by name, as which of them torch picks is not always the faster.
+    they are the same. On a GPU cuDNN and flash are requested by name, as which of them torch picks is not always the faster.
     """
     ways: dict[str, Attend] = {"": _grouped, ", folded heads": _folded} if groups else {"": _grouped}
     if kind != "cuda":

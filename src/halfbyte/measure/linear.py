@@ -1,4 +1,4 @@
-"""`halfbyte bench linear`: the products of decoding, low-bit weights beside torch's own linear layer in 16 bits."""
+"""`halfbyte bench linear`: the GEMMs of decoding, low-bit weights compared with torch's own linear layer in 16 bits."""
 
 from __future__ import annotations
 

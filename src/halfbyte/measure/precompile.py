@@ -1,6 +1,6 @@
 """Kernels of plans compiled by many processes before they are timed: one after the other they would take minutes.
 
-Nothing is launched and no GPU is asked for: a launch on tensors without memory says what would be compiled
+Nothing is launched and no GPU is needed: a launch on tensors without memory says what would be compiled
 (`kernels/aot/compiling.py`). What comes of it lies in Triton's cache, where the launch finds it.
 """
 

@@ -76,7 +76,7 @@ class Record:
     note               what the figure does not say by itself
     study              the study it belongs to, by its name in `benchmarks.studies`
     job                what measured it, "operation: name"; a job that failed as a whole leaves one record that knows nothing else
-    perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantised takes, scales included
+    perplexity, change of a model, and in % of its 16-bit self's; bits: an element of what is quantized takes, scales included
     by_layer           relative error layer by layer, of hidden states or of attention's output
     """
 

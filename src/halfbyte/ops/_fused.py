@@ -1,6 +1,6 @@
 """Attention of 16-bit tokens over themselves by torch's own fused kernels: what a prompt's tokens do among each other.
 
-Nothing there is quantised, and cuDNN and FlashAttention are as fast as the tensor cores. halfbyte's part is to ask them for the
+Nothing there is quantized, and cuDNN and FlashAttention are as fast as the tensor cores. halfbyte's part is to ask them for the
 log-sum-exp, by which the past is added, and to say what they cannot do.
 """
 

@@ -24,7 +24,7 @@ _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_gr
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op.
 
-    No op here has a gradient: one that returns something raises when a gradient is asked for, see `_transforms`.
+    No op here has a gradient: one that returns something raises when a gradient is requested, see `_transforms`.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,4 +1,4 @@
-"""`LinearCall`: a GEMM with quantised weights as one object, made once and passed on, and its flat form in the dispatcher."""
+"""`LinearCall`: a GEMM with quantized weights as one object, made once and passed on, and its flat form in the dispatcher."""
 
 from __future__ import annotations
 

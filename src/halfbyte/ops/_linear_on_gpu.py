@@ -61,7 +61,7 @@ def _plan_of(call: LinearCall) -> LinearPlan | str:
     """How a tuned kernel runs a call; in words, why none does."""
     x, weights, _, level, row_invariant = call
     if level == "triton":
-        return "asked for the portable kernel"
+        return "the portable kernel was requested"
     if row_invariant:
         return "row_invariant: the tuned kernel cuts the work by the number of rows"
     if any(w.perm is not None for w in weights) and len(weights) > 1:
@@ -96,7 +96,7 @@ def _tiles(weights: tuple[tuple[Format, int], ...], m: int, width: int, device: 
 
 
 def expands(m: int, weights: Sequence[QuantTensor]) -> bool:
-    """Whether a GEMM of so large an M, which no tuned kernel takes, is computed from dequantised slabs of the weights.
+    """Whether a GEMM of so large an M, which no tuned kernel takes, is computed from dequantized slabs of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
@@ -180,7 +180,7 @@ def _replay(
 
 
 def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
-    """For very large M: some rows of a weight at a time are dequantised, and multiplied by cuBLAS."""
+    """For very large M: some rows of a weight at a time are dequantized, and multiplied by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
     x, width = call.x, call.x.shape[1]

@@ -1,6 +1,6 @@
 """Gradients and torch.func's transforms, which no op here has: each is refused, none is silently missing.
 
-Reverse mode raises when the gradient is asked for. Forward mode and torch.func are refused at the call: the tangents of inputs
+Reverse mode raises when the gradient is requested. Forward mode and torch.func are refused at the call: the tangents of inputs
 would be lost without a word.
 """
 

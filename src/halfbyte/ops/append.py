@@ -1,4 +1,4 @@
-"""`append`: quantise new keys and values and write them into a cache, in place."""
+"""`append`: quantize new keys and values and write them into a cache, in place."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def append_(
     q: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | None:
-    """Quantise k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
+    """Quantize k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
 
     `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
     `rope`, (cos, sin) float32 [B, L, D/2] or [L, D/2]: the keys are rotated by position first, pairs (x[i], x[i + D/2]).

@@ -1,4 +1,4 @@
-"""`dequantize_rows`: rows of quantised weights written into a 16-bit buffer, for a product that wants them whole."""
+"""`dequantize_rows`: rows of quantized weights written into a 16-bit buffer, for a product that wants them whole."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: in
     for w in weights:
         weight_format(w.format, "the format of a weight")
         fits = len(w.shape) == 2 and w.shape[1] == weights[0].shape[1] and w.device == weights[0].device
-        check(
-            fits, f"weights: {list(w.shape)} on {w.device} beside {list(weights[0].shape)} on {weights[0].device}; expected [N, K]"
-        )
+        check(fits, f"weights: {list(w.shape)} on {w.device} and {list(weights[0].shape)} on {weights[0].device}; expected [N, K]")
     rows, width = sum(w.shape[0] for w in weights), weights[0].shape[1]
     good = isinstance(out, torch.Tensor) and out.dtype in (torch.float16, torch.bfloat16) and out.ndim == 2
     check(good, f"out is {getattr(out, 'dtype', type(out).__name__)}; expected fp16 or bf16 [rows, K]")

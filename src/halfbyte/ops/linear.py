@@ -1,4 +1,4 @@
-"""`linear`, `qkv_projection`, `projections`: GEMMs with quantised weights, of which at most slabs are ever dequantised."""
+"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights, of which at most slabs are ever dequantized."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def linear(
     row_invariant: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """x [..., K] times a quantised weight [N, K], plus bias [N]: [..., N] in x's dtype.
+    """x [..., K] times a quantized weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
     x is fp16, bf16, fp32 or float64, any strides; of 16 and 32 bits it is computed in fp32, else in float64. fp32 and float64
-    have no kernel: on a GPU they run blocked torch code, which dequantises the whole weight in each call. impl: "auto"; a GPU's
+    have no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call. impl: "auto"; a GPU's
     kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows, on Hopper 256) and "triton" (portable); "cpu" (blocks of rows);
     "reference" (float64). `row_invariant`: a row's result has the same bits alone and among others. On a GPU that fixes how the
     work is cut; the `cpu` and `reference` levels compute one row after the other. Raises `InvalidArgument` naming the argument at

@@ -35,7 +35,7 @@ class Plan:
 def plan(op: str, impl: str, device_type: str, interpreted: bool = False) -> Plan:
     """The plan for `op` on a device of this type ("cpu", "cuda"). Raises on a level that does not exist, or not there.
 
-    `interpreted`: Triton kernels are executed by its interpreter, which makes `triton` a level of the CPU that can be asked for.
+    `interpreted`: Triton kernels are executed by its interpreter, which makes `triton` a level of the CPU that can be requested.
     """
     levels = LEVELS[op]
     if impl != "auto":
@@ -45,7 +45,7 @@ def plan(op: str, impl: str, device_type: str, interpreted: bool = False) -> Pla
             raise Unsupported(
                 f"impl={impl!r} of {op} runs on an NVIDIA GPU and the tensors are on {device_type}; use impl='auto', or move them"
             )
-        return Plan(op, impl, "asked for")
+        return Plan(op, impl, "requested")
     portable = tuple(name for name in levels if name not in GPU_LEVELS)
     if device_type == "cpu":
         return Plan(op, portable[0], "the fastest level without a GPU")

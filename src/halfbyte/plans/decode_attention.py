@@ -281,7 +281,7 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     """The spec, for one program a multiprocessor, where each has about one work item: it computes that alone, nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in beside it. With 8-bit keys and values in groups tiles stay. None where that was slower or hardly faster (other
+    would move in next to it. With 8-bit keys and values in groups tiles stay. None where that was slower or hardly faster (other
     groups, per-channel scales, single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows,
     ALiBi, softcap, several new tokens).
     """

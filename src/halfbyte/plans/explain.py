@@ -1,4 +1,4 @@
-"""Plans of decode attention and of products with quantised weights in words, for `halfbyte explain`."""
+"""Plans of decode attention and of products with quantized weights in words, for `halfbyte explain`."""
 
 from __future__ import annotations
 

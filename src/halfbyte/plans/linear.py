@@ -1,4 +1,4 @@
-"""How the tuned kernels divide GEMMs with quantised weights: pure functions of the problem and the device.
+"""How the tuned kernels divide GEMMs with quantized weights: pure functions of the problem and the device.
 
 Here for small M, and what both kernels share; plans/linear_wgmma.py has larger M on Hopper.
 """

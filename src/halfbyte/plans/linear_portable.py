@@ -22,7 +22,7 @@ _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
 #: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
-#: M from which on it is faster to dequantise slabs of a weight and multiply by cuBLAS: in general, and where every 16
+#: M from which on it is faster to dequantize slabs of a weight and multiply by cuBLAS: in general, and where every 16
 #: codes have a scale of their own, which costs the portable kernel most. And bytes of a slab: smaller ones were up to half
 #: slower, as cuBLAS fills the GPU with fewer tiles, although L2 would hold them.
 _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
@@ -98,13 +98,13 @@ def linear_tiles(
 
 
 def expanded(formats: Sequence[Format], m: int, width: int) -> bool:
-    """Whether a GEMM of so large an M is faster by dequantised slabs of weights [N, width] of these formats."""
+    """Whether a GEMM of so large an M is faster by dequantized slabs of weights [N, width] of these formats."""
     fine = any(fmt.group_size(width) < 32 for fmt in formats)
     return m >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
 
 
 def slab_rows(width: int) -> int:
-    """Rows of a weight that are dequantised at a time: few enough for their memory, and aligned, for cuBLAS."""
+    """Rows of a weight that are dequantized at a time: few enough for their memory, and aligned, for cuBLAS."""
     return max(256, _SLAB_BYTES // (2 * width) // 256 * 256)
 
 
@@ -136,13 +136,13 @@ def _large_m(features: list[int], m: int, width: int, num_sms: int, capability: 
 
 
 def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str]:
-    """A GEMM by dequantised slabs of the weights in words, as `halfbyte explain` prints them."""
+    """A GEMM by dequantized slabs of the weights in words, as `halfbyte explain` prints them."""
     step = slab_rows(width)
     slabs = sum(-(-n // step) for n in features)
     buffer = 2 * min(step, max(features)) * width
     return {
-        "kernel": "cuBLAS, over parts of the weights that another kernel dequantises",
+        "kernel": "cuBLAS, over parts of the weights that another kernel dequantizes",
         "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
-        "cut": f"{m} rows: the tensor cores are busy longer than dequantising takes",
+        "cut": f"{m} rows: the tensor cores are busy longer than dequantizing takes",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

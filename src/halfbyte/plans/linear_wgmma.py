@@ -10,7 +10,7 @@ from halfbyte.formats import Format
 from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, scale_copy_width
 from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec, weight_spec
 
-#: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantised weights.
+#: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantized weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256
 
 

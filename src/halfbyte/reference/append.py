@@ -1,10 +1,10 @@
-"""Quantise-and-append: the specification of how new keys and values enter a cache.
+"""Quantize-and-append: the specification of how new keys and values enter a cache.
 
 Token i of sequence b (i < counts[b]) goes to position lengths[b] + i. Nothing is written until everything has been checked, so a
 refused append leaves the cache as it was.
 
-Per-channel formats quantise blocks of whole tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
-quantised from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends.
+Per-channel formats quantize blocks of whole tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
+quantized from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor 
 def _tokens(
     buffer: KVBuffer, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
 ) -> list[Write]:
-    """Formats that quantise every token for itself."""
+    """Formats that quantize every token for itself."""
     sequence, i = fresh.nonzero(as_tuple=True)
     index = slots(sequence, lengths.long()[sequence] + i, page_table, buffer.codes, buffer.codes.shape[2])
 

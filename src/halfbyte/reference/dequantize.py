@@ -1,4 +1,4 @@
-"""Dequantise: the values of stored codes, whatever their scales are stored as. The way back of `halfbyte.reference.quantize`."""
+"""Dequantize: the values of stored codes, whatever their scales are stored as. The way back of `halfbyte.reference.quantize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on quantised weights: the specification of `linear` and `qkv_projection`."""
+"""Linear layers on quantized weights: the specification of `linear` and `qkv_projection`."""
 
 from __future__ import annotations
 

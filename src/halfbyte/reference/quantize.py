@@ -1,4 +1,4 @@
-"""Quantise: the specification of every format. `halfbyte.reference.dequantize` is the way back.
+"""Quantize: the specification of every format. `halfbyte.reference.dequantize` is the way back.
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
@@ -6,9 +6,9 @@
 
 Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
 IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
-quantisation follow their specifications, cited at each function.
+quantization follow their specifications, cited at each function.
 
-What must not be quantised: NaN and infinity. `quantize` raises on them, and on blocks whose scale or offset leaves fp16.
+What must not be quantized: NaN and infinity. `quantize` raises on them, and on blocks whose scale or offset leaves fp16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ F16_MAX = 65504.0
 
 
 def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None) -> QuantTensor:
-    """Quantise a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
+    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
 
     `scale` (a number) fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate.
     Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format does not divide, and for a scale beyond fp16.
@@ -36,10 +36,10 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
     fmt = any_format(fmt)
     check_tensor("x", x, [*map(str, range(x.ndim))] if isinstance(x, torch.Tensor) else ["..."])
     check(x.layout is torch.strided, f"x is {x.layout}; expected a dense tensor: x.to_dense()")
-    check(x.device.type != "meta", "x is on the meta device and holds no numbers to quantise; load it first")
+    check(x.device.type != "meta", "x is on the meta device and holds no numbers to quantize; load it first")
     fmt.check_shape(tuple(x.shape))
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
-        raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantises keys or values [B, H, T, D]")
+        raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
     fixed = None if scale is None else fixed_scale(scale, fmt, x.device)
     check_finite(x, "x")
     wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
@@ -93,7 +93,7 @@ def check_finite(x: torch.Tensor, name: str) -> None:
     if x.numel() and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
         raise InvalidArgument(
-            f"{name} holds {bad} NaN or infinite values of {x.numel()}; quantised formats store finite numbers only"
+            f"{name} holds {bad} NaN or infinite values of {x.numel()}; quantized formats store finite numbers only"
         )
 
 
@@ -232,7 +232,7 @@ def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
 
 
 def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
-    """Double quantisation (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`."""
+    """Double quantization (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`."""
     assert fmt.scale is not None and fmt.scale.nested is not None
     mean = scales.double().mean().float()
     rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % fmt.scale.nested))

@@ -1,4 +1,4 @@
-"""What `make compile-check` compiles of the kernel that dequantises weights."""
+"""What `make compile-check` compiles of the kernel that dequantizes weights."""
 
 from __future__ import annotations
 

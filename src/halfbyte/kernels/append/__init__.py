@@ -1,1 +1,1 @@
-"""Quantise-and-append of new keys and values."""
+"""Quantize-and-append of new keys and values."""

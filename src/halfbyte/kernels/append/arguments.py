@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     """Integers that kernels are not specialised on. Triton allows that for an argument of its own, not in a tuple: spread them.
 
     tokens, heads      of k and v
-    tiles              programs of a sequence (of one of its heads, where blocks of tokens are quantised); None: one
+    tiles              programs of a sequence (of one of its heads, where blocks of tokens are quantized); None: one
     capacity           tokens that a sequence can hold
     """
 

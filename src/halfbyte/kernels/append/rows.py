@@ -157,7 +157,7 @@ def spread_out(x, TIMES: tl.constexpr):
 
 @triton.jit
 def store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D: tl.constexpr, F: tl.constexpr):
-    """Quantise f32 rows `x` [R, PAD] and write them where `ok`; `where`: sequence or page.
+    """Quantize f32 rows `x` [R, PAD] and write them where `ok`; `where`: sequence or page.
 
     top    [R, 1] the bits of each token's largest magnitude, where its heads share a scale
     scale  the number that a whole tensor shares
@@ -202,7 +202,7 @@ def store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D: tl.conste
 
 @triton.jit
 def store_rows(x, where, row, h, ok, top, scale, buffer, strides, D: tl.constexpr, F: tl.constexpr):
-    """Write f32 rows `x` [R, PAD] into a KV buffer: rounded to 16 bits, or quantised."""
+    """Write f32 rows `x` [R, PAD] into a KV buffer: rounded to 16 bits, or quantized."""
     if F.scaled:
         store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D, F)
     else:

@@ -1,11 +1,11 @@
-"""Quantise-and-append: new keys and values enter a cache in one launch.
+"""Quantize-and-append: new keys and values enter a cache in one launch.
 
 Token i of sequence b goes to position lengths[b] + i. `encode.py` has the arithmetic.
 
 A program takes C.tokens new tokens of one sequence with all their heads, keys and values, as a tile [tokens * heads, D]; sequences
 of few new tokens have one program each, which then also advances the length. Behind those, in the same launch, come programs for
 queries that are to be rotated by position like the keys. Per-channel keys have a kernel of their own: a program takes one block of
-tokens of one head, from the tail and from what is new, and quantises it once it is whole.
+tokens of one head, from the tail and from what is new, and quantizes it once it is whole.
 
 Tokens beyond the capacity or whose page is not in the pool are not written, but counted in the length. Under a scale of a whole
 tensor, what saturates is counted, NaN and infinity with it.
@@ -52,7 +52,7 @@ def append_tokens(
     tokens, heads, tiles, capacity, lengths_stride, pages, table_stride_b, table_stride_p, batch, query_heads,
     rope_stride, k_strides, v_strides, q_strides, keys_strides, values_strides, C: tl.constexpr,
 ):  # fmt: skip
-    """Every format that quantises token by token: of per-channel keys, the values alone."""
+    """Every format that quantizes token by token: of per-channel keys, the values alone."""
     KEYS: tl.constexpr = C.keys
     VALUES: tl.constexpr = C.values
     K: tl.constexpr = C.k
@@ -134,7 +134,7 @@ def append_blocks(
     tokens, heads, tiles, capacity, lengths_stride, pages, table_stride_b, table_stride_p,
     rope_stride, k_strides, keys_strides, tail_strides, C: tl.constexpr,
 ):  # fmt: skip
-    """Per-channel keys. A sequence's run is its tail and then its new tokens; a program quantises block j of one head's run, if it
+    """Per-channel keys. A sequence's run is its tail and then its new tokens; a program quantizes block j of one head's run, if it
     is whole. The program of block 0, which alone reads the tail, then fills it with what is new behind the last whole block.
     """
     KEYS: tl.constexpr = C.keys

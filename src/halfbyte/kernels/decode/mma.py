@@ -133,7 +133,7 @@ def decode(
             )
         t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
         row = w // C.heads * C.tokens + t
-        # Within [lo_all, hi_all) every query sees every key, and all of them are quantised.
+        # Within [lo_all, hi_all) every query sees every key, and all of them are quantized.
         lo_all = lo
         if C.window:
             lo_all = gl.maximum(lo, first + (C.queries - window))

@@ -1,4 +1,4 @@
-"""The tuned decode kernel: keys with a scale for each channel of a block of tokens (KIVI), and those not quantised yet.
+"""The tuned decode kernel: keys with a scale for each channel of a block of tokens (KIVI), and those not quantized yet.
 
 A warp's tokens of a tile lie in one block, whose scales f_d and offsets o_d are 2 D numbers. They go into the query, once for all
 these tokens, and codes into the tensor cores as they are:
@@ -28,7 +28,7 @@ from halfbyte.kernels.common.layouts import code_copy_layout, key_operands, mma_
 
 @gluon.jit
 def whole_blocks(Lengths, b, hi, S: gl.constexpr):
-    """The end of the tokens of sequence b that are quantised, at most hi."""
+    """The end of the tokens of sequence b that are quantized, at most hi."""
     return gl.minimum(hi, gl.maximum(gl.load(Lengths + b), 0) // S.block * S.block)
 
 

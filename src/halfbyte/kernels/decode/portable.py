@@ -212,7 +212,7 @@ def _decode(
     for _ in tl.static_range(values.PARTS):
         acc += (tl.zeros([M, values.WORDS], tl.float32),)
     coded = stop
-    if keys.tail is not None:  # these tokens are not quantised yet
+    if keys.tail is not None:  # these tokens are not quantized yet
         finished = tl.load(lengths + sequence) // keys.GROUP * keys.GROUP
         coded = tl.minimum(stop, finished)
     high = tl.minimum(high, stop)

@@ -8,7 +8,7 @@ Query rows are the M axis of warp-group products (wgmma), 64 for each warp group
 come as they are stored into a ring in shared memory (cp.async). There a tile becomes numbers in fp16, f c + o, relative to a power
 of two 2^e that follows from its largest scale (wgmma_operands.py); scores take 2^e as a factor, and weights in the exponent: with e
 of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size of scales fits, with one rounding of each number,
-as in eager attention over a dequantised cache. What remains for each score is a maximum, an exponential and an addition.
+as in eager attention over a dequantized cache. What remains for each score is a maximum, an exponential and an addition.
 
 Products with the values of a tile run while the next tile is read and unpacked, those with the keys while further codes are asked
 for. Work items, shares of programs, partial results and their sums are those of decode/mma.py, and so are the arguments.

@@ -1,4 +1,4 @@
-"""GEMMs with quantised weights."""
+"""GEMMs with quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GEMMs with quantised weights for M up to 16, in Gluon: the weight is read once, as it is stored.
+"""GEMMs with quantized weights for M up to 16, in Gluon: the weight is read once, as it is stored.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 

@@ -1,4 +1,4 @@
-"""A quantised weight [N, K] as kernels read it: `weight()` on the host, `read_scale` and `numbers` on the device, for every format.
+"""A quantized weight [N, K] as kernels read it: `weight()` on the host, `read_scale` and `numbers` on the device, for every format.
 
     W[n, k] = scale[n, k / GROUP] UNIT (c[n, k] - zero[n, k / GROUP])        y = x W^T + bias
 
@@ -28,7 +28,7 @@ from halfbyte.tensors import QuantTensor
 #: KIND, BITS, ZERO      "integer", "e2m1" or "table"; bits of a code; what an integer code counts from, without zero points
 #: LOOK_UP, TABLE        how a table is read, in PTX; in the interpreter "", and its levels / UNIT as fp32, 32 bits each
 #: UNIT                  what the numbers of a code are multiples of
-#: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantisation (0: none)
+#: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantization (0: none)
 #: SCALES_PER, OFFSETS_PER  scales (zero points) in one of the words that are read: 1, or as many as 32 bits hold
 #: DOT                   dtype of the products: x's; fp32 for bf16 in the interpreter, whose bf16 arithmetic is wrong
 Weight = NamedTuple(

@@ -1,4 +1,4 @@
-"""GEMMs with quantised weights for M from 17 to 256 on Hopper, in Gluon: warp-group MMA.
+"""GEMMs with quantized weights for M from 17 to 256 on Hopper, in Gluon: warp-group MMA.
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 

@@ -1,4 +1,4 @@
-"""Warp-group MMAs of quantised weights: layouts, the order of K, and how stored words become the left operand."""
+"""Warp-group MMAs of quantized weights: layouts, the order of K, and how stored words become the left operand."""
 
 # ruff: noqa: RET505, RUF005
 # Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
