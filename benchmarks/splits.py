@@ -15,7 +15,7 @@ from halfbyte.plans.decode_portable import TritonTiles
 
 Plan = DecodePlan | TritonTiles
 
-#: Where the shares of so many programs begin is computed in 32 bits (`gluon_tiles.share`).
+#: Where the shares of so many programs begin is computed in 32 bits (`share` in kernels/common/shares.py).
 MOST_PROGRAMS = 2**15
 #: The fewest tokens of a tile that one warp works on.
 _LEAST_TOKENS = 16

@@ -56,7 +56,7 @@ class Target:
     Of linear layers and of the fused projection:
 
     times_4_bit      how many times faster than the fastest 4-bit peer of the same run
-    times_quoted     the same, of the figures in `quoted.py`, which are of another run on the same type of GPU
+    times_quoted     the same, of the figures in `literature.py`, which are of another run on the same type of GPU
     share_of_int4    share of the roof over int4's share of its own
     over_expanded    time over that of dequantizing the weight and multiplying with it
     times_published  how many times faster than the published split-K kernel

@@ -81,7 +81,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
         ({"group": 64, "queries": 3}, "192 query rows a KV head; tuned kernels take up to 128"),
         ({"group": 17, "dim": 256, "value_dim": 256}, "17 query rows a KV head are more than the tuned kernels hold"),
         ({"group": 17, "dim": 64, "value_dim": 128, "queries": 2}, "values of another size than keys"),
-        ({"group": 40, "values": "bf16"}, "beside 16-bit tokens"),
+        ({"group": 40, "values": "bf16"}, "together with 16-bit tokens"),
         ({"dim": 40, "keys": "int4"}, "rows of 20 bytes"),
         ({"batch": 5000}, "5000 sequences"),
         ({"batch": 4000, "capacity": 2**20}, "more than it counts"),

@@ -54,9 +54,9 @@ __all__ = [*_HOME]  # noqa: PLE0604  (the names above, and nothing else)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or the `hf` module, when it is first used: `halfbyte --help` need not wait for torch."""
-    if name == "hf":
-        return importlib.import_module("halfbyte.hf")
+    """Import a public name, or a public module, when it is first used: `halfbyte --help` need not wait for torch."""
+    if name in ("hf", "paths"):
+        return importlib.import_module(f"halfbyte.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f"halfbyte.{_HOME[name]}"), name)

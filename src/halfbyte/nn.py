@@ -268,6 +268,11 @@ class FusedProjections(QuantLinear):
         self._formats = tuple(shard.format_name for shard in (self, *self.slots))
         self._ready = tuple(slot._ready for slot in self.slots)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "taps" in state:  # as models were pickled when slots were called so
+            state = {**{name: value for name, value in state.items() if name != "taps"}, "slots": state["taps"]}
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._compiled(x)
@@ -355,3 +360,7 @@ def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     if isinstance(adapter, nn.Module) and isinstance(getattr(adapter, "base_layer", None), nn.Module):
         return adapter, "base_layer"
     return module, name
+
+
+#: The name of FusedSlot in models that were pickled before it was called so.
+Tap = FusedSlot

@@ -131,6 +131,10 @@ class PagedKVCache(KVCache):
         """Not offered: a paged cache has one pool; use `reorder`."""
         raise Unsupported("select and repeat_interleave make a new cache, and pages live in one pool; use reorder, or a KVCache")
 
+    def grown(self, capacity: int) -> KVCache:
+        """Not offered: a paged cache grows by pages, up to its capacity."""
+        raise Unsupported("a paged cache cannot grow beyond its capacity; make one with more pages, or use a KVCache")
+
     # --------------------------------------------------------------------------------------------------------- pages
 
     def _lacks_room(self, sequence: int, count: int) -> bool:

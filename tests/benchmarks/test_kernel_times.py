@@ -160,7 +160,7 @@ def test_a_session_traces_on_a_gpu_that_lets_it(fake: FakeProfiler, capsys: pyte
 
 
 SMALL = DecodeCase("small", DecodeShape(2, 4, 2, 32, 48), baselines=True)
-#: Every kind of job that asks for the times of its kernels. Variants of the fused projection count launches: test_bench_linear.py.
+#: Every kind of job that asks for the times of its kernels. Variants of the fused projection count launches: test_qkv.py.
 JOBS: dict[str, Callable[[Session], Sequence[session.Job]]] = {
     "attention of given sizes": lambda s: decode.cases(s, [SMALL.shape], ["int8"]),
     "products of given sizes": lambda s: linear.cases(s, [linear.LinearShape(1, 64, 128)], ["nf4"]),

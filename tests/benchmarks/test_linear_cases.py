@@ -472,7 +472,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.linear() == tables.linear_verdicts() == tables.NOTHING
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance").mkdir(parents=True)
     made = some_records()
     old = dataclasses.replace(made[2], seconds=99e-6)
     study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
@@ -483,7 +483,6 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     assert "another run" in text
     assert "99.0" not in text
     assert "missed: 85.5 % (by 5 %)" in tables.linear_verdicts()
-    assert "| 8192 x 8192, 1 row | int4_sym_g128 | 11.0 us | 85 % | 3.14x |" in tables.gpu()
     assert tables.all_bars() == tables.NOTHING  # none of attention
     assert "split-k study" not in tables.linear()
     tables.write_charts()

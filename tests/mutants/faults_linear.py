@@ -1,4 +1,4 @@
-"""Faults of the tuned linear kernel's device functions, which run on the CPU (ptx_block.py)."""
+"""Faults of the tuned linear kernel's device functions, which run on the CPU (tests/machine/inline.py)."""
 
 from __future__ import annotations
 

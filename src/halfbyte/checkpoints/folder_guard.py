@@ -20,12 +20,10 @@ MAX_BYTES = 8 << 20
 MAX_DEPTH = 24
 #: Objects and lists in one configuration, and values.
 MAX_CONTAINERS, MAX_VALUES = 10_000, 300_000
-#: Integers that may count something (layers, labels, experts); those whose name says that they are sizes may be larger.
+#: Integers that count modules (layers, labels, experts), of which transformers makes as many; all others (sizes, ids, keys).
 MAX_COUNT, MAX_SIZE = 1 << 16, 1 << 40
 
-_SIZES = re.compile(
-    r"size|_ids?$|token|embed|position|_ctx|len|window|theta|base|dim|seed|factor|param|numel|^max_|memory|step|area|pixels"
-)
+_COUNTS = re.compile(r"layer|depth|block|expert|head|stage|tower|repeat|n(um)?_(labels|codebooks)")
 #: Names of numbers of layers. A default that nothing uses, as of another modality, may be so large.
 _DEPTHS, _LAYERS = re.compile(r"layers?$|depths?$|blocks?$"), 256
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -102,7 +100,7 @@ def _too_much(file: Path) -> CheckpointError:
 
 
 def _check_integer(file: Path, name: str, value: int) -> None:
-    limit = MAX_SIZE if _SIZES.search(name) else MAX_COUNT
+    limit = MAX_COUNT if _COUNTS.search(name) else MAX_SIZE
     if abs(value) > limit:
         shown = str(value) if abs(value) < 1 << 64 else f"an integer of {value.bit_length()} bits"
         raise CheckpointError(f"{file}: {name[:80]!r} is {shown}; at most {limit} is believed")
@@ -112,7 +110,8 @@ def _check_kind(folder: Path, file: Path) -> None:
     """A regular file, inside the folder if it is a link; the Hub's cache links from snapshots/ID to blobs next to it."""
     if file.is_symlink():
         root, target = folder.resolve(), file.resolve()
-        allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+        snapshots = [parent for parent in root.parents if parent.name == "snapshots"]
+        allowed = [root, *((parent.parent / "blobs").resolve() for parent in snapshots[:1])]
         if not any(target.is_relative_to(each) for each in allowed):
             raise CheckpointError(f"{file}: a link out of the folder; copy the file there")
     if not stat.S_ISREG(os.stat(file).st_mode):

@@ -73,7 +73,7 @@ class Adapter(ABC):
     patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
-    #: Rows of the table in docs/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
+    #: Rows of the table in docs/guides/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
     docs: ClassVar[tuple[tuple[str, str, str], ...]]
     #: Names below a layer: a tensor that only a quantized layer has; those of its weight; those that are not needed anywhere.
     marker: ClassVar[str]

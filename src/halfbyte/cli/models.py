@@ -132,7 +132,8 @@ def quantize(
 ) -> None:
     """Quantize a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
 
-    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantized (docs/checkpoints.md).
+    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantized
+    (docs/guides/checkpoints.md).
     """
     import torch
 

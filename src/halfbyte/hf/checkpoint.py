@@ -21,6 +21,8 @@ from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, che
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.quantizer import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
+from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters
 
 #: What a parameter that is not quantized may be stored in.
@@ -93,8 +95,8 @@ def load(
 
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read, and no code from
-    the folder runs.
+    installed: docs/guides/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read,
+    and no code from the folder runs.
     """
     if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
         raise InvalidArgument(

@@ -281,9 +281,9 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     """The spec, for one program a multiprocessor, where each has about one work item: it computes that alone, nothing is added up.
 
     Its tiles are larger, and its ring takes more than half of the shared memory: else the next call's program, which starts early,
-    would move in next to it. With 8-bit keys and values in groups tiles stay. None where that was slower or hardly faster (other
-    groups, per-channel scales, single heads of 64, heads of 256, INT4 in pages), or not tried (16 bits, more than 8 rows, windows,
-    ALiBi, softcap, several new tokens).
+    would move in next to it. With 8-bit keys and values in groups tiles stay, and empty slots take that room. None where that was
+    slower or hardly faster (other groups, per-channel scales, single heads of 64, heads of 256, INT4 in pages), or not tried (16
+    bits, more than 8 rows, windows, ALiBi, softcap, several new tokens).
     """
     sides = spec.keys, spec.values
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
@@ -298,7 +298,9 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     ):
         return None
     if spec.values.groups > 1:
-        return None if spec.keys.code == "nibbles" else _alone(spec, 3, limit)
+        padded = (_alone(replace(spec, pad_slots=slots), 3, limit) for slots in range(4))
+        roomy = (found for found in padded if found is not None and 2 * (found[0].shared_bytes + 1024) > limit)
+        return None if spec.keys.code == "nibbles" else next(roomy, None)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
