@@ -78,18 +78,11 @@ def write(found: Iterable[Entry], recorded: dict[tuple[str, str, str], Entry]) -
 
 
 def difference(old: Entry, new: Entry) -> str:
-    """How a variant differs from what was recorded, in words; "" where it does not.
-
-    Equal PTX may be other machine code: the order of parameters, which a digest leaves out, moves the assembler's registers.
-    """
-    if old.ptx == new.ptx and within(old, new):
+    """How a variant differs from what was recorded, in words; "" where it does not."""
+    if old.ptx == new.ptx:
         return ""
     sizes = ((name, getattr(old, name), getattr(new, name)) for name in ("instructions", "registers", "shared", "spill"))
-    return (
-        ("PTX" if old.ptx != new.ptx else "machine code")
-        + " differs from the manifest: "
-        + ", ".join(f"{name} {a} -> {b}" if a != b else f"{name} {a}" for name, a, b in sizes)
-    )
+    return "PTX differs from the manifest: " + ", ".join(f"{name} {a} -> {b}" if a != b else f"{name} {a}" for name, a, b in sizes)
 
 
 def within(old: Entry, new: Entry, share: float = 0.01) -> bool:
