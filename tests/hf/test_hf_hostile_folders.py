@@ -171,3 +171,24 @@ def test_scales_that_overflow(build, tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"up_proj\.weight_scales.*infinite"):
         hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_offset", 262_272),
+        ("encoder_hash_byte_group_vocab", 500_002),
+        ("log_scaling_n_floor", 128_000),
+        ("hashing_key", 15_485_863),
+    ],
+)
+def test_large_numbers_of_real_configurations_pass(name: str, value: int, tmp_path: Path) -> None:
+    """Of Gemma 3n, BLT, Inkling and watermarks; the same number of layers is refused."""
+    from halfbyte.checkpoints.folder_guard import check_configuration
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({name: value}))
+    check_configuration(file)
+    file.write_text(json.dumps({"num_hidden_layers": value}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        check_configuration(file)
