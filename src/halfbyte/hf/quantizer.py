@@ -77,9 +77,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing beyond torch is needed."""
 
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any) -> Any:
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
         config: HalfbyteConfig = self.quantization_config
         for name in infos or ():
