@@ -22,7 +22,7 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
     """Within it, every forward of `model` that brings no cache runs through a packed one, chunk by chunk.
 
     model   a transformers model with KV formats (halfbyte.hf.quantize with keys= or values=)
-    chunk   tokens a step. Up to 16 read everything from the packed cache, themselves included; longer ones see themselves in 16 bits
+    chunk   tokens a step. Up to 16 read everything from the packed cache, themselves included; more see themselves in 16 bits
 
     A forward without a cache attends in 16 bits: perplexity measured by `model(window).logits` says nothing about a KV format.
     Inference only. Right padding is served, as no token sees what follows it. Outputs other than logits, last_hidden_state and the
