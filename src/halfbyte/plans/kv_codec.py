@@ -1,4 +1,4 @@
-"""How a KV format is stored, as device code is told: the one description that append, the portable and the tuned kernels share."""
+"""How a KV format is stored, as device code sees it: the one description that append, the portable and the tuned kernels share."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ def _decode(
     hi = tl.max(tl.where(valid, high, 0), 0)
 
     # Its own share of them, from a multiple of 16 on (of whole blocks that share scales).
-    ALIGN: tl.constexpr = keys.F.block if keys.F.spread == "channel" else 16
+    BLOCK: tl.constexpr = keys.F.block
+    ALIGN: tl.constexpr = BLOCK if BLOCK > 0 else 16
     begin = lo // ALIGN * ALIGN
     stop = hi
     if SPLIT:
@@ -213,7 +214,7 @@ def _decode(
         acc += (tl.zeros([M, values.WORDS], tl.float32),)
     coded = stop
     if keys.tail is not None:  # these tokens are not quantized yet
-        finished = tl.load(lengths + sequence) // keys.F.block * keys.F.block
+        finished = tl.load(lengths + sequence) // BLOCK * BLOCK
         coded = tl.minimum(stop, finished)
     high = tl.minimum(high, stop)
     high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
@@ -227,10 +228,10 @@ def _decode(
         peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
     if keys.tail is not None:  # noqa: SIM102
         if stop > finished:  # at most one block of them, in exact 16-bit numbers
-            place_in_tail = tl.arange(0, keys.F.block)
+            place_in_tail = tl.arange(0, BLOCK)
             token = finished + place_in_tail
             seen = (token >= tl.maximum(lo, begin)) & (token < stop)
-            s = tl.zeros([M, keys.F.block], tl.float32)
+            s = tl.zeros([M, BLOCK], tl.float32)
             for j in tl.static_range(keys.PARTS):
                 d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
                 at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
@@ -238,7 +239,7 @@ def _decode(
                 s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
             s = _scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
             place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
-            peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, keys.F.block, values)
+            peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, BLOCK, values)
 
     divisor = 1.0
     if not SPLIT:
