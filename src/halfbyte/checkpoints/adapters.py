@@ -36,6 +36,9 @@ ADAPTERS: dict[str, type[Adapter]] = {
 #: The `quant_method` of folders that halfbyte wrote, which need no adapter.
 OWN = "halfbyte"
 
+#: The shape of the empty tensors that such a folder holds under the plain names of its weights (hf/quantizer.py).
+STOP = (0,)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -54,8 +57,10 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the configuration and every header. Raises `CheckpointError` for damage, `Unsupported` for what no adapter reads."""
     config = read_quantization(folder)
-    adapter = None if config is None or config["quant_method"] == OWN else make_adapter(config)
-    return Checkpoint(folder, read_folder(folder), config is not None, adapter)
+    infos, own = read_folder(folder), config is not None and config["quant_method"] == OWN
+    if own:
+        infos = {name: info for name, info in infos.items() if info.shape != STOP}
+    return Checkpoint(folder, infos, config is not None, None if config is None or own else make_adapter(config))
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:

@@ -37,6 +37,7 @@ _HARMLESS = frozenset(
         *("position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "logits_to_keep", "labels"),
         *("num_items_in_batch", "position_embeddings", "past_key_values", "past_key_value", "output_router_logits"),
         *("token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "inputs_embeds", "is_causal"),
+        *("tokenizer", "assistant_tokenizer"),  # of generate(), for stop strings and token healing
     )
 )
 
@@ -148,6 +149,10 @@ def _starts(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
 
 
 def _check_supported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    if getattr(module, "is_causal", True) is False:
+        raise Unsupported(
+            f"{type(module).__name__} attends to both sides (is_causal is False); attention over a packed cache is causal"
+        )
     for name, given in kwargs.items():
         if given is None or (given is False and name != "is_causal"):
             continue

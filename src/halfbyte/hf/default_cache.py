@@ -6,8 +6,11 @@ overridden, on one model instance; the documented way, which needs no override, 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import GenerationMixin
 
 from halfbyte.errors import warn_once
 from halfbyte.hf.attention import NAME
@@ -65,6 +68,31 @@ class DefaultCache:
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
 
 
+class KeptCache:
+    """Stands in for `model.prepare_inputs_for_generation` of models that drop their cache at some step.
+
+    Phi-3 does where RoPE changes from its short factors to its long ones: what was cached no longer fits, and all is computed
+    anew. Without this, transformers' own 16-bit cache would take the place of the packed one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For transformers, which checks the arguments of `generate()` against it."""
+        return inspect.signature(type(self.model).prepare_inputs_for_generation.__get__(self.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own inputs; where it dropped a packed cache, with that cache, emptied."""
+        made = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
+        given = kwargs.get("past_key_values")
+        if isinstance(given, PackedCache) and made.get("past_key_values") is None:
+            given.reset()
+            made["past_key_values"] = given
+        return made
+
+
 def _behind(generation_config: Any, cache: PackedCache) -> int:
     """Tokens held that the longest answer does not count: all, where the prompt is only what is new."""
     held = int(cache.get_seq_length())  # waits for a GPU, once a call
@@ -93,3 +121,5 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         )
         defaults.cache_implementation = None
     model._prepare_cache_for_generation = DefaultCache(model, settings)
+    if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+        model.prepare_inputs_for_generation = KeptCache(model)

@@ -10,8 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.hf.key_bias import blocks
-from halfbyte.hf.model_support import text_config
+from halfbyte.hf.model_support import blocks, text_config
 
 
 def extract(model: Any, name: str, layer: int = 0, head: int | None = None) -> Projections:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from halfbyte.formats import Format, key_format
-from halfbyte.hf.model_support import text_config
+from halfbyte.hf.model_support import blocks, text_config
 from halfbyte.nn import QuantLinear, dense_weight
 
 _NORMS = ("input_layernorm", "ln_1", "ln1", "norm1", "attention_norm", "self_attn_layer_norm")
@@ -73,30 +73,6 @@ def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[i
             stacklevel=3,
         )
     return bad
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
-
-    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
-    """
-    count = getattr(text_config(model), "num_hidden_layers", None)
-    find: Any = getattr(model, "get_decoder", lambda: model)
-    decoder = find()
-    return _list_of(decoder, count) or _list_of(model, count)
-
-
-def encoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the encoder, of an encoder-decoder model; else empty."""
-    config: Any = getattr(model, "config", None)
-    find: Any = getattr(model, "get_encoder", None)
-    if not getattr(config, "is_encoder_decoder", False) or find is None:
-        return []
-    return _list_of(find(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
-
-
-def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
-    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
 
 
 def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig
 
 from halfbyte.checkpoints.folder_guard import check_folder
@@ -92,6 +93,8 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "it is an encoder-decoder model, with a second cache for cross-attention")
     if not getattr(inner, "is_causal", True) or getattr(inner, "use_bidirectional_attention", None):
         raise _refusal(name, "its attention is not causal")
+    if isinstance(model_or_config, nn.Module) and _sees_both_sides(model_or_config):
+        raise _refusal(name, "its attention sees both sides (is_decoder=False); load it with is_decoder=True")
     if not getattr(inner, "num_hidden_layers", None):
         raise _refusal(name, "its configuration has no num_hidden_layers")
     if others := sorted(set(getattr(inner, "layer_types", None) or ()) - set(LAYER_TYPES)):
@@ -102,11 +105,41 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
 
 
+def _sees_both_sides(model: nn.Module) -> bool:
+    """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default."""
+    return any(getattr(m, "is_causal", True) is False for block in blocks(model) for m in block.modules())
+
+
 def _refusal(name: str, reason: str) -> Unsupported:
     return Unsupported(
         f"a packed KV cache cannot be used with {name or 'this model'}: {reason}. Quantize its weights only (keys=None, "
         f"values=None) and keep transformers' own cache"
     )
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
+
+    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
+    """
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    find: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = find()
+    return _list_of(decoder, count) or _list_of(model, count)
+
+
+def encoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the encoder, of an encoder-decoder model; else empty."""
+    config: Any = getattr(model, "config", None)
+    find: Any = getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or find is None:
+        return []
+    return _list_of(find(), getattr(config.get_text_config(encoder=True), "num_hidden_layers", None))
+
+
+def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
+    """The outermost list of `count` modules in `module`; empty when there is none."""
+    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
 
 
 def layer_window(config: Any, layer: int | None) -> int | None:

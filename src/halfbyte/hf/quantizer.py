@@ -2,18 +2,24 @@
 
 A folder is what transformers writes, with the parts of each quantized weight under the names of QuantLinear's parameters, and in
 config.json the weight format of every quantized module.
+
+Where halfbyte is not imported, transformers skips a quant_method that it does not know and makes up random weights. So the files
+also hold an empty tensor under each weight's plain name (`layer.weight`, shape [0]): every loader that does not know halfbyte stops
+at its shape.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.adapters import OWN
+from halfbyte.checkpoints.adapters import OWN, STOP
 from halfbyte.checkpoints.safetensors_files import check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
@@ -71,9 +77,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing beyond torch is needed."""
 
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any) -> Any:
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
         config: HalfbyteConfig = self.quantization_config
         for name in infos or ():
@@ -97,6 +101,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             if id(module) not in made:
                 made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
             replace(model, name, made[id(module)])
+        stops = {rf"^{re.escape(name)}\.weight$" for name in config.modules}
+        model._keys_to_ignore_on_load_unexpected = stops | set(model._keys_to_ignore_on_load_unexpected or ())
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
@@ -108,6 +114,11 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 if weight.perm is not None:
                     check_perm(f"{name}.weight_perm", weight.perm)
         return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What `save_pretrained` writes: the state dict, and what stops a loader that does not know halfbyte."""
+        stops = {f"{name}.weight": torch.empty(STOP) for name in self.quantization_config.modules}
+        return {**model.state_dict(), **stops}, {}
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """How the parts of a layer are shared out. Versions of transformers that do not ask fail on the shapes of shares."""

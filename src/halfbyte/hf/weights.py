@@ -10,11 +10,11 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.key_bias import blocks, encoder_blocks
+from halfbyte.hf.model_support import blocks, encoder_blocks
 from halfbyte.nn import QuantLinear
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj"})
 
 
 #: Small layers that a model multiplies by itself, without calling them (Mamba).

@@ -1,0 +1,151 @@
+"""Faults that nobody would see: each way either gives the right tokens or says what it does not do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import LLAMA, SIZES
+from transformers.cache_utils import DynamicLayer
+from transformers.quantizers import auto
+
+import halfbyte.hf as hf
+from halfbyte.errors import Unsupported
+from halfbyte.hf.attention import attention
+from halfbyte.paths import shipped_model
+
+# ------------------------------------------------------------------------------------- saved folders, opened without halfbyte
+
+
+@pytest.fixture
+def folder(build, tmp_path):
+    return hf.save(hf.quantize(build("llama"), "nf4"), tmp_path / "model")
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """transformers as it is where halfbyte was not imported."""
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "halfbyte")
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "halfbyte")
+
+
+@pytest.mark.parametrize("load", [tf.AutoModelForCausalLM, tf.AutoModel, tf.LlamaForCausalLM])
+@pytest.mark.parametrize("given", [{}, {"config": tf.LlamaConfig(**LLAMA)}], ids=["", "config="])
+def test_a_saved_folder_never_runs_with_random_weights(folder, unknown, load, given):
+    with pytest.raises(RuntimeError, match="mismatched"):
+        load.from_pretrained(folder, **given)
+
+
+def test_a_pipeline_without_halfbyte_fails(folder, unknown):
+    with pytest.raises(ValueError, match="Could not load model"):
+        tf.pipeline("text-generation", model=str(folder))
+
+
+def test_transformers_own_save_pretrained_stops_them_too(build, unknown, tmp_path):
+    hf.quantize(build("gpt2"), "nf4").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    with pytest.raises(RuntimeError, match="mismatched"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_folders_of_older_versions_load(build, prompt, tmp_path, monkeypatch):
+    """They lack the empty tensors."""
+    model = hf.quantize(build("llama"), "nf4")
+    monkeypatch.setattr(type(model.hf_quantizer), "get_state_dict_and_metadata", lambda self, model: (None, {}))
+    again = hf.load(hf.save(model, tmp_path / "model"))
+    with torch.no_grad():
+        assert torch.equal(again(prompt()).logits, model(prompt()).logits)
+
+
+# ----------------------------------------------------------------------------------------------- attention that sees both sides
+
+ENCODERS = {
+    "bert": tf.BertConfig,
+    "roberta": tf.RobertaConfig,
+    "electra": tf.ElectraConfig,
+    "camembert": tf.CamembertConfig,
+    "ernie": tf.ErnieConfig,
+    "data2vec-text": tf.Data2VecTextConfig,
+    "bert-generation": tf.BertGenerationConfig,
+    "xlm-roberta": tf.XLMRobertaConfig,
+    "xlm-roberta-xl": tf.XLMRobertaXLConfig,
+    "roberta-prelayernorm": tf.RobertaPreLayerNormConfig,
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_are_refused_unless_they_are_decoders(family):
+    sizes = {**SIZES, "num_hidden_layers": 2, "intermediate_size": 128, "pad_token_id": 0}
+    model = tf.AutoModelForCausalLM.from_config(ENCODERS[family](**sizes))
+    with pytest.raises(Unsupported, match="is_decoder=True"):
+        hf.quantize(model, keys="int8")
+    assert model.config._attn_implementation != hf.NAME
+    with pytest.raises(Unsupported, match="is_decoder=True"):
+        hf.PackedCache(model, 64)
+    hf.quantize(tf.AutoModelForCausalLM.from_config(ENCODERS[family](**sizes, is_decoder=True)), keys="int8")
+
+
+def test_a_layer_that_is_not_causal_never_reads_a_packed_cache(build):
+    """Whatever made the cache: one from a configuration, say, which has no layers to look at."""
+    model = hf.quantize(build("llama"), keys="int8", values="int8")
+    module = model.model.layers[0].self_attn
+    module.is_causal = False
+    keys, values = hf.PackedCache(model.config, 64).update(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32), 0)
+    with pytest.raises(Unsupported, match="both sides"):
+        attention(module, torch.zeros(1, 4, 1, 32), keys, values, None)
+
+
+# ------------------------------------------------------------------------------------------------------------ Phi-3, longrope
+
+
+def longrope(config, **options):
+    """RoPE changes its factors after 24 tokens."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 24}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    if config is tf.PhimoeConfig:
+        rope |= {"short_mscale": 1.0, "long_mscale": 1.2}
+    sizes = {**LLAMA, "head_dim": 16, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    made = config(**sizes, original_max_position_embeddings=24, rope_parameters=rope, **options)
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("tokens", [19, 24, 25, 40])  # crossing while it generates, at once, and beyond from the beginning
+@pytest.mark.parametrize(("config", "options"), [(tf.Phi3Config, {}), (tf.PhimoeConfig, {"num_local_experts": 4})])
+def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy, rounded, monkeypatch):
+    model, ids = longrope(config, sliding_window=None, **options), prompt(2, tokens)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
+        patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
+        patch.setattr(DynamicLayer, "kind", torch.bfloat16, raising=False)
+        expected, _ = greedy(model, ids, attention_mask=mask)
+    packed = hf.quantize(copy.deepcopy(model), keys="bf16", values="bf16")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    made = packed.generate(ids, attention_mask=mask, **options)
+    assert isinstance(made.past_key_values, hf.PackedCache)
+    assert made.past_key_values.get_seq_length() == tokens + 11
+    assert torch.equal(made.sequences, expected)
+
+
+# ------------------------------------------------------------------------------------------------------- options of generate()
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    folder = str(shipped_model())
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token, tokenizer.bos_token = tokenizer.convert_ids_to_tokens([0, 1])  # token healing uses both
+    return tf.AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
+
+
+@pytest.mark.parametrize("option", ["stop_strings", "token_healing"])
+def test_options_that_bring_a_tokenizer(shipped, option):
+    model, tokenizer = copy.deepcopy(shipped[0]), shipped[1]
+    ids = tokenizer("def main(): retu", return_tensors="pt").input_ids
+    given = {"stop_strings": ["n"], "token_healing": True}[option]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "tokenizer": tokenizer, option: given}
+    expected = model.generate(ids, **options)
+    hf.quantize(model, keys="bf16", values="bf16")
+    assert torch.equal(model.generate(ids, **options), expected)
