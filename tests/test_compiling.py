@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from halfbyte.formats import KV_FORMATS  # noqa: E402
 from halfbyte.kernels.aot.compiling import (  # noqa: E402
     TARGETS,
     Configuration,
@@ -25,6 +26,9 @@ from halfbyte.kernels.aot.compiling import (  # noqa: E402
     recorded,
     serialised,
 )
+from halfbyte.kernels.aot.decode import problem_of  # noqa: E402
+from halfbyte.kernels.aot.decode_sample import sample  # noqa: E402
+from halfbyte.plans.decode_attention import DecodePlan, dense_problem, gluon_plan  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 compile_check: Any = importlib.import_module("compile_check")
@@ -200,3 +204,16 @@ def test_a_launch_can_be_recorded_instead_of_written_down(absent: bool) -> None:
     assert c.targets == (90,)
     binary = build(c, TARGETS[1])
     assert binary.ptx.count("ld.global.v4") == (1 if absent else 2)
+
+
+@pytest.mark.parametrize("fmt", KV_FORMATS)
+def test_every_format_that_the_tuned_kernel_takes_is_compiled(fmt: str) -> None:
+    """As keys, and as values of its own or other keys, over heads that it takes."""
+    dtype = fmt if fmt in ("fp16", "bf16") else "bf16"
+    wanted = dense_problem(dtype, 16, 8, 4, 1, 128, 4096, fmt, fmt if not KV_FORMATS[fmt].token_block else "int8")
+    if not isinstance(gluon_plan(wanted, 132, (9, 0), True), DecodePlan):
+        pytest.skip("the portable kernel reads it alone")
+    problems = [problem_of(one.call) for one in sample()]
+    tuned = [p for p in problems if isinstance(gluon_plan(p, 132, (9, 0), True), DecodePlan)]
+    assert fmt in {p.keys for p in tuned}
+    assert KV_FORMATS[fmt].token_block or fmt in {p.values for p in tuned}

@@ -324,7 +324,7 @@ def test_a_side_says_how_its_words_are_read() -> None:
     odd = kv_spec(format_of("int8"), 80, 1, 0)
     assert isinstance(odd, KVSpec)
     assert (odd.words, odd.padded, odd.staged, odd.scale) == (40, 64, True, "token")
-    assert kv_spec(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, scale="tensor", scale_stride=1)
+    assert kv_spec(format_of("int8_tensor"), 64, 1, 0) == replace(odd, words=32, padded=32, spread="tensor", scale_stride=1)
 
 
 def test_scales_that_lie_apart_are_copied_in_words_of_two() -> None:

@@ -473,3 +473,64 @@ def test_tables_do_not_lie_on_the_default_device() -> None:
     dynamic_map.cache_clear()
     with torch.device("meta"):  # in place of a GPU
         assert all(torch.equal(quantize(x, f).dequantize(), e) for f, e in zip(WEIGHT_FORMATS, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- the search of the clip
+
+SEARCHABLE = [name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.bits == 4]
+
+
+def block_errors(q: QuantTensor, x: torch.Tensor) -> torch.Tensor:
+    """Squared errors [N, groups], over the elements that share a scale."""
+    return (dequantize(q, torch.float64) - x).square().unflatten(-1, (-1, q.format.group_size(x.shape[1]))).sum(-1)
+
+
+@pytest.mark.parametrize("name", SEARCHABLE)
+@pytest.mark.parametrize("kind", ["normal", "outlier", "zero", "constant", "positive"])
+def test_the_searched_clip_is_no_worse_in_any_group_and_the_best_of_its_grid(name: str, kind: str) -> None:
+    x = data(kind, (6, 256))
+    fmt = WEIGHT_FORMATS[name]
+    searched, whole = quantize(x, fmt, clip="search"), quantize(x, fmt)
+    if name == "nf4_dq":  # nested scales are rounded on top of what is searched
+        assert torch.equal(searched.codes, quantize(x, "nf4", clip="search").codes)
+        return
+    ours = block_errors(searched, x)
+    assert (ours <= block_errors(whole, x) * (1 + 1e-5)).all()
+    for ratio in (0.5, 0.75, 0.9, 1.25):  # of a part of the grid, by the definition of each format
+        assert (ours <= block_errors(clipped(x, fmt, ratio), x) * (1 + 1e-5) + 1e-12).all()
+    if kind == "normal":
+        assert ours.sum() < 0.98 * block_errors(whole, x).sum()
+
+
+def clipped(x: torch.Tensor, fmt: Format, ratio: float) -> QuantTensor:
+    """`x` with its range shrunk by `ratio`, from the definitions: scales of what is clipped there, codes of all under them."""
+    groups = x.unflatten(-1, (-1, fmt.group_size(x.shape[1])))
+    if fmt.offset == "int":
+        low, high = groups.amin(-1, keepdim=True).clamp_max(0) * ratio, groups.amax(-1, keepdim=True).clamp_min(0) * ratio
+        ends = torch.cat([low, high, torch.zeros_like(groups[..., 2:])], -1)
+    else:
+        ends = torch.cat([groups.abs().amax(-1, keepdim=True) * ratio, torch.zeros_like(groups[..., 1:])], -1)
+    q = quantize(ends.flatten(-2), fmt)
+    if fmt.tensor_scale:  # of the whole tensor, whatever is clipped
+        top = x.abs().max() / 2688 if x.any() else torch.ones(())
+        wanted = (groups.abs().amax(-1) * ratio / (6 * top)).clamp(2**-9, 448)
+        scales = torch.where(groups.abs().amax(-1) > 0, wanted, 1.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        q = QuantTensor(fmt, q.shape, q.codes, scales, tensor_scale=top.reshape(1))
+    return QuantTensor(fmt, q.shape, encode(x, block_scales(q), q.offsets, fmt), q.scales, q.offsets, q.tensor_scale)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "nf4_dq", "mxfp4", "nvfp4", "int4_sym_col"])
+def test_a_searched_weight_has_the_same_bits_in_any_number_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = data("normal", (24, 256))
+    whole = quantize(x, name, clip="search").parts()
+    monkeypatch.setattr("halfbyte.reference.quantize.SEARCHED", 5 * 256)
+    pieces = quantize(x, name, clip="search").parts()
+    assert all(torch.equal(whole[part], pieces[part]) for part in whole)
+
+
+def test_a_clip_is_searched_for_weights_only() -> None:
+    with pytest.raises(InvalidArgument, match="clip='half'; expected None, or 'search'"):
+        quantize(torch.randn(4, 64), "nf4", clip="half")
+    with pytest.raises(InvalidArgument, match="int4_g32 is a format of keys and values"):
+        quantize(torch.randn(1, 1, 4, 64), KV_FORMATS["int4_g32"], clip="search")
+    assert quantize(torch.randn(0, 64), "int4_g32", clip="search").codes.shape == (0, 32)

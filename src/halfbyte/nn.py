@@ -86,9 +86,9 @@ class QuantLinear(nn.Module):
         self._weight: QuantTensor | None = None
 
     @classmethod
-    def from_linear(cls, layer: nn.Module, fmt: str | Format) -> QuantLinear:
-        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed."""
-        return cls(quantize(dense_weight(layer), weight_format(fmt)), getattr(layer, "bias", None))
+    def from_linear(cls, layer: nn.Module, fmt: str | Format, *, clip: str | None = None) -> QuantLinear:
+        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed; `clip` as in `quantize`."""
+        return cls(quantize(dense_weight(layer), weight_format(fmt), clip=clip), getattr(layer, "bias", None))
 
     @classmethod
     def empty(

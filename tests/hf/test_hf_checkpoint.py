@@ -13,6 +13,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, LLAMA
 
+import halfbyte
 import halfbyte.hf as hf
 from fuzz import mutate
 from halfbyte.checkpoints import safetensors_files as files
@@ -76,6 +77,17 @@ def test_plain_folder_is_quantized_on_the_way(build, tmp_path):
     hf.save(loaded, tmp_path / "q")
     with pytest.raises(InvalidArgument, match="quantized already"):
         hf.load(tmp_path / "q", "nf4")
+
+
+def test_a_searched_clip_is_quantizes_own_and_loads_again(build, tmp_path):
+    plain, model = build("llama"), build("llama")
+    hf.quantize(model, "nvfp4", clip="search")
+    expected = halfbyte.quantize(plain.model.layers[1].mlp.up_proj.weight.detach(), "nvfp4", clip="search")
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight.codes, expected.codes)
+    hf.save(model, tmp_path / "it")
+    _same(hf.load(tmp_path / "it"), model)
+    with pytest.raises(InvalidArgument, match="name weights= as well"):
+        hf.quantize(plain, keys="int8", clip="search")
 
 
 @pytest.fixture

@@ -181,13 +181,20 @@ NUMERICS = [
         Rewrite("_v.masked_fill(_s == 255, torch.nan)", "_v.nan_to_num(0, 0, 0)"),
         tables("test_every_e8m0_scale", "test_every_mxfp4_scale_through_a_tensor"),
     ),
-    Mutant("MX exponent off by one", QUANTIZE, "_quantize_mx", Rewrite("_e - 2", "_e - 1"), codecs("test_mxfp4_is_exact")),
+    Mutant("MX exponent off by one", QUANTIZE, "_mx_scales", Rewrite("_e - 2", "_e - 1"), codecs("test_mxfp4_is_exact")),
     Mutant(
         "NVFP4 blocks vanish",
         QUANTIZE,
-        "_quantize_nvfp4",
+        "_nvfp4_scales",
         Rewrite("_w.clamp_min(2.0**-9)", "_w"),
         codecs("test_nvfp4_special_blocks"),
+    ),
+    Mutant(
+        "the clip with the most error",
+        QUANTIZE,
+        "_search",
+        Rewrite("_a < _b", "_a > _b"),
+        codecs("test_the_searched_clip_is_no_worse_in_any_group_and_the_best_of_its_grid"),
     ),
     Mutant(
         "double quantization loses the mean",

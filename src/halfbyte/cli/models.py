@@ -22,6 +22,7 @@ Values = Annotated[str, typer.Option(help="Format of cached values.")]
 Weights = Annotated[str, typer.Option(help="Format of the linear layers; bf16 leaves them.")]
 Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, against outliers.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
+Clip = Annotated[str | None, typer.Option(help="search: per group, the share of the range with the least error; slower.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
@@ -46,6 +47,7 @@ def evaluate(
     weights: Weights = "bf16",
     rotate_keys: Rotate = False,
     skip_layers: Skip = "",
+    clip: Clip = None,
     every: Annotated[bool, typer.Option("--every", help="Every KV and weight format instead of the one named.")] = False,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
     windows: Annotated[int | None, typer.Option(help="At most so many windows, spread over the text; default: all.")] = None,
@@ -67,7 +69,8 @@ def evaluate(
     check(windows is None or windows >= 1, f"windows={windows}; expected at least one")
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-    asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
+    check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
+    asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers, clip)
     wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
     tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
     results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
@@ -129,6 +132,7 @@ def quantize(
     source: Annotated[
         str | None, typer.Option("--from", help="A model that is quantized already (GPTQ, AWQ, ...): saved anew, code for code.")
     ] = None,
+    clip: Clip = None,
 ) -> None:
     """Quantize a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
 
@@ -146,7 +150,7 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
-    made = _quantized(model, weights, skip, source)
+    made = _quantized(model, weights, skip, source, clip)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -178,7 +182,7 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantized(model: str | None, weights: str | None, skip: str, source: str | None) -> torch.nn.Module:
+def _quantized(model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None) -> torch.nn.Module:
     """A model with quantized weights: rounded here, or as another library rounded them."""
     import torch
 
@@ -186,9 +190,11 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
     from halfbyte.formats import weight_format
     from halfbyte.nn import QuantLinear
     from halfbyte.paths import resolve_model
+    from halfbyte.reference.quantize import check_clip
 
     if (model is None) == (source is None) or (model is None) != (weights is None):
         raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
+    check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
@@ -197,8 +203,8 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
         return made
-    weight_format(weights or "")
-    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)))
+    check_clip(clip, weight_format(weights or ""))
+    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)), clip=clip)
     return made
 
 

@@ -29,7 +29,7 @@ def row(result: Quality) -> tuple[str, ...]:
     """One result in the order of `HEADERS`."""
     return (
         result.setting.kv,
-        result.setting.weights or result.plain_weights,
+        (result.setting.weights or result.plain_weights) + (", clip searched" if result.setting.clip else ""),
         f"{result.perplexity:.4f}",
         f"{result.change:+.3f}",
         f"{result.kl_mean:.2e}",

@@ -22,22 +22,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.nn import QuantLinear
+from halfbyte.reference.quantize import check_clip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits)."""
+    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip."""
 
     keys: str = "bf16"
     values: str = "bf16"
     weights: str | None = None
     rotate_keys: bool = False
     skip_layers: tuple[int, ...] = ()
+    clip: str | None = None
 
     def __post_init__(self) -> None:
         key_format(self.keys), value_format(self.values)
         if self.weights is not None:
-            weight_format(self.weights)
+            check_clip(self.clip, weight_format(self.weights))
 
     def cache_options(self) -> dict[str, Any]:
         """The options of `halfbyte.hf.PackedCache`."""
@@ -93,17 +95,17 @@ def evaluate(
         bool(settings) and settings[0] == Setting(),
         "settings must begin with the 16-bit run, Setting(), which the others are compared with",
     )
-    models = {weights: with_weights(model, weights) for weights in dict.fromkeys(s.weights for s in settings)}
+    models = {weights: with_weights(model, *weights) for weights in dict.fromkeys((s.weights, s.clip) for s in settings)}
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
         for tally in tallies:
-            tally.run(models[tally.setting.weights], part, chunk, base, on_step)
+            tally.run(models[tally.setting.weights, tally.setting.clip], part, chunk, base, on_step)
     results = [tally.result() for tally in tallies]
     for result in results:
         result.change = 100 * (result.perplexity / results[0].perplexity - 1)
         result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else "bf16"
-        result.weight_bytes = weight_bytes(models[result.setting.weights])
+        result.weight_bytes = weight_bytes(models[result.setting.weights, result.setting.clip])
         result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
     return results
 
@@ -200,13 +202,13 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 
 
-def with_weights(model: Any, weights: str | None) -> Any:
+def with_weights(model: Any, weights: str | None, clip: str | None = None) -> Any:
     """The model itself for 16 bits, else a copy with quantized weights."""
     if weights is None:
         return model
     from halfbyte import hf
 
-    return hf.quantize(copy.deepcopy(model), weights=weights)
+    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip)
 
 
 def weight_bytes(model: Any) -> int:

@@ -20,6 +20,7 @@ from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
+from halfbyte.reference.quantize import check_clip
 
 
 def quantize(
@@ -31,6 +32,7 @@ def quantize(
     rotate_keys: bool = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
+    clip: str | None = None,
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
@@ -42,6 +44,7 @@ def quantize(
     rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
+    clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
     fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
     fuse_gate_up  the same of gate_proj and up_proj
 
@@ -60,15 +63,16 @@ def quantize(
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
+    check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
-        weight_format(weights)
+        check_clip(clip, weight_format(weights))
         if getattr(inner, "hf_quantizer", None) is not None:
             method = getattr(inner, "quantization_method", "unknown")
             raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); leave weights out")
     if settings is not None:
         check_key_bias(inner, settings.keys, settings.skip_layers)
     if weights is not None:
-        mark_quantized(inner, quantize_modules(inner, weights, skip_modules))
+        mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):

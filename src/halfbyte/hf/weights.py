@@ -77,7 +77,7 @@ def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) 
         )
 
 
-def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str]) -> dict[str, str]:
+def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str], clip: str | None = None) -> dict[str, str]:
     """Replace the selected layers by `QuantLinear`; all of them, or, on any error, none. Returns name -> format name."""
     chosen = weight_format(fmt)
     modules = select(model, skip_modules)
@@ -86,7 +86,7 @@ def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable
     for name, module in modules.items():
         if id(module) not in made:
             try:
-                made[id(module)] = QuantLinear.from_linear(module, chosen)
+                made[id(module)] = QuantLinear.from_linear(module, chosen, clip=clip)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{name}: {error}") from error
     for name, module in modules.items():

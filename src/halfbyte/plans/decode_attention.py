@@ -247,7 +247,7 @@ def shape_of(
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
     no room for a program more: with more stages programs end further apart.
     """
-    plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in (keys, values))
+    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))
     light = plain_int4 and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
@@ -289,18 +289,12 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.codes_per_word * side.padded for side in sides]
     suits = all(side.codes_per_word > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if (
-        not whole
-        or not suits
-        or spec.keys.groups > 1
-        or spec.keys.block
-        or (spec.page and any(side.code == "nibbles" for side in sides))
-    ):
+    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits == 4 for side in sides)):
         return None
     if spec.values.groups > 1:
         padded = (_alone(replace(spec, pad_slots=slots), 3, limit) for slots in range(4))
         roomy = (found for found in padded if found is not None and 2 * (found[0].shared_bytes + 1024) > limit)
-        return None if spec.keys.code == "nibbles" else next(roomy, None)
+        return None if spec.keys.bits == 4 else next(roomy, None)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
@@ -314,7 +308,7 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
-    plain_int4 = all(side.code == "nibbles" and side.groups == 1 for side in sides)
+    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in sides)
     if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int4 else 16) > num_sms:
         return None
     short = plain_int4 and items * capacity <= 1024 * programs(items, num_sms)

@@ -5,38 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.formats import Format
-
-#: What the tuned kernels call the codes that they read.
-_CODES = {"int4": "nibbles", "int8": "bytes", "e4m3": "e4m3", "fp16": "fp16", "bf16": "bf16"}
+from halfbyte.plans.kv_codec import KVCodec, kv_codec
 
 
 @dataclass(frozen=True)
-class KVSpec:
-    """How keys (or values) are stored: one compile-time constant of the tuned kernel.
+class KVSpec(KVCodec):
+    """How keys (or values) are stored, and where: one compile-time constant of the tuned kernel.
 
-    code    what a 16-bit word holds: "nibbles" (int4), "bytes" (int8), "e4m3", "fp16" or "bf16"
     words   16-bit words of a token; `padded`, the same rounded up to a power of two
     groups  scales of one token and head
-    scale   "none"; "tensor", one for everything; "token", read with every token; "channel", one for each dim of a block of tokens
-    offset  x = scale * code + offset
     token_stride    rows from a token's codes to the next one's: 1, or the heads of a token; 0: known at the launch only
     scale_stride    the same of scales; where it is 0 they pass through registers and not by cp.async
     """
 
-    code: str
     words: int
     padded: int
     groups: int
-    scale: str
-    offset: bool
     token_stride: int
     scale_stride: int
-    block: int = 0  # tokens of a block whose channels have scales; what is not a whole block lies in a tail, in 16 bits
 
     @property
-    def codes_per_word(self) -> int:
-        """Codes in one 16-bit word."""
-        return {"nibbles": 4, "bytes": 2, "e4m3": 2}.get(self.code, 1)
+    def scale(self) -> str:
+        """How scales are read: "none"; "tensor", once; "token", with every token; "channel", with every block of tokens."""
+        return "token" if self.scale_per_token or self.spread == "group" else self.spread
 
     @property
     def halved(self) -> bool:
@@ -54,14 +45,9 @@ class KVSpec:
         return 16 if self.halved else self.padded // self.groups
 
     @property
-    def code_step(self) -> float:
-        """What an accumulated code must be multiplied by."""
-        return {"nibbles": 2.0**24, "bytes": 2.0**24, "e4m3": 2.0**8}.get(self.code, 1.0)
-
-    @property
     def shifted(self) -> bool:
         """Whether products with values need a multiple of the sum of weights added: codes made unsigned, or with offsets."""
-        return self.offset or self.code == "bytes"
+        return self.offset or self.kind == "signed"
 
     @property
     def staged(self) -> bool:
@@ -95,24 +81,21 @@ class KVSpec:
 
 def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
-    code = _CODES.get(fmt.code.name)
-    if code is None:
+    codec = kv_codec(fmt)
+    if codec.bits > 16:
         return f"{fmt.name} is read by the portable kernel only"
-    words = dim * fmt.code.bits // 16
-    groups = dim // fmt.group_size(dim)
-    if dim * fmt.code.bits % 128:
-        return f"rows of {dim * fmt.code.bits / 8:g} bytes are not whole 16-byte pieces"
+    words = dim * codec.bits // 16
+    groups = dim // (codec.group or dim)
+    if dim * codec.bits % 128:
+        return f"rows of {dim * codec.bits / 8:g} bytes are not whole 16-byte pieces"
     if groups & (groups - 1) or (groups > 1 and padded(words) != words):
         return f"{groups} groups in a head are not a power of two"
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
-    scale = {None: "none", "tensor": "tensor", "channel": "channel"}.get(fmt.granularity, "token")
-    if scale == "channel" and scale_stride == 0:
+    if codec.block and scale_stride == 0:
         return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
-    scale_stride = scale_stride if scale in ("token", "channel") else 1
-    return KVSpec(
-        code, words, padded(words), groups, scale, fmt.offset == "float", token_stride, scale_stride, fmt.token_block or 0
-    )
+    strides = {"token_stride": token_stride, "scale_stride": 1 if codec.spread in ("none", "tensor") else scale_stride}
+    return KVSpec(**vars(codec) | {"words": words, "padded": padded(words), "groups": groups} | strides)
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,19 @@ def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Te
         absmax, mean = q.nested[:-1].to(dtype), q.nested[-1].to(dtype)
         spread = absmax.repeat_interleave(q.format.scale.nested or 1)[: flat.numel()]
         return (flat * spread + mean).reshape(q.scales.shape)
-    if q.format.scale.dtype == "e8m0":
-        return e8m0_to_float(q.scales).to(dtype)
-    if q.format.scale.dtype == "e4m3":
-        scales = q.scales.view(torch.float8_e4m3fn).to(dtype)
-        return scales if q.tensor_scale is None else scales * q.tensor_scale.to(dtype)
-    return q.scales.to(dtype)
+    return plain_scales(q.scales, q.format, q.tensor_scale, dtype)
+
+
+def plain_scales(
+    stored: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Stored scales that are not nested as plain numbers in `dtype`."""
+    if stored.is_floating_point():
+        return stored.to(dtype)
+    if fmt.scale is not None and fmt.scale.dtype == "e8m0":
+        return e8m0_to_float(stored).to(dtype)
+    scales = stored.view(torch.float8_e4m3fn).to(dtype)
+    return scales if tensor_scale is None else scales * tensor_scale.to(dtype)
 
 
 def e8m0_to_float(stored: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
     float offset    s = (max - min) / 15         q = round((x - m) / s)      x ~ s * q + m,    m = min
 
+A clipped range is r * max|x|, or r * min to r * max: values beyond it saturate and the others are stored more finely.
+
 Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
 IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
 quantization follow their specifications, cited at each function.
@@ -21,16 +23,27 @@ from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
 from halfbyte.packing import pack_nibbles
-from halfbyte.reference.dequantize import dynamic_map, e8m0_to_float, over_elements, values_of
+from halfbyte.reference.dequantize import decode, dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.tensors import QuantTensor
 
 F16_MAX = 65504.0
 
+#: Shares of the range that the search of a weight's clip tries besides 1. Above 1 the largest value gets a smaller code than the
+#: largest, and the others may lie closer to theirs. 1/2 and 2 are the neighbouring exponents of MX.
+RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
+#: Most elements of a weight that are searched at once: what is in memory besides the weight is a few times as much.
+SEARCHED = 1 << 22
 
-def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None) -> QuantTensor:
+
+def quantize(
+    x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None, clip: str | None = None
+) -> QuantTensor:
     """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
 
-    `scale` (a number) fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate.
+    scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
+    clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is
+            needed. None: the whole range
+
     Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format does not divide, and for a scale beyond fp16.
     """
     fmt = any_format(fmt)
@@ -40,6 +53,7 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
     fmt.check_shape(tuple(x.shape))
     if fmt.granularity in ("token", "channel") and x.ndim != 4:
         raise InvalidArgument(f"x has {x.ndim} axes; {fmt.name} quantizes keys or values [B, H, T, D]")
+    check_clip(clip, fmt)
     fixed = None if scale is None else fixed_scale(scale, fmt, x.device)
     check_finite(x, "x")
     wide, x = x, x.to(fmt.code.dtype) if fmt.scale is None else x.float()
@@ -47,16 +61,14 @@ def quantize(x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor 
         check_finite(x, f"x rounded to {x.dtype}")
     if fmt.scale is None:
         return QuantTensor(fmt, tuple(x.shape), x)
-    if fmt.scale.dtype == "e8m0":
-        return _quantize_mx(x, fmt)
-    if fmt.tensor_scale:
-        return _quantize_nvfp4(x, fmt)
-    scales, offsets = measure(x, fmt) if fixed is None else (fixed, None)
+    top = _tensor_scale(x, fmt) if fmt.tensor_scale else None
+    ratio = None if clip is None else _best_ratios(x, fmt, top)
+    scales, offsets = _measure_stored(x, fmt, ratio, top) if fixed is None else (fixed, None)
     check_range(scales, offsets, fmt)
-    codes = encode(x, scales, offsets, fmt)
+    codes = encode(x, plain_scales(scales, fmt, top), offsets, fmt)
     if fmt.scale.nested is not None:
-        return _nest(fmt, x, scales)
-    return QuantTensor(fmt, tuple(x.shape), codes, scales, offsets)
+        return _nest(fmt, x, codes, scales)
+    return QuantTensor(fmt, tuple(x.shape), codes, scales, offsets, top)
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -88,6 +100,13 @@ def fixed_scale(scale: float | torch.Tensor, fmt: Format, device: torch.device |
     return torch.tensor([value], dtype=torch.float16, device=device)
 
 
+def check_clip(clip: str | None, fmt: Format) -> None:
+    """Raise unless `clip` is None, or "search" with a weight format."""
+    check(clip in (None, "search"), f"clip={clip!r}; expected None, or 'search' for the range with the least squared error")
+    weight = WEIGHT_FORMATS.get(fmt.name) == fmt
+    check(clip is None or weight, f"clip={clip!r} searches the range of weights; {fmt.name} is a format of keys and values")
+
+
 def check_finite(x: torch.Tensor, name: str) -> None:
     """Raise when `x` holds NaN or infinity: no format here can store them, and a silent code would be a wrong number."""
     if x.numel() and not bool(torch.isfinite(x).all()):
@@ -99,7 +118,7 @@ def check_finite(x: torch.Tensor, name: str) -> None:
 
 def check_range(scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format) -> None:
     """Raise when a scale or a float offset left the range of its storage type."""
-    parts = [scales] + ([offsets] if offsets is not None and offsets.is_floating_point() else [])
+    parts = [p for p in (scales, offsets) if p is not None and p.is_floating_point()]
     if not all(bool(torch.isfinite(p).all()) for p in parts):
         raise InvalidArgument(f"x is too large for {fmt.name}: a scale or offset exceeds {F16_MAX:.0f}; scale x down first")
 
@@ -126,8 +145,11 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
 # -------------------------------------------------------------------------------------------------- scales, then the codes
 
 
-def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them)."""
+def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them).
+
+    `ratio` of the range is stored, one number or one for each scale; None: all of it.
+    """
     blocks, axes = in_blocks(x, fmt)
     stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
     if x.numel() == 0:
@@ -137,8 +159,8 @@ def measure(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | 
     keep = fmt.granularity == "out_channel"
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
-        return (blocks.abs().amax(axes, keepdim=keep) / reach).clamp_min(floor).to(stored), None
-    low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
+        return (_clipped(blocks.abs().amax(axes, keepdim=keep), ratio) / reach).clamp_min(floor).to(stored), None
+    low, high = (_clipped(end, ratio) for end in (blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)))
     if fmt.offset == "int":
         low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
     scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
@@ -206,33 +228,45 @@ def _sorted_table(code: Code, device: torch.device) -> tuple[torch.Tensor, torch
 # ---------------------------------------------------------------------------- formats with block scales of their own kind
 
 
-def _quantize_mx(x: torch.Tensor, fmt: Format) -> QuantTensor:
+def _measure_stored(
+    x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, top: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`measure`, of the formats with block scales of their own kind too: their scales are bytes."""
+    assert fmt.scale is not None
+    if fmt.scale.dtype == "e8m0":
+        return _mx_scales(x, fmt, ratio), None
+    return measure(x, fmt, ratio) if top is None else (_nvfp4_scales(x, fmt, ratio, top), None)
+
+
+def _mx_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None) -> torch.Tensor:
     """MX: the shared scale is 2^(exponent of the block's largest magnitude - the element's own largest exponent, 2)."""
     blocks, axes = in_blocks(x, fmt)
-    exponent = blocks.abs().amax(axes).view(torch.int32) >> 23  # the biased exponent field, never a logarithm
-    stored = (exponent - 2).clamp(0, 254).to(torch.uint8)
-    scale = over_elements(e8m0_to_float(stored), fmt, tuple(x.shape))
-    return QuantTensor(fmt, tuple(x.shape), encode_unit(x / scale, fmt.code), stored)
+    exponent = _clipped(blocks.abs().amax(axes), ratio).view(torch.int32) >> 23  # the biased exponent field, never a logarithm
+    return (exponent - 2).clamp(0, 254).to(torch.uint8)
 
 
-def _quantize_nvfp4(x: torch.Tensor, fmt: Format) -> QuantTensor:
-    """NVFP4: g = amax / (6 * 448) for the tensor, then per block of 16 an E4M3 scale amax / (6 * g)."""
-    blocks, axes = in_blocks(x, fmt)
-    amax = blocks.abs().amax(axes)
-    top = amax.max() if amax.numel() else amax.new_zeros(())
+def _tensor_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]."""
+    top = x.abs().amax() if x.numel() else x.new_zeros(())
     largest = torch.full_like(top, fmt.code.reach * E4M3.reach)
     g = (top / largest).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
-    g = torch.where(top > 0, g, torch.ones_like(top))
+    return torch.where(top > 0, g, torch.ones_like(top)).reshape(1)
+
+
+def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+    """NVFP4: per block of 16 an E4M3 scale amax / (6 * g), as bytes."""
+    blocks, axes = in_blocks(x, fmt)
+    amax = _clipped(blocks.abs().amax(axes), ratio)
     wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
     wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
-    stored = wanted.to(torch.float8_e4m3fn)
-    scale = over_elements(stored.float() * g, fmt, tuple(x.shape))
-    codes = encode_unit(x / scale, fmt.code)
-    return QuantTensor(fmt, tuple(x.shape), codes, stored.view(torch.uint8), tensor_scale=g.reshape(1))
+    return wanted.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
-    """Double quantization (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`."""
+def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
+    """Double quantization (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`.
+
+    The codes were made with the scales as they are; that the stored scales differ a little is the format's own error.
+    """
     assert fmt.scale is not None and fmt.scale.nested is not None
     mean = scales.double().mean().float()
     rest = torch.nn.functional.pad((scales - mean).flatten(), (0, -scales.numel() % fmt.scale.nested))
@@ -241,6 +275,36 @@ def _nest(fmt: Format, x: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
     table = dynamic_map(x.device)
     index = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2)
     stored = index.flatten()[: scales.numel()].reshape(scales.shape).to(torch.uint8)
-    # The codes are made with the scales as they are; that the stored scales differ a little is the format's own error.
-    codes = encode(x, scales, None, fmt)
     return QuantTensor(fmt, tuple(x.shape), codes, stored, nested=torch.cat([absmax, mean.reshape(1)]))
+
+
+# ------------------------------------------------------------------------------------------------- the search of the clip
+
+
+def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Tensor:
+    return end if ratio is None else end * ratio
+
+
+def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
+    """The ratio of each scale of a weight with the least squared error, in the shape of the scales; 1 wins ties."""
+    rows = max(1, SEARCHED // max(1, x.shape[1]))
+    return torch.cat([_search(piece, fmt, top) for piece in x.split(rows)])
+
+
+def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
+    best = torch.ones(fmt.scale_shape(tuple(x.shape)), device=x.device)
+    least = _squared_error(x, fmt, None, top)
+    for ratio in RATIOS:
+        error = _squared_error(x, fmt, ratio, top)
+        best = best.masked_fill(error < least, ratio)  # an error that is NaN, of a scale beyond fp16, is not
+        least = least.fmin(error)
+    return best
+
+
+def _squared_error(x: torch.Tensor, fmt: Format, ratio: float | None, top: torch.Tensor | None) -> torch.Tensor:
+    """The squared error of each block, in the shape of the scales, before the scales are nested."""
+    stored, offsets = _measure_stored(x, fmt, ratio, top)
+    scales = plain_scales(stored, fmt, top)
+    values = decode(encode(x, scales, offsets, fmt), scales, offsets, fmt, tuple(x.shape))
+    blocks, axes = in_blocks((values - x).square(), fmt)
+    return blocks.sum(axes).reshape(stored.shape)

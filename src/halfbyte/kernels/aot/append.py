@@ -12,19 +12,31 @@ from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, reco
 from halfbyte.kernels.append.launch import launches
 from halfbyte.kv_buffer import AppendCall
 
+#: Values that come with keys of another format. They come with keys of their own format where nothing is said.
+_VALUES = {
+    "int8_channel": "fp8",
+    "fp8": "fp8_tensor",
+    "fp8_tensor": "int4",
+    "int4": "int4_g32",
+    "int4_g32": "int4_g64",
+    "int4_g64": "fp16",
+    "int4_channel": "bf16",
+}
+#: Keys that come in fp16; others come in bf16.
+_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64"}
+
 
 def configurations() -> list[Configuration]:
     """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation."""
-    return [c for i, keys in enumerate(KV_FORMATS) for prompt in (False, True) for c in _variant(keys, i, prompt)]
+    return [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
 
 
-def _variant(keys: str, i: int, prompt: bool) -> Iterator[Configuration]:
-    """The launches of one append. Every prompt and every second decoding have rotary embedding of keys and queries."""
-    whole = [name for name, f in KV_FORMATS.items() if not f.token_block]
-    formats = KV_FORMATS[keys], KV_FORMATS[whole[i % len(whole)]]
-    dtype, tokens = (torch.float16, torch.bfloat16)[i % 2], 48 if prompt else 1
+def _variant(keys: str, prompt: bool) -> Iterator[Configuration]:
+    """The launches of one append. Every prompt has rotary embedding of keys and queries; decoding, where k is in bf16."""
+    formats = KV_FORMATS[keys], KV_FORMATS[_VALUES.get(keys, keys)]
+    dtype, tokens = torch.float16 if keys in _FP16 else torch.bfloat16, 48 if prompt else 1
     buffers = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype) for fmt in formats]
-    k, rotary = empty(16, 8, tokens, 128, dtype=dtype), prompt or i % 2
+    k, rotary = empty(16, 8, tokens, 128, dtype=dtype), prompt or dtype is torch.bfloat16
     call = AppendCall(k, k, *buffers, lengths=empty(16), rotate_keys=prompt)
     q_out = None
     if prompt:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from halfbyte.formats import plain_format
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.arguments import Results
@@ -35,7 +36,7 @@ def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Confi
 
 
 def _configurations(one: Sample) -> Iterator[Configuration]:
-    problem = _problem(one.call)
+    problem = problem_of(one.call)
     lean = problem.queries == 1 and not problem.alibi and not problem.softcap
     for capability in ((8, 0), (9, 0), (10, 0)):
         plan = gluon_plan(problem, 132, capability, True)
@@ -50,13 +51,13 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
                 yield replace(found, targets=(target,), may_spill=spilling)
 
 
-def _problem(call: DecodeCall) -> DecodeProblem:
-    """The problem of a call of the sample, whose dtype is bf16 and whose scales lie as its codes do."""
+def problem_of(call: DecodeCall) -> DecodeProblem:
+    """The problem of a call of the sample, whose scales lie as its codes do."""
     k, o, (batch, query_heads, queries, dim) = call.keys, call.options, call.q.shape
     page = 0 if call.page_table is None else k.codes.shape[2]
     stride = 1 if k.codes.stride(2) == k.codes.shape[3] else k.heads
     return DecodeProblem(
-        *("bf16", batch, k.heads, query_heads // k.heads, queries, dim, call.values.dim, call.capacity),
+        *(plain_format(call.q.dtype).name, batch, k.heads, query_heads // k.heads, queries, dim, call.values.dim, call.capacity),
         *(k.format.name, call.values.format.name, page),
         *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
         *(stride, stride, stride, stride),

@@ -12,8 +12,9 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options): every format of keys, head size and option is in it, the
-#: order of tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every format of keys and of values that the tuned kernel
+#: takes is in it, every head size and option, the order of tokens and heads in memory, and "many" sequences, more than there are
+#: multiprocessors.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -55,6 +56,9 @@ _SAMPLE = (
     ("int4_channel", "int4_g32", 128, 8, 1, 0, ""),
     ("int4_channel", "int4_g32", 128, 4, 4, 32, "window"),
     ("int8_channel", "int8", 128, 8, 1, 0, "tokens-first"),
+    ("int8_g32", "int4_g64", 128, 8, 1, 0, ""),
+    ("int8_g64", "int8_g64", 128, 4, 1, 64, ""),
+    ("fp16", "fp16", 128, 4, 1, 0, ""),
 )
 
 
@@ -74,7 +78,8 @@ def sample() -> Iterator[Sample]:
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
-    dtype, batch, heads, capacity = torch.bfloat16, 64 if "many" in options else 16, 8, 4096
+    dtype = torch.float16 if keys == values == "fp16" else torch.bfloat16
+    batch, heads, capacity = 64 if "many" in options else 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
     k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
     if "tokens-first" in options:

@@ -1,13 +1,10 @@
-"""What the append kernels take: structs of pointers, of sizes and of strides, and everything that they are compiled for."""
+"""What the append kernels take: structs of pointers, of sizes and of strides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-
-from halfbyte.kernels.common.encode import Codec
 
 Pointer = torch.Tensor | None
 #: By batch (or page), head, token and dimension.
@@ -75,48 +72,6 @@ class StoredStrides(NamedTuple):
     offsets_h: int
     offsets_t: int
     offsets_d: int
-
-
-@dataclass(frozen=True)
-class Head:
-    """How heads of k, v or q are read: compile-time constants.
-
-    dim, padded   size of a head, and the power of two that holds it
-    rope          rotate by position
-    aligned       consecutive elements of a half of a head that lie together and aligned, for vectorised reads of the other half
-    hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
-    """
-
-    dim: int
-    padded: int
-    rope: bool = False
-    aligned: int = 1
-    hadamard: int = 0
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What the kernels are compiled for.
-
-    keys, values   the formats
-    k, v, q        the heads
-    tokens, heads  of a tile; it passes `passes` times over the heads
-    page           tokens of a page; 0: contiguous memory
-    advance        the program that writes a sequence's tokens also advances its length
-    """
-
-    keys: Codec
-    values: Codec
-    k: Head
-    v: Head
-    q: Head
-    tokens: int
-    heads: int
-    passes: int
-    page: int
-    advance: bool
-    use_pdl: bool
 
 
 def strides4(t: Any) -> Strides4:

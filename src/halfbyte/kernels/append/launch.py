@@ -1,31 +1,15 @@
-"""From an append to its launches: tiles, grids, and the arguments of the kernels."""
+"""From an append to its launches: grids, and the arguments of the kernels."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from halfbyte.kernels.append.arguments import (
-    Head,
-    Paging,
-    RopeTables,
-    Sequences,
-    Sizes,
-    Spec,
-    Stored,
-    StoredStrides,
-    strides4,
-)
+from halfbyte.kernels.append.arguments import Paging, RopeTables, Sequences, Sizes, Stored, StoredStrides, strides4
 from halfbyte.kernels.append.tokens import append_blocks, append_tokens, measure_tensors
-from halfbyte.kernels.common.encode import codec
 from halfbyte.kv_buffer import AppendCall, KVBuffer
-
-#: Elements of a tile; a thread takes 4 of it, or 8. A warp that has one head of 128 reduces it in one instruction.
-TILE = 4096
+from halfbyte.plans.append import append_plan
 
 
 class Launch(NamedTuple):
@@ -46,63 +30,6 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What follows from formats and sizes alone.
-
-    tiles, blocks        programs of a sequence; of one of its heads, for blocks (0: keys are not per channel)
-    warps, block_warps   of a program
-    """
-
-    spec: Spec
-    tiles: int
-    blocks: int
-    warps: int
-    block_warps: int
-
-
-def _warps(elements: int, each: int, most: int) -> int:
-    """Warps of a program: each has so many elements, more where there would be too many warps."""
-    return max(1, min(most, elements // each))
-
-
-@functools.cache
-def _tiling(heads: int, tokens: int, padded: int) -> tuple[int, int, int, int]:
-    """(tokens, heads, passes over the heads, warps) of a program."""
-    whole = triton.next_power_of_2(heads)
-    some = max(1, min(whole, TILE // padded))
-    count = max(1, min(triton.next_power_of_2(tokens), TILE // (some * padded))) if some == whole else 1
-    return count, some, -(-heads // some), _warps(count * some * padded, 128, 16)
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
-@functools.lru_cache(4096)
-def _plan(
-    formats: tuple[str, str],
-    heads: int,
-    tokens: int,
-    dims: tuple[int, int],
-    page: int,
-    hadamard: bool,
-    rope: bool,
-    advance: bool,
-    use_pdl: bool,
-) -> _Plan:
-    """`dims`: of a head of keys, and of values. `page`: its tokens; 0: contiguous memory."""
-    (dim, value_dim), (key, value) = dims, map(codec, formats)
-    count, some, passes, warps = _tiling(heads, tokens, max(map(_padded, dims)))
-    tiles, half, block = -(-tokens // count), dim // 2, dim & -dim
-    q = Head(dim, _padded(dim), rope, max(1, min(16, half & -half)))
-    k = replace(q, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else q
-    v = Head(value_dim, _padded(value_dim))
-    spec = Spec(key, value, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl)
-    blocks = -(-(key.block - 1 + tokens) // key.block) if key.block else 0
-    return _Plan(spec, tiles, blocks, warps, _warps(key.block * k.padded, 256, 8))
-
-
 def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | None, advance: bool, use_pdl: bool) -> list[Launch]:
     """The launches of an append, in order; nothing of it may be empty. The last one's `advances` says whether lengths advance too.
 
@@ -113,7 +40,7 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     (batch, heads, tokens, dim), rows = c.k.shape, c.keys.codes.shape[2]
     page, pages = (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
     formats = c.keys.format.name, c.values.format.name
-    plan = _plan(formats, heads, tokens, (dim, c.v.shape[3]), page, c.rotate_keys, c.rope is not None, advance, use_pdl)
+    plan = append_plan(formats, heads, tokens, (dim, c.v.shape[3]), page, c.rotate_keys, c.rope is not None, advance, use_pdl)
     sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None))
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
     paging = Paging(c.keys.codes.shape[0], *(0, 0) if c.page_table is None else c.page_table.stride())

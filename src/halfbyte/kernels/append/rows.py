@@ -167,7 +167,7 @@ def store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D: tl.conste
     inside = tl.arange(0, PAD) < D
     s = strides
     rows = buffer.codes + (where * s.codes_b + h * s.codes_h + row * s.codes_t)
-    if F.granularity == "tensor":
+    if F.spread == "tensor":
         unit = quotient(x, scale)
         store_codes(nearest(unit, F), rows, s.codes_d, ok, D, F)
         if buffer.saturated is not None:
@@ -177,7 +177,7 @@ def store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D: tl.conste
         GROUP: tl.constexpr = F.group if F.group > 0 else PAD
         GROUPS: tl.constexpr = PAD // GROUP
         blocks = tl.reshape(x, [R, GROUPS, GROUP])
-        if F.granularity == "token":
+        if F.spread == "token":
             broken = top >= INF
             factor = f16_scale(float_of(top), broken, F)
             offset, zero = factor, broken
@@ -191,7 +191,7 @@ def store_scaled(x, where, row, h, ok, top, scale, buffer, strides, D: tl.conste
         i = tl.arange(0, GROUPS * EACH)
         g = (i // EACH).to(tl.int64)
         mask = ok[:, None] & ((i % EACH == 0) & (g < (D // GROUP if D > GROUP else 1)))[None, :]
-        if F.granularity == "token":
+        if F.spread == "token":
             mask = mask & (h == 0)[:, None]
         at_scales = buffer.scales + (where * s.scales_b + h * s.scales_h + row * s.scales_t)
         tl.store(at_scales[:, None] + (g * s.scales_d + i % EACH)[None, :], spread_out(factor, EACH), mask=mask)

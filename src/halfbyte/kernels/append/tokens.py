@@ -72,13 +72,13 @@ def append_tokens(
     length, new, fit = new_tokens(sequences, lengths_stride, b, tokens, capacity)
     where, row, paged = slot(b, length.to(tl.int64) + t, t < fit, page_table, table_stride_b, table_stride_p, pages, C.page)
     k_top, v_top, k_scale, v_scale = 0, 0, 0, 0
-    if WITH_KEYS and KEYS.granularity == "token":
+    if WITH_KEYS and KEYS.spread == "token":
         k_top = top_of_tokens(k, k_strides, b, t, head, tokens, heads, rope, rope_stride, K, C)
-    if VALUES.granularity == "token":
+    if VALUES.spread == "token":
         v_top = top_of_tokens(v, v_strides, b, t, head, tokens, heads, rope, rope_stride, V, C)
-    if WITH_KEYS and KEYS.granularity == "tensor":
+    if WITH_KEYS and KEYS.spread == "tensor":
         k_scale = tensor_scale(keys.scales, amax, 0, pid, KEYS)
-    if VALUES.granularity == "tensor":
+    if VALUES.spread == "tensor":
         v_scale = tensor_scale(values.scales, amax, 1, pid, VALUES)
     for i in range(C.passes):
         h = head + i * C.heads
@@ -115,9 +115,9 @@ def measure_tensors(
         gdc_wait()
     b, t, head = _tile(tl.program_id(0), tiles, C)
     fit = new_tokens(sequences, lengths_stride, b, tokens, capacity)[2]
-    if C.keys.granularity == "tensor":
+    if C.keys.spread == "tensor":
         _measure_tensor(amax, k_scales, k, k_strides, b, t, head, fit, heads, rope, rope_stride, K, C)
-    if C.values.granularity == "tensor":
+    if C.values.spread == "tensor":
         _measure_tensor(amax + 1, v_scales, v, v_strides, b, t, head, fit, heads, rope, rope_stride, V, C)
 
 

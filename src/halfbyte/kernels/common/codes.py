@@ -13,21 +13,21 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def unpack(words, KIND: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr):
-    """PARTS fp16 tensors: (u - LEVELS / 2) * 2^-24 for "unsigned" codes u, c * 2^-24 for "signed" c, v * 2^-8 for "e4m3".
-
-    The words themselves for "plain".
+def unpack(words, F: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS fp16 tensors of the codes that `KVCodec` F describes: (u - LEVELS / 2) * 2^-24 for "unsigned" codes u of LEVELS values,
+    c * 2^-24 for "signed" c, v * 2^-8 for "e4m3". The words themselves where nothing is quantized.
     """
+    LEVELS: tl.constexpr = 2**F.bits
     parts = ()
     for j in tl.static_range(PARTS):
-        if KIND == "plain":
+        if not F.scaled:
             parts += (words,)
         else:
-            field = (words.to(tl.int16) >> (BITS * j)) & (LEVELS - 1)
-            if KIND == "e4m3":
+            field = (words.to(tl.int16) >> (F.bits * j)) & (LEVELS - 1)
+            if F.kind == "e4m3":
                 parts += (e4m3_bits(field).to(tl.float16, bitcast=True),)
             else:
-                if KIND == "signed":
+                if F.kind == "signed":
                     field = field ^ (LEVELS // 2)
                 parts += (field.to(tl.float16, bitcast=True) - (LEVELS // 2) * 2.0**-24,)
     return parts

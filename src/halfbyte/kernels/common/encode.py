@@ -3,7 +3,7 @@
     symmetric      s = f16(max|x| / reach)          q = round(x / s)
     float offset   s = f16((max - min) / reach)     q = round((x - m) / s),    m = f16(min)
 
-In f32, with IEEE division and ties to even; kernels that use this are compiled without FP fusion.
+F is the `KVCodec` of a format. In f32, with IEEE division and ties to even; kernels that use this are compiled without FP fusion.
 
 What cannot be raised on a device: a scale is NaN where its block holds NaN or infinity; scales and offsets beyond 65504 are 65504.
 Under a scale that is not the block's own, NaN becomes code 0 (E4M3: NaN, and infinity too).
@@ -11,13 +11,10 @@ Under a scale that is not the block's own, NaN becomes code 0 (E4M3: NaN, and in
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from halfbyte.formats import KV_FORMATS, MIN_SCALE
+from halfbyte.formats import MIN_SCALE
 
 MIN = tl.constexpr(MIN_SCALE)
 F16_MAX = tl.constexpr(65504.0)
@@ -27,34 +24,6 @@ HIGH = tl.constexpr(-(2**12))  # all but the last 12 bits
 LARGE = tl.constexpr(2.0**100)
 INT_MIN = tl.constexpr(-(2**31))
 ROUND = tl.constexpr(1.5 * 2**23)  # added to an f32 of less than 2^22, leaves the nearest integer, ties to even, in the low bits
-
-
-@dataclass(frozen=True)
-class Codec:
-    """What device code needs to know of a format: compile-time constants."""
-
-    scaled: bool
-    floating: bool
-    offset: bool
-    per_byte: int
-    lo: int
-    hi: int
-    reach: float
-    granularity: str | None
-    group: int  # neighbours along D that share a scale; 0: all of them
-    block: int  # tokens that share a scale; 0: none do
-
-
-@functools.cache
-def codec(name: str) -> Codec:
-    """The constants of a KV format."""
-    fmt = KV_FORMATS[name]
-    group = fmt.scale.group or 0 if fmt.scale is not None and fmt.granularity == "group" else 0
-    code = fmt.code
-    return Codec(
-        *(fmt.is_quantized, code.kind == "float", fmt.offset == "float", code.per_byte, code.lo, code.hi, code.reach),
-        *(fmt.granularity, group, fmt.token_block or 0),
-    )
 
 
 @triton.jit

@@ -88,7 +88,7 @@ def unpack_bytes(x):
 @gluon.jit
 def unpack(x, S: gl.constexpr):
     """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
-    if S.code == "nibbles":
+    if S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             .reg .b32 h;
@@ -105,9 +105,9 @@ def unpack(x, S: gl.constexpr):
             pack=2,
         )
         return (a, b, c, d)
-    elif S.code == "bytes":
+    elif S.kind == "signed":
         return unpack_bytes(x)
-    elif S.code == "e4m3":
+    elif S.kind == "e4m3":
         # s eeee mmm -> s 0 eeee mmm 0000000, an fp16 of the same value times 2^-8 (subnormals included)
         a, b = gl.inline_asm_elementwise(
             """{
@@ -127,7 +127,7 @@ def unpack(x, S: gl.constexpr):
             pack=2,
         )
         return (a, b)
-    elif S.code == "fp16":
+    elif S.kind == "fp16":
         return (x.to(gl.float16, bitcast=True),)
     else:
         return (x.to(gl.bfloat16, bitcast=True),)
@@ -136,7 +136,7 @@ def unpack(x, S: gl.constexpr):
 @gluon.jit
 def _unpack_values(x, S: gl.constexpr):
     """As `unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
-    if S.code == "nibbles":
+    if S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             and.b32 $0, $4, 0x000F000F;
@@ -266,4 +266,4 @@ def first_dim(S, group, operand):
 @gluon.constexpr_function
 def post_scale_of(S, operand):
     """What sums over an operand of values are to be multiplied by; every second one of int4 holds 16 times its codes."""
-    return S.code_step / 16 if S.code == "nibbles" and operand % 2 == 1 else S.code_step
+    return S.step / 16 if S.bits == 4 and operand % 2 == 1 else S.step

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, exponent, power_of_two, unpack
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.plans.kv_codec import kv_codec
 
 #: f_t counts between these powers of two: what an fp16 scale can be, and what fp32 sums leave room for.
 MIN_EXPONENT = tl.constexpr(-40)
@@ -28,20 +29,17 @@ MAX_EXPONENT = tl.constexpr(40)
 TOP = tl.constexpr(14)
 
 #: A KV buffer as the kernel takes it: tensors, their strides over [batch or page, head, token, dim], and constants:
-#: KIND, BITS, LEVELS, PARTS   codes: what `unpack` makes of them; bits, 2^bits, codes in a word
-#: DIM, WORDS                  numbers of a row; words of a row, padded to a power of two
-#: SPREAD, GROUP               what shares a scale: "none", "tensor", "token" (or a head of one), "group" of GROUP dims,
-#:                             "channel" of GROUP tokens
-#: STEP, BIAS                  before its scale, the number of a code is STEP * unpacked + BIAS
-#: UNIT                        STEP, or 1 where scales are applied already
-#: FACTOR, OFFSET              whether tokens have an f and an o
-#: DOT, PRECISION              dtype and precision of products
+#: F                 the format, a `KVCodec`
+#: PARTS             codes in a word that is loaded
+#: DIM, WORDS        numbers of a row; words of a row, padded to a power of two
+#: UNIT              a code over its unpacked number, or 1 where scales are applied already
+#: FACTOR, OFFSET    whether tokens have an f and an o
+#: DOT, PRECISION    dtype and precision of products
 KVArgs = NamedTuple(
     "KVArgs",
     [
         *((name + axis, Any) for name in ("codes", "scales", "offsets", "tail") for axis in ("", "0", "1", "2", "3")),
-        *((name, Any) for name in ("KIND", "BITS", "LEVELS", "PARTS", "DIM", "WORDS", "SPREAD", "GROUP", "STEP", "BIAS")),
-        *((name, Any) for name in ("UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
+        *((name, Any) for name in ("F", "PARTS", "DIM", "WORDS", "UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
     ],
 )
 
@@ -62,13 +60,13 @@ def place_of(token, seen, capacity, sequence, page_table, table0, table1, pages,
 
 @triton.jit
 def _scales(scales, s0, s1, s2, s3, place, row, seen, head, x: KVArgs, PART: tl.constexpr):
-    """Scales or offsets in fp32: [N], [N, groups], or [N / GROUP, WORDS] of part PART."""
+    """Scales or offsets in fp32: [N], [N, groups], or [N / block, WORDS] of part PART."""
     at = scales + head * s1 + place * s0 + row * s2
-    if x.SPREAD == "group":
-        column = tl.arange(0, x.WORDS * x.PARTS // x.GROUP).to(tl.int64)
-        seen = seen[:, None] & (column < x.DIM // x.GROUP)[None, :]
+    if x.F.spread == "group":
+        column = tl.arange(0, x.WORDS * x.PARTS // x.F.group).to(tl.int64)
+        seen = seen[:, None] & (column < x.DIM // x.F.group)[None, :]
         at = at[:, None] + column[None, :] * s3
-    if x.SPREAD == "channel":
+    if x.F.spread == "channel":
         column = tl.arange(0, x.WORDS).to(tl.int64) * x.PARTS + PART
         seen = seen[:, None] & (column < x.DIM)[None, :]
         at = at[:, None] + column[None, :] * s3
@@ -77,11 +75,11 @@ def _scales(scales, s0, s1, s2, s3, place, row, seen, head, x: KVArgs, PART: tl.
 
 @triton.jit
 def _spread(small, N: tl.constexpr, x: KVArgs):
-    """[N, groups] or [N / GROUP, WORDS] over the words of N tokens, [N, WORDS]."""
-    if x.SPREAD == "group":
-        wide = tl.broadcast_to(small[:, :, None], (N, x.WORDS * x.PARTS // x.GROUP, x.GROUP // x.PARTS))
+    """[N, groups] or [N / block, WORDS] over the words of N tokens, [N, WORDS]."""
+    if x.F.spread == "group":
+        wide = tl.broadcast_to(small[:, :, None], (N, x.WORDS * x.PARTS // x.F.group, x.F.group // x.PARTS))
     else:
-        wide = tl.broadcast_to(small[:, None, :], (N // x.GROUP, x.GROUP, x.WORDS))
+        wide = tl.broadcast_to(small[:, None, :], (N // x.F.block, x.F.block, x.WORDS))
     return tl.reshape(wide, (N, x.WORDS))
 
 
@@ -91,26 +89,26 @@ def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: KVArgs, EXAC
 
     EXACT: as many parts again, of what rounding to 16 bits left over.
     """
-    if x.SPREAD == "channel":  # one row of scales for GROUP tokens: those of the first one, if that one is stored
-        block: tl.constexpr = N // x.GROUP
-        place = tl.max(tl.reshape(tl.broadcast_to(place, (N,)), (block, x.GROUP)), 1)
-        row = tl.max(tl.reshape(row, (block, x.GROUP)), 1) // x.GROUP
-        seen = tl.max(tl.reshape(seen.to(tl.int32), (block, x.GROUP)), 1) > 0
-    largest = tl.zeros([N if x.SPREAD == "group" else N // x.GROUP], tl.float32)
-    for j in tl.static_range(x.PARTS if x.SPREAD == "channel" else 1):
+    if x.F.spread == "channel":  # one row of scales for a block of tokens: those of the first one, if that one is stored
+        block: tl.constexpr = N // x.F.block
+        place = tl.max(tl.reshape(tl.broadcast_to(place, (N,)), (block, x.F.block)), 1)
+        row = tl.max(tl.reshape(row, (block, x.F.block)), 1) // x.F.block
+        seen = tl.max(tl.reshape(seen.to(tl.int32), (block, x.F.block)), 1) > 0
+    largest = tl.zeros([N if x.F.spread == "group" else N // x.F.block], tl.float32)
+    for j in tl.static_range(x.PARTS if x.F.spread == "channel" else 1):
         scale = _scales(x.scales, x.scales0, x.scales1, x.scales2, x.scales3, place, row, seen, head, x, j)
-        bound = tl.abs(scale) * x.LEVELS
+        bound = tl.abs(scale) * 2**x.F.bits
         if x.offsets is not None:
             bound += tl.abs(_scales(x.offsets, x.offsets0, x.offsets1, x.offsets2, x.offsets3, place, row, seen, head, x, j))
         largest = tl.maximum(largest, tl.max(bound, 1))
-    e = tl.minimum(tl.maximum(exponent(largest), MIN_EXPONENT + TOP), MAX_EXPONENT)  # [N] or [N / GROUP]
+    e = tl.minimum(tl.maximum(exponent(largest), MIN_EXPONENT + TOP), MAX_EXPONENT)  # [N] or [N / block]
     up = power_of_two(-e + TOP)[:, None]
     parts = ()
     rests = ()
     for j in tl.static_range(x.PARTS):
         # Loaded again for every part, from L1: a group's scales are the same for all, and the compiler sees that.
         scale = _scales(x.scales, x.scales0, x.scales1, x.scales2, x.scales3, place, row, seen, head, x, j) * up
-        number = codes[j].to(tl.float32) * x.STEP + x.BIAS
+        number = codes[j].to(tl.float32) * x.F.step + x.F.centre
         number *= _spread(scale, N, x)
         if x.offsets is not None:
             number += _spread(
@@ -121,8 +119,8 @@ def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: KVArgs, EXAC
         if EXACT:
             rests += ((number - part.to(tl.float32)).to(x.DOT),)
     down = power_of_two(e - TOP)
-    if x.SPREAD == "channel":
-        down = tl.reshape(tl.broadcast_to(down[:, None], (N // x.GROUP, x.GROUP)), (N,))
+    if x.F.spread == "channel":
+        down = tl.reshape(tl.broadcast_to(down[:, None], (N // x.F.block, x.F.block)), (N,))
     return parts + rests, down
 
 
@@ -140,10 +138,10 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.c
     mask = seen[:, None]
     if x.WORDS * x.PARTS != x.DIM:
         mask = mask & (word * x.PARTS < x.DIM)[None, :]
-    codes = unpack(tl.load(pointers, mask=mask, other=0), x.KIND, x.BITS, x.LEVELS, x.PARTS)
+    codes = unpack(tl.load(pointers, mask=mask, other=0), x.F, x.PARTS)
     factor = 1.0
     offset = 0.0
-    if x.SPREAD == "group" or x.SPREAD == "channel":
+    if x.F.scale_inside:
         parts, factor = _dequantized(codes, place, row, seen, head, N, x, EXACT)
     else:
         parts = ()
@@ -154,7 +152,7 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.c
             factor = tl.where(seen, factor, 0.0)
         if x.OFFSET:
             offset = _scales(x.offsets, x.offsets0, x.offsets1, x.offsets2, x.offsets3, place, row, inside, head, x, 0)
-            offset = tl.where(seen, offset + x.BIAS * factor, 0.0)
+            offset = tl.where(seen, offset + x.F.centre * factor, 0.0)
     return parts, factor, offset
 
 
@@ -163,26 +161,21 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.c
 
 def kv_args(buffer: KVBuffer, query: torch.dtype) -> KVArgs:
     """A buffer's tensors, strides and constants. Codes of whole rows on even addresses are read as words of 16 bits."""
-    code, codes = buffer.format.code, buffer.codes
-    parts, kind = code.per_byte, "plain"
-    if code.bits < 16:
-        kind = "e4m3" if code.kind == "float" else "signed" if code.dtype.is_signed else "unsigned"
+    codec, codes = kv_codec(buffer.format), buffer.codes
+    parts = codec.per_byte
+    if codec.scaled:
         even = all(n % 2 == 0 for n in (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1]))
         if even and codes.stride(-1) == 1:
-            codes, parts = codes.view(torch.int16), parts * 2
-    integer = kind in ("signed", "unsigned")
-    spread = {None: "none", "head": "token"}.get(buffer.format.granularity, buffer.format.granularity)
-    applied = spread in ("group", "channel")
-    step = 2.0**24 if integer else 2.0**8 if kind == "e4m3" else 1.0
-    bias = 2 ** (code.bits - 1) - code.bias if kind == "unsigned" else 0
-    dot, precision = _dot_of(codes.dtype if kind == "plain" else torch.float16, query)
+            codes, parts = codes.view(torch.int16), codec.codes_per_word
+    dot, precision = _dot_of(torch.float16 if codec.scaled else codes.dtype, query)
     constants = (
-        *(kind, code.bits, 2**code.bits, parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
-        *(spread, buffer.format.token_block or buffer.format.group_size(buffer.dim), step, bias, 1.0 if applied else step),
-        *(applied or spread == "token", spread == "token" and buffer.offsets is not None, dot, precision),
+        *(parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
+        *(1.0 if codec.scale_inside else codec.step, codec.scale_inside or codec.scale_per_token),
+        *(codec.scale_per_token and codec.offset, dot, precision),
     )
     tensors = (_with_strides(t) for t in (codes, buffer.scales, buffer.offsets, buffer.tail))
-    return KVArgs(*(x for t in tensors for x in t), *map(tl.constexpr, constants))
+    # The interpreter takes a constant of a tuple as it is, and sees no attributes through a constexpr.
+    return KVArgs(*(x for t in tensors for x in t), codec if INTERPRETED else tl.constexpr(codec), *map(tl.constexpr, constants))
 
 
 def _with_strides(t: torch.Tensor | None) -> tuple[Any, ...]:

@@ -206,7 +206,7 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     if S.codes_per_word == 1:
         unscaled = gl.full([C.kv_warps, 1, 1], 1.0, gl.float32, mma)
-        if S.code == "fp16":
+        if S.kind == "fp16":
             return (loaded[0].to(gl.float16),), (), unscaled
         else:
             return (loaded[0].to(gl.bfloat16),), (), unscaled
@@ -228,7 +228,7 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
             for j in gl.static_range(gl.constexpr(S.operands)):
                 x = (loaded[g * S.operands + j].to(gl.float32) * up).to(gl.float16)
                 total += x.to(gl.float32)
-                if S.code == "nibbles":
+                if S.bits == 4:
                     if S.halved:
                         x = gl.where(i // 8 == 1, (x.to(gl.float32) * 0.0625).to(gl.float16), x)
                     elif j % 2 == 1:

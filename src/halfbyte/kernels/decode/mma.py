@@ -122,7 +122,7 @@ def decode(
             sums = scaled
         if KS.scale == "tensor":
             post_scale = post_scale * gl.load(keys.scales).to(gl.float32)
-        factor = factor * (post_scale * KS.code_step)
+        factor = factor * (post_scale * KS.step)
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
         position = first + r % C.queries
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]

@@ -123,7 +123,7 @@ def _exact_product(a, b):
 @gluon.constexpr_function
 def _query_post_scale(S, plane):
     """What products of a plane of queries are to be multiplied by where codes have no part in them: a sixteenth is kept of some."""
-    return 16.0 if S.code == "nibbles" and plane % 2 == 1 else 1.0
+    return 16.0 if S.bits == 4 and plane % 2 == 1 else 1.0
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def channel_scores(rings, slot, q, factor, S: gl.constexpr, C: gl.constexpr):
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     gl.static_assert(S.block % C.tokens == 0, "a warp's tokens share their scales")
-    gl.static_assert(not (S.code == "bytes" and S.offset), "sums of both would count in different units")
+    gl.static_assert(not (S.kind == "signed" and S.offset), "sums of both would count in different units")
     scales = _row_of(rings[1].index(slot), S, C)
     top = _largest(scales, S) * 64.0  # below 2^5 then, and below 2^14 times the query, whose largest number is below 2^9
     if S.offset:
@@ -148,18 +148,18 @@ def channel_scores(rings, slot, q, factor, S: gl.constexpr, C: gl.constexpr):
         high, low = _exact_product(q[j], scale)
         dot = mma_v2(a[j], high, dot)
         dot = mma_v2(a[j], low, dot)
-        if S.code == "bytes":
+        if S.kind == "signed":
             ones = gl.full([C.kv_warps, 16, S.rows], -128.0 / 16777216.0, gl.float16, gl.DotOperandLayout(0, mma, 2))
             same = mma_v2(ones, high, same)
             same = mma_v2(ones, low, same)
         if S.offset:
             same = mma_v2(_equal_rows(offsets[j] * (up * _query_post_scale(S, j)), C), q[j], same)
     down = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None] * factor
-    if S.code == "bytes":
+    if S.kind == "signed":
         dot += _for_all_tokens(same, C)
     total = dot * down
     if S.offset:
-        total += _for_all_tokens(same * (down * (1.0 / S.code_step)), C)
+        total += _for_all_tokens(same * (down * (1.0 / S.step)), C)
     return total
 
 
@@ -188,4 +188,4 @@ def tail_scores(Tail, coded, lo, hi, q, factor, S: gl.constexpr, C: gl.constexpr
             low = (whole.to(gl.float32) - high.to(gl.float32)).to(gl.bfloat16)
             dot = mma_v2(a, high, dot)
             dot = mma_v2(a, low, dot)
-    return dot * (factor * (1.0 / S.code_step))
+    return dot * (factor * (1.0 / S.step))

@@ -163,7 +163,8 @@ def _decode(
     hi = tl.max(tl.where(valid, high, 0), 0)
 
     # Its own share of them, from a multiple of 16 on (of whole blocks that share scales).
-    ALIGN: tl.constexpr = keys.GROUP if keys.SPREAD == "channel" else 16
+    BLOCK: tl.constexpr = keys.F.block
+    ALIGN: tl.constexpr = BLOCK if BLOCK > 0 else 16
     begin = lo // ALIGN * ALIGN
     stop = hi
     if SPLIT:
@@ -197,7 +198,7 @@ def _decode(
     sums = tl.sum(x.to(tl.float32), 1) / keys.UNIT
     scale *= keys.UNIT  # here once, and not on every product
     q_parts = _in_parts(x, M, keys.WORDS, keys.PARTS)
-    if keys.SPREAD == "tensor":
+    if keys.F.spread == "tensor":
         scale *= tl.load(keys.scales).to(tl.float32)
     if softcap is None:
         scale *= _LOG2E
@@ -213,7 +214,7 @@ def _decode(
         acc += (tl.zeros([M, values.WORDS], tl.float32),)
     coded = stop
     if keys.tail is not None:  # these tokens are not quantized yet
-        finished = tl.load(lengths + sequence) // keys.GROUP * keys.GROUP
+        finished = tl.load(lengths + sequence) // BLOCK * BLOCK
         coded = tl.minimum(stop, finished)
     high = tl.minimum(high, stop)
     high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
@@ -227,10 +228,10 @@ def _decode(
         peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
     if keys.tail is not None:  # noqa: SIM102
         if stop > finished:  # at most one block of them, in exact 16-bit numbers
-            place_in_tail = tl.arange(0, keys.GROUP)
+            place_in_tail = tl.arange(0, BLOCK)
             token = finished + place_in_tail
             seen = (token >= tl.maximum(lo, begin)) & (token < stop)
-            s = tl.zeros([M, keys.GROUP], tl.float32)
+            s = tl.zeros([M, BLOCK], tl.float32)
             for j in tl.static_range(keys.PARTS):
                 d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
                 at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
@@ -238,7 +239,7 @@ def _decode(
                 s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
             s = _scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
             place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
-            peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, keys.GROUP, values)
+            peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, BLOCK, values)
 
     divisor = 1.0
     if not SPLIT:
@@ -254,7 +255,7 @@ def _decode(
         tl.store(state + 1, total, mask=valid)
         target = partial + (row_index * splits + split) * values.DIM
     tensor_scale = 1.0
-    if values.SPREAD == "tensor":
+    if values.F.spread == "tensor":
         tensor_scale = tl.load(values.scales).to(tl.float32)
     for j in tl.static_range(values.PARTS):
         d = tl.arange(0, values.WORDS) * values.PARTS + j

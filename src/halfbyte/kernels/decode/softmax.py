@@ -57,7 +57,7 @@ def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.conste
     shift = zero
     for g in gl.static_range(gl.constexpr(S.groups)):
         dot = zero
-        if S.code == "bytes":
+        if S.kind == "signed":
             dot = zero - sums[g] * (128.0 / 16777216.0)
         for j in gl.static_range(gl.constexpr(S.operands)):
             dot = mma_v2(a[g * S.operands + j], q[g * S.operands + j], dot)
@@ -132,7 +132,7 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
         weight = p
         if S.scale == "token":
             weight = p * weigh[g]
-        if S.code == "bf16":
+        if S.kind == "bf16":
             narrow = weight.to(gl.bfloat16)
         else:
             narrow = weight.to(gl.float16)

@@ -60,25 +60,25 @@ def bound_layout(S, C):
 @gluon.constexpr_function
 def code_step_of(S):
     """What a code is over its fp16 number: n, x 2^-8, or n 2^-20, of which int4's even planes have a sixteenth."""
-    return {"nibbles": 2.0**20, "bytes": 1.0, "e4m3": 2.0**8}[S.code]
+    return {"unsigned": 2.0**20, "signed": 1.0, "e4m3": 2.0**8}[S.kind]
 
 
 @gluon.constexpr_function
 def top_of(S):
     """What numbers with scales are at most; scales over 2^e are exact in fp16 from 2^-14 of the largest on."""
-    return 2.0**-5 if S.code == "nibbles" else 256.0
+    return 2.0**-5 if S.bits == 4 else 256.0
 
 
 @gluon.constexpr_function
 def largest_of(S):
     """The largest code."""
-    return {"nibbles": 15.0, "bytes": 128.0, "e4m3": 448.0}[S.code]
+    return {"unsigned": 2.0**S.bits - 1.0, "signed": 128.0, "e4m3": 448.0}[S.kind]
 
 
 @gluon.jit
 def _codes(words, S: gl.constexpr):
     """Words -> one fp16 tensor a plane, exactly, over `code_step_of`."""
-    if S.code == "bytes":  # 0x6480 ^ byte is 1024 + 128 + n
+    if S.kind == "signed":  # 0x6480 ^ byte is 1024 + 128 + n
         a, b = gl.inline_asm_elementwise(
             """{
             .reg .b32 h, m;
@@ -171,7 +171,7 @@ def store_tile(memory, read, S: gl.constexpr, C: gl.constexpr):
     planes = _codes(words, S)
     if S.scale == "token":
         more = scale
-        if S.code == "nibbles":
+        if S.bits == 4:
             more = scale * 16.0
         scaled = ()
         for j in gl.static_range(gl.constexpr(S.codes_per_word)):

@@ -1,0 +1,111 @@
+"""How an append is cut into programs: pure functions of formats and sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from halfbyte.formats import KV_FORMATS
+from halfbyte.plans.decode_spec import padded
+from halfbyte.plans.kv_codec import KVCodec, kv_codec
+
+#: Elements of a tile; a thread takes 4 of it, or 8. A warp that has one head of 128 reduces it in one instruction.
+TILE = 4096
+
+
+@dataclass(frozen=True)
+class Head:
+    """How heads of k, v or q are read: compile-time constants.
+
+    dim, padded   size of a head, and the power of two that holds it
+    rope          rotate by position
+    aligned       consecutive elements of a half of a head that lie together and aligned, for vectorised reads of the other half
+    hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
+    """
+
+    dim: int
+    padded: int
+    rope: bool = False
+    aligned: int = 1
+    hadamard: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class AppendSpec:
+    """What the append kernels are compiled for.
+
+    keys, values   the formats
+    k, v, q        the heads
+    tokens, heads  of a tile; it passes `passes` times over the heads
+    page           tokens of a page; 0: contiguous memory
+    advance        the program that writes a sequence's tokens also advances its length
+    """
+
+    keys: KVCodec
+    values: KVCodec
+    k: Head
+    v: Head
+    q: Head
+    tokens: int
+    heads: int
+    passes: int
+    page: int
+    advance: bool
+    use_pdl: bool
+
+
+@dataclass(frozen=True)
+class AppendPlan:
+    """The programs of an append.
+
+    tiles, blocks        programs of a sequence; of one of its heads, for blocks (0: keys are not per channel)
+    warps, block_warps   of a program
+    """
+
+    spec: AppendSpec
+    tiles: int
+    blocks: int
+    warps: int
+    block_warps: int
+
+
+@functools.lru_cache(4096)
+def append_plan(
+    formats: tuple[str, str],
+    heads: int,
+    tokens: int,
+    dims: tuple[int, int],
+    page: int,
+    hadamard: bool,
+    rope: bool,
+    advance: bool,
+    use_pdl: bool,
+) -> AppendPlan:
+    """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `advance`: if one program can."""
+    (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
+    count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
+    tiles, half, block = -(-tokens // count), dim // 2, dim & -dim
+    q = Head(dim, _row(dim), rope, max(1, min(16, half & -half)))
+    k = replace(q, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else q
+    v = Head(value_dim, _row(value_dim))
+    spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl)
+    blocks = -(-(keys.block - 1 + tokens) // keys.block) if keys.block else 0
+    return AppendPlan(spec, tiles, blocks, warps, _warps(keys.block * k.padded, 256, 8))
+
+
+def _tiling(heads: int, tokens: int, row: int) -> tuple[int, int, int, int]:
+    """(tokens, heads, passes over the heads, warps) of a program."""
+    whole = padded(heads)
+    some = max(1, min(whole, TILE // row))
+    count = max(1, min(padded(tokens), TILE // (some * row))) if some == whole else 1
+    return count, some, -(-heads // some), _warps(count * some * row, 128, 16)
+
+
+def _warps(elements: int, each: int, most: int) -> int:
+    """Warps of a program: each has so many elements, more where there would be too many warps."""
+    return max(1, min(most, elements // each))
+
+
+def _row(dim: int) -> int:
+    return max(16, padded(dim))
