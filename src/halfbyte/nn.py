@@ -143,6 +143,9 @@ class QuantLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return linear_of_parts(x, *_stored(self._parameters), self.format_name)
+        if x.requires_grad and torch.is_grad_enabled():
+            out: torch.Tensor = _Frozen.apply(x, self.weight, self._bias())  # type: ignore[no-untyped-call]
+            return out
         return linear(x, self.weight, self._bias())
 
     def extra_repr(self) -> str:
@@ -162,6 +165,22 @@ class QuantLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `Module.compile` made
         return {**state, "_weight": None}
+
+
+class _Frozen(torch.autograd.Function):
+    """A layer in front of which something is trained (an adapter, a prompt): gradients for x, none for the weight.
+
+    The backward expands the weight for one GEMM, and keeps nothing of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0] @ ctx.weight.dequantize(gradients[0].dtype), None, None
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
@@ -282,6 +301,11 @@ class FusedProjections(QuantLinear):
                 "computes all of them; call halfbyte.nn.unfuse(model), or leave fuse_qkv=True and fuse_gate_up=True out"
             )
         shards = (self, *self.slots)
+        if x.requires_grad and torch.is_grad_enabled():  # one launch has no backward
+            first, *others = (QuantLinear.forward(shard, x) for shard in shards)
+            for slot, out in zip(self.slots, others, strict=True):
+                slot.keep(x, out)
+            return first
         first, *others = projections(x, [shard.weight for shard in shards], [shard._bias() for shard in shards])
         for slot, out in zip(self.slots, others, strict=True):
             slot.keep(x, out)

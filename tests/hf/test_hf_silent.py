@@ -12,8 +12,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.quantizers import auto
 
 import halfbyte.hf as hf
-from halfbyte.errors import Unsupported
+from halfbyte import errors
+from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf.attention import attention
+from halfbyte.hf.weights import packed_share
 from halfbyte.paths import shipped_model
 
 # ------------------------------------------------------------------------------------- saved folders, opened without halfbyte
@@ -149,3 +151,86 @@ def test_options_that_bring_a_tokenizer(shipped, option):
     expected = model.generate(ids, **options)
     hf.quantize(model, keys="bf16", values="bf16")
     assert torch.equal(model.generate(ids, **options), expected)
+
+
+# --------------------------------------------------------------------------------------- forwards without a cache: perplexity
+
+
+def test_packed_forwards_read_the_packed_cache(build, prompt, monkeypatch):
+    ids, found = prompt(3, 37), {}
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, -9:] = 0, 0  # left padding, and right padding
+    for kind in ("bf16", "int8", "int4"):
+        model = hf.quantize(build("llama"), keys=kind, values=kind)
+        with torch.no_grad():
+            plain = model(ids).logits
+            with hf.packed_forwards(model) as within:
+                found[kind] = within(ids, labels=ids)
+                padded = within(ids, attention_mask=mask).logits
+            cache = hf.PackedCache(model, 64, keys=kind, values=kind)
+            expected = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(16, 1)], 1)
+            assert torch.equal(model(ids).logits, plain)  # as before
+        assert torch.equal(found[kind].logits, expected)
+        torch.testing.assert_close(padded[1, :-9], expected[1, :-9])
+        torch.testing.assert_close(found[kind].loss, model.loss_function(expected, ids, vocab_size=expected.shape[-1]))
+        assert not torch.equal(found[kind].logits, plain)
+    assert not torch.equal(found["int8"].logits, found["int4"].logits)
+
+
+def test_packed_forwards_leave_generation_alone(build, prompt, greedy):
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt()
+    expected, _ = greedy(model, ids)
+    with hf.packed_forwards(model):
+        assert torch.equal(greedy(model, ids)[0], expected)
+    assert "forward" not in vars(model)
+
+
+def test_packed_forwards_need_formats(build):
+    with pytest.raises(InvalidArgument, match="no KV formats"), hf.packed_forwards(build("llama")):
+        pass
+
+
+def test_a_forward_without_a_cache_says_so(build, prompt, monkeypatch, recwarn):
+    monkeypatch.setattr(errors, "_WARNED", set())
+    model = hf.quantize(build("llama"), keys="int4", values="int4")
+    for _ in range(2):
+        model(prompt())
+    assert sum("packed_forwards" in str(w.message) for w in recwarn) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- weights that stay
+
+
+def test_the_share_of_a_mixture_that_is_quantized(monkeypatch):
+    """Half of the layers by number, little of the weights."""
+    monkeypatch.setattr(errors, "_WARNED", set())
+    config = tf.MixtralConfig(**{**LLAMA, "intermediate_size": 512}, num_local_experts=8)
+    with pytest.warns(UserWarning, match=r"MixtralExperts.*1,573,888 weights stay in 16 bits, and 3\.0% of the model's weights"):
+        model = hf.quantize(tf.AutoModelForCausalLM.from_config(config), "nf4")
+    assert packed_share(model) == pytest.approx(49152 / (49152 + 1572864 + 2 * 101 * 64 + 2 * 8 * 64 + 5 * 64))
+
+
+# --------------------------------------------------------------------------------------------------------------- right padding
+
+
+def test_right_padding_is_moved_to_the_left(build, prompt, greedy):
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt(3, 30)
+    pads, mask = (0, 9, 4), torch.ones_like(ids)
+    for row, n in enumerate(pads):
+        mask[row, 30 - n :] = 0
+    together, logits = greedy(model, ids * mask, attention_mask=mask)
+    for row, n in enumerate(pads):
+        alone, single = greedy(model, ids[row : row + 1, : 30 - n])
+        assert torch.equal(together[row, n:], alone[0])
+        torch.testing.assert_close(logits[row], single[0], rtol=1e-2, atol=2e-2)
+
+
+def test_a_batched_pipeline(shipped):
+    """Pipelines pad with the tokenizer's padding_side, which is the right by default."""
+    model, tokenizer = copy.deepcopy(shipped[0]), shipped[1]
+    assert tokenizer.padding_side == "right"
+    hf.quantize(model, keys="int8", values="int8")
+    run = tf.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts, options = ["def main():\n    ", "import os, sys, json"], {"max_new_tokens": 8, "do_sample": False}
+    alone = [run(text, **options)[0]["generated_text"] for text in texts]
+    assert [made[0]["generated_text"] for made in run(texts, batch_size=2, **options)] == alone

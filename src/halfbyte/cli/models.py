@@ -143,6 +143,7 @@ def quantize(
 
     from halfbyte import hf
     from halfbyte.evals.quality import weight_bytes
+    from halfbyte.hf.weights import packed_share
     from halfbyte.paths import resolve_model
 
     if output.exists():
@@ -160,7 +161,8 @@ def quantize(
     if not same:
         shutil.rmtree(output)
         raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
-    print(f"{output}: {weight_bytes(made) / 1e6:.2f} MB of weights, loaded again and equal bit for bit")
+    size, share = weight_bytes(made) / 1e6, packed_share(made)
+    print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized, loaded again and equal bit for bit")
 
 
 def extract(

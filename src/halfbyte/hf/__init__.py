@@ -12,10 +12,11 @@ from __future__ import annotations
 from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
+from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.key_bias import KeyBiasWarning, key_biases
-from halfbyte.hf.model_support import REFUSED, TESTED
+from halfbyte.hf.model_support import REFUSED
 from halfbyte.hf.quantize_model import quantize
 
-__all__ = ["quantize", "load", "save", "PackedCache", "key_biases", "KeyBiasWarning", "NAME", "REFUSED", "TESTED"]
+__all__ = ["quantize", "load", "save", "PackedCache", "packed_forwards", "key_biases", "KeyBiasWarning", "NAME", "REFUSED"]
 
 register()

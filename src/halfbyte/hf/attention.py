@@ -187,7 +187,8 @@ def _plain(
     """No packed cache: transformers' scaled_dot_product_attention, or the written-out form for softcap and sinks."""
     warn_once(
         "this forward has no packed KV cache, so attention runs in 16 or 32 bits (torch's scaled_dot_product_attention); "
-        "pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one"
+        "pass past_key_values=halfbyte.hf.PackedCache(model, capacity) to use one, or call the model within "
+        "halfbyte.hf.packed_forwards(model), say to measure perplexity"
     )
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

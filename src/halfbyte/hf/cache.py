@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache, check_rotation
-from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
@@ -252,6 +252,12 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The name of `get_max_length` up to transformers 5.1x."""
+        return self.capacity
+
+    @property
+    def max_cache_len(self) -> int:
+        """The capacity, for PEFT's prefix tuning, which asks for it and then passes a 16-bit cache with its prefix to the model."""
+        warn_once("prefix tuning (PEFT) passes a 16-bit cache of its own to the model, in place of the packed one")
         return self.capacity
 
     def activate_past_recording(self) -> None:

@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 
 from halfbyte.errors import warn_once
@@ -93,6 +94,36 @@ class KeptCache:
         return made
 
 
+#: What `generate()` passes along with one entry a token.
+_BY_TOKEN = ("attention_mask", "token_type_ids")
+
+
+class LeftPadding:
+    """Stands in for `model._prepare_model_inputs`: prompts that are padded on the right, as pipelines do, are moved."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """(inputs, their name, model_kwargs), moved row by row so that every prompt ends in the last column."""
+        inputs, name, model_kwargs = type(self.model)._prepare_model_inputs(self.model, *args, **kwargs)
+        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        begun = past is not None and past.get_seq_length()
+        if begun or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
+            return inputs, name, model_kwargs
+        warn_once(
+            "attention_mask pads on the right; prompts were moved so that they are padded on the left, and come back so. Tokenise "
+            'with padding_side="left"'
+        )
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        behind = mask.shape[1] - 1 - (columns * mask.bool()).amax(1)  # columns after the last token of a row
+        source = (columns - behind[:, None]) % mask.shape[1]
+        given = {x: model_kwargs.get(x) for x in _BY_TOKEN}
+        moved = {x: t.gather(1, source) for x, t in given.items() if t is not None}
+        inputs = inputs[torch.arange(mask.shape[0], device=mask.device)[:, None], source]
+        return inputs, name, {**model_kwargs, **moved, **({name: inputs} if name in model_kwargs else {})}
+
+
 def _behind(generation_config: Any, cache: PackedCache) -> int:
     """Tokens held that the longest answer does not count: all, where the prompt is only what is new."""
     held = int(cache.get_seq_length())  # waits for a GPU, once a call
@@ -121,5 +152,6 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         )
         defaults.cache_implementation = None
     model._prepare_cache_for_generation = DefaultCache(model, settings)
+    model._prepare_model_inputs = LeftPadding(model)
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
         model.prepare_inputs_for_generation = KeptCache(model)

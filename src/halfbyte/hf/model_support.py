@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import InvalidArgument, Unsupported
@@ -53,6 +53,11 @@ EXECUTED: tuple[str, ...] = (
 )
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def inner_model(model: Any) -> Any:
+    """The transformers model whose `generate()` runs: the one inside, where `model` wraps it (PEFT, torch.compile)."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def text_config(model_or_config: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from halfbyte.cache import check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
@@ -15,7 +14,7 @@ from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import half_type, head_dims, layer_formats
 from halfbyte.hf.default_cache import CacheSettings, make_default
 from halfbyte.hf.key_bias import check_key_bias
-from halfbyte.hf.model_support import check_model_support, text_config
+from halfbyte.hf.model_support import check_model_support, inner_model, text_config
 from halfbyte.hf.quantizer import mark_quantized
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
@@ -52,7 +51,7 @@ def quantize(
     Every check comes before the first change: on an error the model is as it was.
     """
     _check_model(model)
-    inner = _inner(model)
+    inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
         any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantized),
@@ -82,11 +81,6 @@ def quantize(
         inner.set_attn_implementation(NAME)
         make_default(inner, settings)
     return model
-
-
-def _inner(model: Any) -> Any:
-    """The transformers model whose `generate()` runs: the one inside, where `model` wraps it (PEFT, torch.compile)."""
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def _check_model(model: Any) -> None:

@@ -23,6 +23,7 @@ from halfbyte.checkpoints.adapters import OWN, STOP
 from halfbyte.checkpoints.safetensors_files import check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.adapters import register_lora
 from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.weights import linear_size, replace
 from halfbyte.nn import QuantLinear
@@ -101,11 +102,12 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             if id(module) not in made:
                 made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
             replace(model, name, made[id(module)])
-        stops = {rf"^{re.escape(name)}\.weight$" for name in config.modules}
+        stops = {rf"^{re.escape(name)}$" for name, info in (infos or {}).items() if info.shape == STOP}
         model._keys_to_ignore_on_load_unexpected = stops | set(model._keys_to_ignore_on_load_unexpected or ())
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        register_lora()
         _keep_names(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
@@ -143,6 +145,7 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = HalfbyteQuantizer(config)
     model.is_quantized, model.quantization_method = True, OWN
+    register_lora()
     _keep_names(model)
 
 

@@ -102,13 +102,31 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
+def packed_share(model: nn.Module) -> float:
+    """The share of a model's weights that is quantized, from 0 to 1."""
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    parts = {id(p) for layer in layers for p in layer.parameters()}
+    packed = sum(layer.out_features * layer.in_features for layer in layers)
+    return packed / max(1, packed + sum(p.numel() for p in model.parameters() if id(p) not in parts))
+
+
+#: From this share of a model's weights on, those outside of linear layers are worth a warning.
+MENTIONED = 0.05
+
+
 def warn_about_experts(model: nn.Module) -> None:
-    """Warn that expert weights which are not in linear layers stay in 16 bits."""
-    count = sum(
-        p.numel() for block in blocks(model) for name, p in block.named_parameters() if p.ndim == 3 and p.is_floating_point()
-    )
-    if count:
+    """Warn that expert weights which are not in linear layers stay in 16 bits, and how little of the model is quantized then."""
+    owners = {id(m): m for block in blocks(model) for m in block.modules()}.values()
+    stay = {
+        id(p): (p.numel(), type(m).__name__)
+        for m in owners
+        if not isinstance(m, QuantLinear) and not linear_size(m)
+        for p in m.parameters(recurse=False)
+        if p.ndim > 1 and p.is_floating_point()
+    }
+    count, kinds = sum(n for n, _ in stay.values()), ", ".join(sorted({kind for _, kind in stay.values()}))
+    if count > MENTIONED * sum(p.numel() for p in model.parameters()):
         warn_once(
-            f"{type(model).__name__} keeps its experts in 3-D parameters, not in linear layers; these {count:,} weights stay in "
-            f"16 bits"
+            f"{type(model).__name__} keeps its experts in parameters of their own ({kinds}), not in linear layers; these {count:,} "
+            f"weights stay in 16 bits, and {packed_share(model):.1%} of the model's weights are quantized"
         )

@@ -1,0 +1,95 @@
+"""`packed_forwards`: loops that call `model(tokens)` without a cache (perplexity, lm-eval) read the packed one all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.hf.attention import DECODE_QUERIES
+from halfbyte.hf.default_cache import CacheSettings, DefaultCache
+from halfbyte.hf.model_support import inner_model
+
+#: Outputs of a forward that hold one entry a token, along axis 1.
+_BY_TOKEN = ("logits", "last_hidden_state")
+
+
+@contextmanager
+def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
+    """Within it, every forward of `model` that brings no cache runs through a packed one, chunk by chunk.
+
+    model   a transformers model with KV formats (halfbyte.hf.quantize with keys= or values=)
+    chunk   tokens a step. Up to 16 read everything from the packed cache, themselves included; more see themselves in 16 bits
+
+    A forward without a cache attends in 16 bits: perplexity measured by `model(window).logits` says nothing about a KV format.
+    Inference only. Right padding is served, as no token sees what follows it. Outputs other than logits, last_hidden_state and the
+    loss are those of the last chunk.
+    """
+    inner = inner_model(model)
+    maker = getattr(inner, "_prepare_cache_for_generation", None)
+    if not isinstance(maker, DefaultCache):
+        raise InvalidArgument("model has no KV formats; call halfbyte.hf.quantize(model, keys=..., values=...) first")
+    check(isinstance(chunk, int) and chunk > 0, f"chunk={chunk!r}; pass the number of tokens a step, at least 1")
+    before = inner.__dict__.get("forward")
+    inner.forward = _Forward(inner, maker.settings, chunk, inner.forward)
+    try:
+        yield model
+    finally:
+        if before is None:
+            del inner.forward
+        else:
+            inner.forward = before
+
+
+class _Forward:
+    """Stands in for `model.forward`."""
+
+    def __init__(self, model: Any, settings: CacheSettings, chunk: int, forward: Any) -> None:
+        self.model, self.settings, self.chunk, self.forward = model, settings, chunk, forward
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return self.forward(input_ids, attention_mask, *args, labels=labels, **kwargs)
+        if input_ids is None or args or (attention_mask is not None and attention_mask.ndim != 2):
+            raise Unsupported("packed_forwards cuts input_ids and a 2-D attention_mask into chunks; pass these two, by name")
+        outputs = self._chunks(input_ids, _left(attention_mask), **{**kwargs, "use_cache": True, "return_dict": True})
+        last = outputs[-1]
+        for name in _BY_TOKEN:
+            if getattr(last, name, None) is not None:
+                last[name] = torch.cat([getattr(out, name) for out in outputs], 1)
+        if labels is not None:
+            last["loss"] = self.model.loss_function(
+                logits=last.logits, labels=labels, vocab_size=self.model.config.get_text_config().vocab_size
+            )
+        return last if kwargs.get("return_dict", True) is not False else last.to_tuple()
+
+    @torch.no_grad()
+    def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> list[Any]:
+        tokens, outputs = input_ids.shape[1], []
+        cache = self.settings.make(self.model, tokens)
+        by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
+        for start in range(0, tokens, self.chunk):
+            part = slice(start, start + self.chunk)
+            cut = {name: x[..., part] for name, x in by_token.items()}
+            seen = None if mask is None else mask[:, : part.stop]
+            outputs.append(self.forward(input_ids[:, part], seen, past_key_values=cache, **{**kwargs, **cut}))
+        return outputs
+
+
+def _left(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask without its right padding, which no token sees; None when nothing is left to mask."""
+    if mask is None:
+        return None
+    after = mask.flip(1).cummax(1).values.flip(1) == 0  # no token from here on
+    left = mask.masked_fill(after, 1)
+    return None if bool(left.all()) else left
