@@ -56,10 +56,15 @@ def gptq(
     label: str | None = None,
     dtype: torch.dtype = torch.float16,
     low: int = 1,
+    packing: str | None = None,
 ) -> Drawn:
-    """4 bits. `label`: what checkpoint_format says, if it lies. `low`: the least zero point; 0 needs v2, or a writer by words."""
+    """4 bits. `packing`: AutoRound's packing_format; its symmetric scales have either sign.
+
+    `label`: what checkpoint_format says, if it lies. `low`: the least zero point; 0 needs v2, or a writer by words."""
     rng, size = np.random.default_rng(seed), k if group == -1 else group
     codes, scales = rng.integers(0, 16, (k, n)), draw_scales(rng, (k // size, n), dtype)
+    if packing and sym:
+        scales = scales * torch.from_numpy(rng.choice([-1, 1], scales.shape)).to(dtype)
     zeros = np.full((k // size, n), 8) if sym else rng.integers(low, 16, (k // size, n))
     g_idx = groups_of(rng, k, size, act_order)
     stored = pack(zeros, 1).numpy().view(np.uint32) - np.uint32(0x11111111 if v1 else 0)
@@ -74,6 +79,8 @@ def gptq(
         "checkpoint_format": label or ("gptq" if v1 else "gptq_v2"),
         "meta": {"quantizer": ["gptqmodel:5.0.0"]} if low == 0 else {},
     }
+    if packing:
+        config = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": sym, "packing_format": packing}
     values = decoders.gptq(tensors["qweight"].numpy(), qzeros.numpy(), scales.float().numpy(), g_idx, v1)
     return Drawn(config, tensors, values)
 
@@ -149,6 +156,19 @@ def compressed(
     return Drawn(config, tensors, values[:n])
 
 
+def compressed_int8(n: int, k: int, seed: int = 0, *, group: int = -1, dtype: torch.dtype = torch.bfloat16) -> Drawn:
+    rng, size = np.random.default_rng(seed), k if group == -1 else group
+    codes, scales = rng.integers(-128, 128, (n, k)).astype(np.int8), draw_scales(rng, (n, k // size), dtype)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel" if group == -1 else "group", "symmetric": True}
+    weights |= {} if group == -1 else {"group_size": group}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    parts = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": "int-quantized"}
+    config["config_groups"] = {"group_0": parts}
+    values = codes.astype(np.float32) * np.repeat(scales.float().numpy(), size, 1)
+    return Drawn(config, {"weight": torch.from_numpy(codes), "weight_scale": scales}, values)
+
+
 def bytes_of(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(0, 256, shape).astype(np.uint8)
 
@@ -198,6 +218,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gptq column, act-order": (gptq, {"group": -1, "act_order": True}),
     "gptq group 64, bf16": (gptq, {"group": 64, "dtype": torch.bfloat16}),
     "gptq fp32 scales": (gptq, {"group": 64, "dtype": torch.float32}),
+    "auto-round sym": (gptq, {"sym": True, "packing": "auto_round:auto_gptq"}),
+    "auto-round": (gptq, {"v1": False, "low": 0, "packing": "auto_round"}),
     "awq": (awq, {}),
     "awq group 64": (awq, {"group": 64}),
     "awq column": (awq, {"group": -1}),
@@ -213,6 +235,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ct int4 asym, int8 zeros": (compressed, {"sym": False, "zeros": "int8"}),
     "ct int4 g_idx": (compressed, {"act_order": True}),
     "ct int4 asym g_idx": (compressed, {"act_order": True, "sym": False}),
+    "ct int8": (compressed_int8, {}),
+    "ct int8 group 128": (compressed_int8, {"group": 128, "dtype": torch.float16}),
     "ct mxfp4": (mxfp4, {"writer": "compressed-tensors"}),
     "ct nvfp4": (nvfp4, {"writer": "compressed-tensors"}),
     "modelopt nvfp4": (nvfp4, {}),
@@ -283,6 +307,13 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (gptq, {}, fill("g_idx", 2), r"a\.b\.g_idx makes groups of 31 to 33 columns"),
     (gptq, {"sym": True}, fill("qzeros", 0x77777776), r"a\.b\.qzeros is neither 7 \(v1\) nor 8 \(v2\)"),
     (gptq, {}, say(bits=3), "bits=3"),
+    (gptq, {}, put("qweight", torch.zeros(12, 8).int()), r"a\.b\.qweight holds 3-bit codes; halfbyte reads 4 and 8 bits"),
+    (
+        gptq,
+        {"packing": "auto_round", "v1": False},
+        say(packing_format="auto_round:auto_awq"),
+        "packing_format='auto_round:auto_awq'",
+    ),
     (gptq, {}, say(bits="4"), "bits='4'"),
     (gptq, {}, say(group_size=64), r"a\.b\.scales has 4 groups; the configuration says groups of 64"),
     (gptq, {}, say(group_size=0), "group_size=0"),
@@ -313,7 +344,9 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (bnb, {}, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(5).byte()), r"bitsandbytes__nf4: its state is damaged"),
     (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantization states"),
     (bnb, {}, say(load_in_8bit=True), "load_in_8bit"),
-    (compressed, {}, say(format="int-quantized"), "format='int-quantized'"),
+    (compressed, {}, say(format="float-quantized"), "format='float-quantized'"),
+    (compressed_int8, {}, put("weight_zero_point", torch.ones(8, 1).to(torch.int8)), r"a\.b\.weight_zero_point is not 0"),
+    (compressed_int8, {}, fill("weight_scale", 0), r"a\.b\.weight_scale holds 1 scales of 8 that are not finite and not 0"),
     (compressed, {}, say(format=None), "format=None"),
     (compressed, {}, say(transform_config={"config_groups": {"R1": {}}}), "transforms"),
     (compressed, {}, say(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -376,3 +377,33 @@ def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:
     change(tmp_path, edit)
     with pytest.raises(CheckpointError, match=message):
         hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[128, 128], None])
+def test_fp8_checkpoints_say_the_detour(tmp_path, shape):
+    tiny().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": shape, "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match=r"FineGrainedFP8Config\(dequantize=True\).*int8_g128"):
+        hf.load(tmp_path)
+
+
+def test_gguf_says_the_detour(tmp_path):
+    file = tmp_path / "model.Q4_K.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(Unsupported, match=r"gguf_file='model\.Q4_K\.gguf'.*dequantize=True.*halfbyte\.hf\.quantize"):
+        hf.load(file)
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"), [("gguf", "GgufConfig"), ("fp8", "FineGrainedFP8Config"), ("hqq", "leave weights out")]
+)
+def test_a_model_that_transformers_quantized(method, advice):
+    model = tiny()
+    config = SimpleNamespace(quant_method=method, dequantize=False)
+    model.hf_quantizer, model.quantization_method = SimpleNamespace(quantization_config=config), method
+    with pytest.raises(InvalidArgument, match=rf"quantized already \({method}\).*{advice}"):
+        hf.quantize(model, "nf4")
+    config.dequantize = True  # it was expanded while it was loaded
+    assert any(isinstance(m, QuantLinear) for m in hf.quantize(model, "nf4").modules())

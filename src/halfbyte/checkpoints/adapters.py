@@ -12,26 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfbyte.checkpoints.autoround import AutoRound
 from halfbyte.checkpoints.awq import Awq
 from halfbyte.checkpoints.bitsandbytes import BitsAndBytes
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
 from halfbyte.checkpoints.gptq import Gptq
+from halfbyte.checkpoints.int8 import CompressedInt8
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
 from halfbyte.errors import CheckpointError, Unsupported
 
-#: `quant_method` -> adapter.
+#: `quant_method`, and its `format` where that has an adapter of its own -> adapter.
 ADAPTERS: dict[str, type[Adapter]] = {
     "gptq": Gptq,
+    "auto-round": AutoRound,
     "awq": Awq,
     "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
+    "compressed-tensors int-quantized": CompressedInt8,
     "modelopt": ModelOpt,
     "quark": Quark,
     "mxfp4": GptOss,
 }
 
+#: `quant_method` of files that transformers itself expands to 16 bits -> its configuration.
+EXPANDED = {"fp8": "FineGrainedFP8Config(dequantize=True)"}
 
 #: The `quant_method` of folders that halfbyte wrote, which need no adapter.
 OWN = "halfbyte"
@@ -57,20 +63,26 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the configuration and every header. Raises `CheckpointError` for damage, `Unsupported` for what no adapter reads."""
     config = read_quantization(folder)
-    infos, own = read_folder(folder), config is not None and config["quant_method"] == OWN
-    if own:
-        infos = {name: info for name, info in infos.items() if info.shape != STOP}
-    return Checkpoint(folder, infos, config is not None, None if config is None or own else make_adapter(config))
+    own = config is not None and config["quant_method"] == OWN
+    adapter = None if config is None or own else make_adapter(config)
+    infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
+    return Checkpoint(folder, infos, config is not None, adapter)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
     """The adapter for a quantization_config. Raises `Unsupported` for a method or an option of it that is not read."""
     method = config["quant_method"]
+    if isinstance(method, str) and method in EXPANDED:
+        raise Unsupported(
+            f"weights quantized as {method!r} are not read as they are; expand them and quantize again: model = "
+            f"AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config={EXPANDED[method]}), then "
+            f"halfbyte.hf.quantize(model, weights='int8_g128')"
+        )
     if not isinstance(method, str) or method not in ADAPTERS:
         raise Unsupported(
             f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
         )
-    return ADAPTERS[method](config)
+    return ADAPTERS.get(f"{method} {config.get('format')}", ADAPTERS[method])(config)
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:

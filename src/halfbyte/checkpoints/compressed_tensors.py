@@ -9,7 +9,7 @@ NVFP4  weight_packed uint8 [N, K/2];  weight_scale E4M3 [N, K/16];  weight_globa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,13 +19,11 @@ from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
-FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
-
 
 class CompressedTensors(Adapter):
     """The packed formats. Scales of activations and caches are left out: activations stay in 16 bits here."""
 
-    docs = (
+    docs: ClassVar[tuple[tuple[str, str, str], ...]] = (
         (
             "`compressed-tensors`",
             "`pack-quantized`: 4 bits with and without zero points, 8 bits without, act-order",
@@ -34,8 +32,9 @@ class CompressedTensors(Adapter):
         ("", "`nvfp4-pack-quantized`: the divisor of a tensor is stored as its reciprocal, which is rounded to fp32", "`nvfp4`"),
         ("", "`mxfp4-pack-quantized`", "`mxfp4`"),
     )
+    formats: ClassVar[tuple[str, ...]] = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
     marker = "weight_packed"
-    parts = (
+    parts: ClassVar[tuple[str, ...]] = (
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
         "weight_global_scale",
     )
@@ -43,14 +42,14 @@ class CompressedTensors(Adapter):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         name = "a compressed-tensors checkpoint"
-        only(config, "format", FORMATS, None, name)
+        only(config, "format", self.formats, None, name)
         only(setting(config, "sparsity_config", dict, {}), "format", ("dense",), "dense", f"{name}, sparse")
         transforms = setting(setting(config, "transform_config", dict, {}), "config_groups", dict, {})
         if transforms:
             raise Unsupported(f"{name} with transforms (rotated weights), which are not undone here")
         groups = [g for g in setting(config, "config_groups", dict, {}).values() if isinstance(g, dict)]
         for group in groups:
-            only(group, "format", FORMATS, "pack-quantized", name)
+            only(group, "format", self.formats, self.formats[0], name)
         weights = [setting(group, "weights", dict, {}) for group in groups]
         #: Numbers of bits, and group sizes, that the configuration knows of.
         self.bits = {setting(w, "num_bits", int, 4) for w in weights}

@@ -18,6 +18,7 @@ import torch
 
 from halfbyte.checkpoints.integers import integer_weight
 from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
+from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
 
 
@@ -52,7 +53,7 @@ class Gptq(Adapter):
     def convert(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features
         groups, rows = layer.shape("scales", 2)[0], layer.shape("qweight", 2)[0]
-        bits = self.bits if self.uniform or rows not in (words(k, 4), words(k, 8)) else 4 if rows == words(k, 4) else 8
+        bits = self._bits(layer, rows, k)
         codes = unpack_words(layer.tensor("qweight", (words(k, bits), n), torch.int32), bits, 0, k).T
         scales = layer.tensor("scales", (groups, n), *SCALE_TYPES)
         if self.uniform and self.group is not None and groups * (self.group if self.group != -1 else k) != k:
@@ -62,6 +63,13 @@ class Gptq(Adapter):
             _check_symmetric(layer, stored, bits)
         zeros = None if self.symmetric else self._zeros(stored, bits, n).T.contiguous()
         return integer_weight(layer, bits, codes, scales.T.contiguous(), zeros, self._groups(layer), part="scales")
+
+    def _bits(self, layer: StoredLayer, rows: int, k: int) -> int:
+        """The bits of a code: those of the configuration, or what the tensor of a single layer says."""
+        found = next((bits for bits in range(2, 9) if rows == words(k, bits)), self.bits)
+        if found not in (4, 8):
+            raise Unsupported(f"{layer.name}.qweight holds {found}-bit codes; halfbyte reads 4 and 8 bits")
+        return self.bits if self.uniform else found
 
     def _groups(self, layer: StoredLayer) -> torch.Tensor | None:
         if layer.info("g_idx") is None and not self.act_order:

@@ -36,7 +36,7 @@ def integer_weight(
         layer.refuse(part, f"has {groups} groups, which do not divide the {layer.in_features} in features")
     perm = None if g_idx is None else _order(layer, g_idx, groups, order)
     code = _code(layer, bits, symmetric=zeros is None)
-    layer.check_scales(part, scales)
+    layer.check_scales(part, scales, signed=zeros is None)  # AutoRound writes negative ones, to reach 8 steps on either side
     stored = scales.half()
     if not torch.equal(stored.float(), scales.float()):
         stored = scales.float()

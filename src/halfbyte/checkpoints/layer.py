@@ -55,11 +55,11 @@ class StoredLayer:
         """Raise `CheckpointError` about `name.part`."""
         raise CheckpointError(f"{self.name}.{part} {why}")
 
-    def check_scales(self, part: str, plain: torch.Tensor, *, positive: bool = True) -> torch.Tensor:
-        """`plain`, the decoded numbers of `name.part`, if they are finite and above 0."""
-        good = torch.isfinite(plain) & (plain > 0) if positive else torch.isfinite(plain)
+    def check_scales(self, part: str, plain: torch.Tensor, *, positive: bool = True, signed: bool = False) -> torch.Tensor:
+        """`plain`, the decoded numbers of `name.part`, if they are finite and above 0; `signed` ones may be below."""
+        good = torch.isfinite(plain) & ((plain != 0 if signed else plain > 0) if positive else True)
         if not bool(good.all()):
-            what = "finite and positive" if positive else "finite"
+            what = "finite and not 0" if signed else "finite and positive" if positive else "finite"
             self.refuse(part, f"holds {int((~good).sum())} scales of {plain.numel()} that are not {what}; the file is damaged")
         if bool((plain.double().abs() * 256 > torch.finfo(torch.float32).max).any()):
             self.refuse(part, "holds scales so large that weights would be infinite; the file is damaged")

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import Format, Shape
+from halfbyte.formats import INT4_SYM, INT8, Format, Shape
 from halfbyte.tensors import expected_parts
 
 #: The format's own limit on a header.
@@ -279,11 +279,12 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
             raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
     plain = block_scales(QuantTensor(fmt, shape, **parts))
     # Double quantization rounds the scale of an all but empty block to a little on either side of 0.
-    bad = ~torch.isfinite(plain) if "nested" in parts else ~torch.isfinite(plain) | (plain <= 0)
-    if bool(bad.any()):
-        raise CheckpointError(
-            f"{name}.weight_scales holds {int(bad.sum())} scales that are not finite and positive; the file is damaged"
-        )
+    # Symmetric integers may have negative scales (AutoRound), to reach 8 steps on either side.
+    signed = fmt.code in (INT4_SYM, INT8)
+    wrong = torch.zeros_like(plain, dtype=torch.bool) if "nested" in parts else plain == 0 if signed else plain <= 0
+    if count := int((~torch.isfinite(plain) | wrong).sum()):
+        what = "finite and not 0" if signed else "finite and positive"
+        raise CheckpointError(f"{name}.weight_scales holds {count} scales that are not {what}; the file is damaged")
     if overflows(plain, fmt):
         raise CheckpointError(f"{name}.weight_scales is so large that weights would be infinite; the file is damaged")
 

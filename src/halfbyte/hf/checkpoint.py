@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
-from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, check
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantize_model import quantize
@@ -25,6 +25,11 @@ from halfbyte.hf.quantizer import HalfbyteConfig as HalfbyteConfig  # where mode
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters
 
+#: How transformers loads a GGUF file in 16 bits.
+GGUF = (
+    "AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={file!r}, dtype=torch.bfloat16, "
+    "quantization_config=transformers.GgufConfig(dequantize=True))"
+)
 #: What a parameter that is not quantized may be stored in.
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
@@ -219,6 +224,11 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     path = Path(folder_or_id)
     if path.is_dir():
         return path
+    if path.suffix == ".gguf":
+        raise Unsupported(
+            f"{folder_or_id}: GGUF is not read here; let transformers expand it, and quantize again: model = "
+            f"{GGUF.format(folder=str(path.parent), file=path.name)}, then halfbyte.hf.quantize(model, weights='int4_g32')"
+        )
     if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise CheckpointError(f"{folder_or_id}: no such folder; pass a model folder, or a Hub id like 'Qwen/Qwen3-0.6B'")
     from huggingface_hub import snapshot_download

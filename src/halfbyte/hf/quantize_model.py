@@ -66,9 +66,7 @@ def quantize(
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
-        if getattr(inner, "hf_quantizer", None) is not None:
-            method = getattr(inner, "quantization_method", "unknown")
-            raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); leave weights out")
+        _check_weights_are_plain(inner, weights)
     if settings is not None:
         check_key_bias(inner, settings.keys, settings.skip_layers)
     if weights is not None:
@@ -81,6 +79,21 @@ def quantize(
         inner.set_attn_implementation(NAME)
         make_default(inner, settings)
     return model
+
+
+def _check_weights_are_plain(model: Any, weights: str) -> None:
+    """Raise for a model whose weights another quantizer of transformers still holds."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = getattr(quantizer, "quantization_config", None)
+    if quantizer is None or getattr(config, "dequantize", False):
+        return
+    named = getattr(model, "quantization_method", "unknown")
+    method = str(getattr(named, "value", named))  # an Enum or a string
+    advice = {
+        "gguf": "load it with quantization_config=transformers.GgufConfig(dequantize=True)",
+        "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
+    }.get(method, "leave weights out")
+    raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
 
 
 def _check_model(model: Any) -> None:
