@@ -1,0 +1,302 @@
+"""vLLM's attention backend over `halfbyte.engine`: one class for each pair of formats, HALFBYTE_INT8__INT4_G32 and so on.
+
+vLLM asks a class, not an object, how many bytes a token takes, so the class itself must know its formats. A page of a layer is
+uint8 [H, N, C], see `PageLayout`; slots and page tables are vLLM's. With prefill "cache", the default, every key is read as it is
+stored: what a query sees depends neither on chunks of a prompt nor on prefix hits or preemption.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import vllm
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
+from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.kv_buffer import KVBuffer
+from halfbyte.vllm import backend_names, check_version
+
+check_version(vllm.__version__)
+
+
+class HalfbyteBackend(AttentionBackend):
+    """What vLLM asks before there is a cache. Subclasses have their pair of formats."""
+
+    pair: ClassVar[tuple[str, str]]
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.__name__
+
+    @classmethod
+    def get_impl_cls(cls) -> type[HalfbyteImpl]:
+        return _impl_of(cls.pair)
+
+    @staticmethod
+    def get_builder_cls() -> type[HalfbyteBuilder]:
+        return HalfbyteBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those in which a page of a layer is one piece of memory."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec of a layer with packed pages. vLLM calls it again with its result."""
+        if spec.state_content_bytes is not None:
+            return spec
+        layout = PageLayout(*cls.pair, spec.head_size, spec.head_size_v)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=layout.token_head_bytes)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Batches are split by the lengths of queries that the host knows."""
+        return False
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Which one fits is said by `supports_combination`, in a sentence."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **options: Any
+    ) -> str | None:
+        try:
+            check_cache(cls.pair, head_size, kv_cache_dtype or "auto")
+        except HalfbyteError as error:
+            return str(error)
+        return None
+
+
+def check_cache(pair: tuple[str, str], head_size: int, kv_cache_dtype: str) -> None:
+    """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
+    PageLayout(*pair, head_size)
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise Unsupported(
+            f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend that stores keys as {pair[0]} and values as {pair[1]} "
+            f"exclude each other; leave kv_cache_dtype out"
+        )
+
+
+class Options(NamedTuple):
+    """`--additional-config '{"halfbyte": {"prefill": "exact", "rotate_keys": true}}'`.
+
+    prefill      "cache": every key is read as it is stored; "exact": a chunk attends to its own 16-bit keys
+    rotate_keys  keys are stored Hadamard-rotated, for outliers
+    """
+
+    prefill: str = "cache"
+    rotate_keys: bool = False
+
+    @classmethod
+    def current(cls) -> Options:
+        """The options of the engine that is being built, checked."""
+        given = get_current_vllm_config().additional_config
+        given = given.get("halfbyte", {}) if isinstance(given, dict) else {}
+        unknown = sorted(set(given) - set(cls._fields))
+        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {', '.join(cls._fields)}")
+        options = cls(**given)
+        check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
+        check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")
+        return options
+
+
+class Ragged(NamedTuple):
+    """Requests that are neighbors in a batch.
+
+    rows            their tokens in the batch
+    cu_seqlens_q    int32 [requests + 1], counted from the first of `rows`
+    max_query_len   on the host: most tokens of one request
+    lengths         int32 [requests], tokens in the cache, this step's included
+    page_table      int32 [requests, pages]
+    """
+
+    rows: slice
+    cu_seqlens_q: torch.Tensor
+    max_query_len: int
+    lengths: torch.Tensor
+    page_table: torch.Tensor
+
+
+@dataclass
+class HalfbyteMetadata(AttentionMetadata):
+    """A batch: the requests that decode, which come first, and those with longer queries."""
+
+    parts: list[Ragged]
+
+
+class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
+    """Splits a batch by what the host knows, without a look at the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HalfbyteMetadata:
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise Unsupported("this model's attention is not causal; halfbyte's cache serves decoders")
+        threshold = self.reorder_batch_threshold or 1
+        decodes, prefills, tokens, _ = split_decodes_and_prefills(m, threshold, require_uniform=True)
+        starts, parts = m.query_start_loc, []
+        if decodes:
+            longest = tokens // decodes if prefills else m.max_query_len
+            parts.append(
+                Ragged(slice(0, tokens), starts[: decodes + 1], longest, m.seq_lens[:decodes], m.block_table_tensor[:decodes])
+            )
+        if prefills:
+            rows = slice(tokens, m.num_actual_tokens)
+            mine = slice(decodes, m.num_reqs)
+            cu_seqlens_q = starts[decodes : m.num_reqs + 1] - starts[decodes]
+            parts.append(Ragged(rows, cu_seqlens_q, m.max_query_len, m.seq_lens[mine], m.block_table_tensor[mine]))
+        return HalfbyteMetadata(parts)
+
+
+class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):
+    """The attention of one layer. Subclasses have their pair of formats."""
+
+    pair: ClassVar[tuple[str, str]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **other: Any,
+    ) -> None:
+        if "kv_lora_rank" in other:
+            raise Unsupported("this model has multi-head latent attention (MLA), which halfbyte's cache does not hold; serve it without")
+        if other or attn_type != AttentionType.DECODER:
+            raise Unsupported(f"attention of type {attn_type} with {sorted(other)} is not implemented for halfbyte's cache")
+        check_cache(self.pair, head_size, kv_cache_dtype)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.sliding_window, self.logits_soft_cap, self.sinks = sliding_window, logits_soft_cap or None, sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.options = Options.current()
+        self._memory: tuple[int, int] | None = None
+        self._buffers: tuple[KVBuffer, KVBuffer] | None = None
+
+    def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
+        """Keys and values in the memory of a layer; carved again when vLLM has moved it."""
+        memory = kv_cache.data_ptr(), kv_cache.shape[0]
+        if self._buffers is None or self._memory != memory:
+            layout = PageLayout(*self.pair, self.head_size, layer.head_size_v)
+            self._buffers, self._memory = layout.buffers(kv_cache), memory
+        return self._buffers
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store this step's keys and values. Slots are -1 for padding."""
+        tokens = slot_mapping.shape[0]
+        keys, values = self.buffers(layer, kv_cache)
+        append_slots(key[:tokens], value[:tokens], keys, values, slot_mapping, rotate_keys=self.options.rotate_keys)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HalfbyteMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [T, Hq, D] over the layer's pages into output [T, Hq, Dv]; key and value [T, H, D] are stored already."""
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        keys, values = self.buffers(layer, kv_cache)
+        for part in attn_metadata.parts:
+            own = (key[part.rows], value[part.rows]) if self.options.prefill == "exact" and key is not None else (None, None)
+            attention_varlen(
+                query[part.rows],
+                PagedView(keys, values, part.lengths, part.page_table, self.options.rotate_keys),
+                part.cu_seqlens_q,
+                part.max_query_len,
+                sm_scale=self.scale,
+                alibi_slopes=self.alibi_slopes,
+                window=self.sliding_window,
+                softcap=self.logits_soft_cap,
+                sinks=self.sinks,
+                prefill="cache" if own[0] is None else "exact",
+                k=own[0],
+                v=own[1],
+                out=output[part.rows],
+                deterministic_batch=envs.VLLM_BATCH_INVARIANT,
+            )
+        return output
+
+
+@functools.cache
+def _impl_of(pair: tuple[str, str]) -> type[HalfbyteImpl]:
+    return type("HalfbyteImpl", (HalfbyteImpl,), {"pair": pair})
+
+
+@functools.cache
+def _backend_of(name: str) -> type[HalfbyteBackend]:
+    return type(name, (HalfbyteBackend,), {"pair": backend_names()[name], "__module__": __name__})
+
+
+def __getattr__(name: str) -> type[HalfbyteBackend]:
+    """The backend of this name, as vLLM's registry imports it."""
+    if name not in backend_names():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _backend_of(name)

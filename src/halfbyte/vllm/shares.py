@@ -1,0 +1,61 @@
+"""Cutting and joining stored weights [N, K]: what one rank of a tensor-parallel layer computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from halfbyte.errors import Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.reference.dequantize import block_scales
+from halfbyte.tensors import QuantTensor
+
+#: The parts whose first axis is that of the out features.
+BY_ROW = ("codes", "scales", "offsets")
+
+
+def rows_of(weight: QuantTensor, ranges: Sequence[tuple[int, int]]) -> QuantTensor:
+    """The rows begin .. end of each of `ranges`, one after the other."""
+    if list(ranges) == [(0, weight.shape[0])]:
+        return weight
+    parts = weight.parts()
+    cut = {n: torch.cat([p[begin:end] for begin, end in ranges]) if n in BY_ROW else p for n, p in parts.items()}
+    return QuantTensor(weight.format, (cut["codes"].shape[0], weight.shape[1]), **cut)
+
+
+def columns_of(weight: QuantTensor, begin: int, end: int, name: str) -> QuantTensor:
+    """The stored columns begin .. end, without their order. Raises `Unsupported`, naming the weight, where they cut a group."""
+    fmt = weight.format
+    by_channel = fmt.granularity == "out_channel"
+    group = fmt.code.per_byte if by_channel else fmt.group_size(weight.shape[1])
+    if begin % group or end % group:
+        raise Unsupported(
+            f"{name} ({fmt}) cannot be cut into in features {begin} to {end}: that splits groups of {group}; "
+            f"use fewer ranks, or a format with smaller groups"
+        )
+    per_column = {"codes": fmt.code.per_byte} | ({} if by_channel else {"scales": group, "offsets": group})
+    parts = {n: p for n, p in weight.parts().items() if n != "perm"}
+    cut = {n: p[:, begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()}
+    return QuantTensor(fmt, (weight.shape[0], end - begin), **cut)
+
+
+def without_nested_scales(weight: QuantTensor) -> QuantTensor:
+    """The same values with scales in fp32: nested scales come in blocks that run across rows, so that they cannot be cut."""
+    if weight.nested is None:
+        return weight
+    scale = weight.format.scale
+    assert scale is not None
+    wanted = replace(weight.format, scale=replace(scale, nested=None))
+    plain = next(f for f in WEIGHT_FORMATS.values() if replace(f, name=wanted.name) == wanted)
+    return QuantTensor(plain, weight.shape, weight.codes, block_scales(weight), perm=weight.perm)
+
+
+def merged(weights: Sequence[QuantTensor]) -> list[QuantTensor]:
+    """One weight with the rows of all, or the weights as they are, where something belongs to each of them as a whole."""
+    first = weights[0]
+    if len(weights) == 1 or any(w.format != first.format or set(w.parts()) - set(BY_ROW) for w in weights):
+        return list(weights)
+    parts = {n: torch.cat([w.parts()[n] for w in weights]) for n in first.parts()}
+    return [QuantTensor(first.format, (parts["codes"].shape[0], first.shape[1]), **parts)]

@@ -1,0 +1,29 @@
+"""Engines of a real vLLM in this process, on its CPU platform, and what transformers says to the same prompts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_CI_ENV": "1",  # Dynamo without Inductor, where a test compiles
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))  # tiny_models
+
+import pytest
+from engines import save
+from tiny_models import base
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """tiny(family): the folder of a tiny random model of that family (tests/hf/tiny_models.py)."""
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: save(base(family), root / family)

@@ -1,0 +1,104 @@
+"""Building engines, and transcripts: what a model says to prompts, with the log probability of each token."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import halfbyte.hf
+from halfbyte.paths import shipped_model
+
+TEXT = (shipped_model().parent / "heldout.txt").read_bytes()
+#: All longer than the 16 tokens up to which halfbyte.hf reads a prompt from the cache.
+PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40))]
+#: Prefill as transformers does it: a prompt attends to its own 16-bit keys.
+EXACT = {"halfbyte": {"prefill": "exact"}}
+
+
+class Said(NamedTuple):
+    """A continuation: token ids, and the log probability of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def name_of(keys: str, values: str) -> str:
+    return f"HALFBYTE_{keys}__{values}".upper()
+
+
+@contextmanager
+def engine(model: str | Path = shipped_model(), backend: str | None = None, **options: Any) -> Iterator[Any]:
+    """A vLLM engine in fp32, of this process; its memory is given back at the end."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True, "max_num_seqs": 16}
+    llm = None
+    try:
+        llm = LLM(model=str(model), attention_backend=backend, disable_log_stats=False, **(defaults | options))
+        yield llm
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 24, **sampling: Any) -> list[Said]:
+    """The greedy continuation of each prompt, all in one batch."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, detokenize=False, ignore_eos=True, logprobs=0, **({"temperature": 0} | sampling))
+    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    return [_said(completion) for output in outputs for completion in output.outputs]
+
+
+def _said(completion: Any) -> Said:
+    tokens = tuple(completion.token_ids)
+    return Said(tokens, tuple(found[t].logprob for t, found in zip(tokens, completion.logprobs, strict=True)))
+
+
+def metric(llm: Any, name: str) -> int:
+    """A counter of the engine."""
+    return int(next(m.value for m in llm.get_metrics() if m.name == name))
+
+
+def by_transformers(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 24) -> list[Said]:
+    """The same from transformers, one prompt at a time."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=tokens, **options)
+        said = out.sequences[0, len(prompt) :].tolist()
+        scores = [torch.log_softmax(logits[0].double(), -1)[t].item() for logits, t in zip(out.logits, said, strict=True)]
+        found.append(Said(tuple(said), tuple(scores)))
+    return found
+
+
+def quantized(model: str | Path = shipped_model(), **formats: Any) -> Any:
+    """A transformers model in fp32 that halfbyte has quantized."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.generation_config.eos_token_id = None
+    return halfbyte.hf.quantize(loaded, **formats)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """The folder with this model in it, written unless it is there."""
+    if not folder.exists():
+        model.save_pretrained(folder)
+    return folder
+
+
+def assert_same(found: Sequence[Said], expected: Sequence[Said], within: float = 0.02) -> None:
+    """The same tokens, and log probabilities within `within`."""
+    assert [said.tokens for said in found] == [said.tokens for said in expected]
+    worst = max(abs(a - b) for f, e in zip(found, expected, strict=True) for a, b in zip(f.logprobs, e.logprobs, strict=True))
+    assert worst <= within, f"log probabilities differ by up to {worst:.3g}"

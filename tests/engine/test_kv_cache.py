@@ -1,0 +1,99 @@
+"""The packed KV cache in real engines: transformers' words, bytes that pay off, and results that no schedule changes."""
+
+from __future__ import annotations
+
+import pytest
+from engines import EXACT, PROMPTS, TEXT, assert_same, by_transformers, engine, generate, metric, name_of, quantized
+
+from halfbyte.engine import PageLayout
+
+#: Prompts of many lengths that share no beginning.
+MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int8", "int8"), ("int8", "int4_g32"), ("int4", "int4"), ("fp8", "bf16"), ("int4_g32", "fp8")])
+def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
+    """Prompts as transformers computes them, the cache read from packed pages."""
+    with engine(backend=name_of(keys, values), additional_config=EXACT) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(quantized(keys=keys, values=values)))
+
+
+def test_blocks_grow_by_the_ratio_of_bytes() -> None:
+    blocks = {}
+    for backend in (None, name_of("int8", "int4_g32"), name_of("int4", "int4")):
+        with engine(backend=backend, dtype="bfloat16") as llm:
+            blocks[backend] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    for pair in (("int8", "int4_g32"), ("int4", "int4")):
+        ratio = 2 * 64 * 2 / PageLayout(*pair, 64).token_head_bytes
+        assert blocks[name_of(*pair)] == pytest.approx(ratio * blocks[None], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def at_once():
+    """What an engine with room for everything says to MANY."""
+    with engine(backend=name_of("int4", "int4")) as llm:
+        return generate(llm, MANY, 40)
+
+
+SCHEDULES = {
+    "chunks of 32 tokens": {"max_num_batched_tokens": 32},
+    "pages of 16 tokens": {"block_size": 16},
+    "one request at a time": {"max_num_seqs": 1},
+    "speculation": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    },
+    "compiled": {"enforce_eager": False},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_change_nothing(schedule: str, at_once) -> None:
+    with engine(backend=name_of("int4", "int4"), **SCHEDULES[schedule]) as llm:
+        assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
+        if schedule == "speculation":
+            assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_preemption_changes_nothing(at_once) -> None:
+    """A pool in which the requests do not fit."""
+    with engine(backend=name_of("int4", "int4"), block_size=16, num_gpu_blocks_override=24, enable_prefix_caching=False) as llm:
+        assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
+        assert metric(llm, "vllm:num_preemptions") > 0
+
+
+def test_prefix_hits_change_nothing() -> None:
+    """The second time the pages of the prompts are found; a prompt that shares a beginning reads another one's pages."""
+    prompts = [list(TEXT[:150]), list(TEXT[:130]) + list(b"return")]
+    with engine(backend=name_of("int4", "int4"), block_size=16) as llm:
+        first = generate(llm, prompts[:1])
+        assert metric(llm, "vllm:prefix_cache_hits") == 0
+        again = generate(llm, prompts)
+        assert metric(llm, "vllm:prefix_cache_hits") >= 144 + 128
+    with engine(backend=name_of("int4", "int4"), block_size=16, enable_prefix_caching=False) as llm:
+        alone = generate(llm, prompts[1:])
+    assert_same(again, first + alone, within=1e-4)
+
+
+def test_several_samples_share_a_prompt() -> None:
+    with engine(backend=name_of("int8", "int4_g32")) as llm:
+        found = generate(llm, PROMPTS[1:2], n=4, temperature=1.0, seed=1)
+        assert len(found) == 4
+        assert len({said.tokens for said in found}) > 1
+        assert found == generate(llm, PROMPTS[1:2], n=4, temperature=1.0, seed=1)
+
+
+def test_rotated_keys() -> None:
+    options = {"halfbyte": {"prefill": "exact", "rotate_keys": True}}
+    with engine(backend=name_of("int4", "int4"), additional_config=options) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(quantized(keys="int4", values="int4", rotate_keys=True)))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gpt_neox", "phi3"])
+def test_families(family: str, tiny) -> None:
+    """A sliding window; softcap with alternating windows; sinks; partial rotary embedding; one stored projection for q, k and v."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(1, 60))]
+    with engine(tiny(family), name_of("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
+        found = generate(llm, prompts)
+    assert_same(found, by_transformers(quantized(tiny(family), keys="int8", values="int4_g32"), prompts))
