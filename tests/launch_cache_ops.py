@@ -129,18 +129,22 @@ def query(tokens: int = 1) -> torch.Tensor:
 
 def buffer(fmt: str) -> KVBuffer:
     """Eight pages of 16 tokens."""
-    return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
+    return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 0, 64), torch.bfloat16, "cpu")
 
 
-def cache(capacity: int = 64, paged: bool = False, keys: str = "int8", lengths: torch.Tensor | None = None) -> KVCache:
+def cache(
+    capacity: int = 64, paged: bool = False, keys: str = "int8", lengths: torch.Tensor | None = None, **options: Any
+) -> KVCache:
     with cuda_tensors(False):
-        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, keys=keys)
+        made = (
+            PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, keys=keys, **options)
+        )
     made.lengths = made.lengths if lengths is None else lengths
     return made
 
 
 def attended() -> DecodeCall:
-    keys, values = replace(buffer("int8"), tail=bf16(2, 2, 32, 64)), buffer("int4_g32")
+    keys, values = (replace(buffer(name), tail=bf16(2, 2, 32, 64), sink_tokens=2) for name in ("int8", "int4_g32"))
     options = AttentionOptions(0.5, 30.0, torch.zeros(8), 20, ints(2), ints(2), torch.zeros(8))
     return DecodeCall(query(), keys, values, ints(2), ints(2), ints(2, 4), options)
 
@@ -149,7 +153,7 @@ ATTENTION = Op(
     full=attended,
     find=attention_op._signature,
     paths="q lengths query_start? page_table? keys.codes keys.scales keys.tail? values.codes values.scales values.offsets? "
-    "options.starts? options.ends? options.alibi_slopes? options.sinks?",
+    "values.tail? options.starts? options.ends? options.alibi_slopes? options.sinks?",
     same={
         "sm_scale": changed("options.sm_scale", 0.25),
         "softcap": changed("options.softcap", 1.0),
@@ -162,6 +166,7 @@ ATTENTION = Op(
         "a format of the same name": changed("keys.format", replace),
         "no window": changed("options.window", None),
         "no softcap": changed("options.softcap", None),
+        "sink tokens": changed("keys.sink_tokens", 1),
         "impl": changed("impl", "gluon"),
     },
     never={
@@ -230,7 +235,7 @@ ATTENTION = Op(
 
 def appended() -> AppendCall:
     where, rope = (
-        (buffer("int8_tensor"), buffer("int4_g32"), ints(2), ints(2), ints(2, 4)),
+        (*(replace(buffer(name), tail=bf16(2, 2, 9, 64)) for name in ("int8_tensor", "int4_g32")), ints(2), ints(2), ints(2, 4)),
         (torch.zeros(1, 32), torch.zeros(1, 32)),
     )
     return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False)
@@ -249,16 +254,17 @@ APPEND = Op(
     full=appended,
     find=append_op.signature_of,
     paths="k v lengths counts? page_table? q? keys.codes keys.scales keys.saturated values.codes values.scales values.offsets "
-    "rope.0 rope.1",
+    "keys.tail? values.tail? rope.0 rope.1",
     same={},
     others={
         "no rope": changed("rope", None),
         "format of the keys": changed("keys.format", KV_FORMATS["fp8_tensor"]),
         "a format of the same name": changed("values.format", replace),
         "rotated keys": changed("rotate_keys", True),
+        "sink tokens": changed("keys.sink_tokens", 1),
     },
     never={
-        "a tail": changed("keys.tail", torch.zeros(1)),
+        "per-channel keys": changed("keys.format", KV_FORMATS["int8_channel"]),
         "a scale to measure": changed("measure", True),
         "rope a list": changed("rope", list),
         "rope of three": changed("rope", lambda rope: (*rope, rope[0])),
@@ -274,6 +280,7 @@ APPEND = Op(
         "rope": lambda: {"rope": (torch.rand(1, 32), torch.rand(1, 32))},
         "queries": rotation,
         "pages": lambda: {"cache": cache(paged=True)},
+        "sink and recent tokens": lambda: {"cache": cache(sink_tokens=2, recent_tokens=4)},
         "all": lambda: {"counts": ints(2) + 1, **rotation()},
     },
     unstored={

@@ -13,14 +13,23 @@ import torch
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
+from halfbyte.kv_buffer import (
+    AppendCall,
+    KVBuffer,
+    Rope,
+    check_buffers,
+    check_window,
+    expanded,
+    new_kv_buffer,
+    outside_inference_mode,
+)
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
 from halfbyte.reference.hadamard import block_size
 from halfbyte.reference.quantize import fixed_scale
-from halfbyte.reference.reopen import reopen_block
+from halfbyte.reference.reopen import reopen
 
 #: The default formats: keys need more bits than values.
 KEYS, VALUES = "int8", "int4_g32"
@@ -32,7 +41,9 @@ class CacheOptions(TypedDict, total=False):
     keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
     rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
-    dtype              the 16-bit type of the tail of per-channel keys, which is not quantized yet (bfloat16)
+    sink_tokens        so many tokens at the start of a sequence stay in 16 bits, keys and values (0)
+    recent_tokens      so do so many at its end, which are quantized when they leave this window (0)
+    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet (bfloat16)
     device             where the memory is ("cpu")
     k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
     """
@@ -41,6 +52,8 @@ class CacheOptions(TypedDict, total=False):
     values: str | Format
     value_dim: int | None
     rotate_keys: bool
+    sink_tokens: int
+    recent_tokens: int
     dtype: torch.dtype
     device: torch.device | str
     k_scale: float | None
@@ -51,7 +64,8 @@ class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
     Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. A cache that one thread changes no other may change or read without a lock: tokens would be lost in silence.
+    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens reads what is in 16 bits after its append.
+    A cache that one thread changes no other may change or read without a lock: tokens would be lost in silence.
     """
 
     page_table: torch.Tensor | None = None
@@ -71,9 +85,9 @@ class KVCache:
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         block = key_format(options.get("keys", KEYS)).token_block or 1
-        self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, options)
+        self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, capacity, options)
 
-    def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, options: CacheOptions) -> None:
+    def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, capacity: int, options: CacheOptions) -> None:
         """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
@@ -84,14 +98,16 @@ class KVCache:
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
         check_rotation(self.rotate_keys, head_dim)
-        tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
+        sinks, recent = options.get("sink_tokens", 0), options.get("recent_tokens", 0)
+        check_window(sinks, recent, k_fmt, v_fmt, capacity)
         k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
         with outside_inference_mode():
-            self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
-            self.values = new_kv_buffer(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+            k_tail, v_tail = ((batch, rows[1], f.token_block or sinks + recent) for f in (k_fmt, v_fmt))
+            self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), (*k_tail, head_dim), dtype, device, k_scale, sinks)
+            self.values = new_kv_buffer(v_fmt, (*rows, value_dim), (*v_tail, value_dim), dtype, device, v_scale, sinks)
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = [_scale_of_tensor(buffer) for buffer in (self.keys, self.values)]
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
@@ -166,12 +182,15 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for codes, scales, offsets and tails."""
+        """Bytes allocated for codes, scales, offsets and tails, those of sink and recent tokens included."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token of one sequence takes, scales and offsets included, tails not."""
+        """Bytes that one more token of one sequence takes, scales and offsets included, tails not.
+
+        Sink and recent tokens take `nbytes` more, once a sequence: room for their codes is there as well.
+        """
         block = self.keys.format.token_block or 1
         one = (1, self.kv_heads, block)
         scaled = [f for f in (self.keys.format, self.values.format) if f.granularity == "tensor"]
@@ -270,7 +289,8 @@ class KVCache:
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
 
-        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail.
+        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail. So do tokens
+        that become recent ones again: they are what their codes say, rounded to 16 bits, and are quantized anew when they leave.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)
@@ -283,7 +303,8 @@ class KVCache:
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         left = torch.minimum(self.lengths, wanted)
         check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
-        reopen_block(self.keys, self.lengths, left, self.page_table)
+        for buffer in (self.keys, self.values):
+            reopen(buffer, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
         if self._bound is not None and not isinstance(length, torch.Tensor):
             self._bound = min(self._bound, int(length))
@@ -330,6 +351,8 @@ class KVCache:
             values=self.values.format,
             value_dim=self.value_dim,
             rotate_keys=self.rotate_keys,
+            sink_tokens=self.keys.sink_tokens,
+            recent_tokens=self.keys.recent_tokens,
             dtype=torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype,
             device=self.device,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.kv_buffer import check_window
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -39,6 +40,8 @@ class Estimate:
     values: str
     weights: str
     skip_layers: tuple[int, ...]
+    sink_tokens: int
+    recent_tokens: int
     parameters: int
     quantized_parameters: int
     weight_bytes: int
@@ -76,9 +79,13 @@ def estimate(
     values: str = "int4_g32",
     weights: str = "bf16",
     skip_layers: Collection[int] = (),
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
     memory: int | None = None,
 ) -> Estimate:
     """Estimate for a model folder, a Hub id or "demo". `weights` is a weight format, or bf16 for none.
+
+    `sink_tokens` and `recent_tokens` stay in 16 bits as well, in memory of their own.
 
     The caches of `skip_layers` stay 16-bit; negative numbers count from the end. Raises `InvalidArgument` for sizes that are not
     above 0 and formats that do not exist or do not fit; `CheckpointError` when there is no usable configuration; `Unsupported` for
@@ -86,11 +93,11 @@ def estimate(
     """
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
-    key_format(keys), value_format(values)  # before anything is fetched from the Hub
+    check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
     weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
     config = load_config(resolve_model(model))
     skeleton = meta_model(config, model)
-    cache = packed_layers(config, keys, values, skip_layers)
+    cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
     saved, quantized = quantized_bytes(skeleton, weight)
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
@@ -106,6 +113,8 @@ def estimate(
         values=values,
         weights=weights,
         skip_layers=tuple(sorted(set(skip_layers))),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
         parameters=plain_weights // 2,
         quantized_parameters=quantized,
         weight_bytes=plain_weights - saved,
@@ -182,18 +191,23 @@ def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[i
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window."""
+    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window.
+
+    window   tokens of a sequence that layers with codes also hold in 16 bits
+    """
 
     formats: tuple[tuple[Format, Format], ...]
     heads: int
     key_dim: int
     value_dim: int
     sliding: int
+    window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers."""
         key_shape, value_shape = (batch, self.heads, tokens, self.key_dim), (batch, self.heads, tokens, self.value_dim)
-        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) for k, v in self.formats)
+        kept = 2 * batch * self.heads * self.window * (self.key_dim + self.value_dim)
+        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) + kept * k.is_quantized for k, v in self.formats)
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers in 16 bits."""

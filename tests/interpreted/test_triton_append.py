@@ -420,7 +420,7 @@ def test_opcheck_and_compiling() -> None:
     k, v = tokens((3, 1, 3, 64))
     q = tokens((3, 4, 3, 64), 1)[0]
     counts, kp, vp = torch.tensor([3, 1, 0], dtype=torch.int32), a.keys, a.values
-    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors()[:3], vp.saturated, a.lengths, a.page_table)
+    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors(), vp.saturated, a.lengths, a.page_table)
     torch.library.opcheck(
         torch.ops.halfbyte.append_.default,
         (*flat, kp.format.name, vp.format.name, False, *(rope := rope_tables(torch.arange(3), 64)), True, "triton", q, q.clone()),

@@ -97,7 +97,7 @@ STATE = [
         "the block is not brought back by crop",
         CACHE,
         "KVCache.crop",
-        drop("reopen_block(*_a)"),
+        drop("reopen(*_a)"),
         caches("test_crop_into_a_finished_block_brings_it_back"),
     ),
     Mutant(
@@ -218,7 +218,7 @@ STATE = [
         "the tail of an earlier call",
         KV_BUFFER,
         "DecodeCall.tensors",
-        Rewrite("(*_b, _k.tail, *_a)", "(*_b, None, *_a)"),
+        Rewrite("(*_b, _k.tail, _v.codes, *_a)", "(*_b, None, _v.codes, *_a)"),
         launches("test_the_same_arguments_at_other_addresses[attention: a tail]"),
     ),
     Mutant(

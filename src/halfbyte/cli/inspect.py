@@ -45,6 +45,8 @@ def memory(
     values: Annotated[str, typer.Option(help="Format of cached values.")] = "int4_g32",
     weights: Annotated[str, typer.Option(help="Format of the linear layers; bf16 for none.")] = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers that stay 16-bit, such as 0,1,31.")] = "",
+    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
+    recent_tokens: Annotated[int, typer.Option(help="Tokens at its end that do.")] = 0,
     fit: Annotated[str, typer.Option("--memory", help="Also say how many tokens fit in so much, such as 24GB.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -59,6 +61,8 @@ def memory(
         values=values,
         weights=weights,
         skip_layers=integers(skip_layers, "skip-layers"),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
         memory=parse_bytes(fit) if fit else None,
     )
     if as_json:

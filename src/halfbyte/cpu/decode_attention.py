@@ -53,8 +53,7 @@ def decode_attention(
         masked = not span.all_visible(lo, hi)
 
         block, scale = _load(keys, page_table, lo, hi, scratch)
-        if keys.tail is not None and hi > span.shortest:
-            block = _with_tail(block, keys.tail, lengths, lo)
+        scale = _put_tail(keys, block, scale, lengths, lo)
         scores = rows @ block.mT  # [B, H, R, n]
         if scale is not None:
             scores.mul_(scale.mT)
@@ -71,6 +70,7 @@ def decode_attention(
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
         stored = stored_tokens(tokens.mT, limit, oldest) if masked else None
         block, scale = _load(values, page_table, lo, hi, scratch, stored)
+        scale = _put_tail(values, block, scale, lengths, lo, stored)
         if scale is not None:
             p.mul_(scale.mT)
         out = out.mul_(keep).add_(p @ block)
@@ -117,7 +117,7 @@ def _finish(
 class _Span:
     """No query sees a key outside [first, last); every query sees every key of [clear_first, clear_last).
 
-    `alignment`: blocks start at its multiples. `shortest`: the smallest length; a block that ends by then has no part in a tail.
+    `alignment`: blocks start at its multiples.
     """
 
     first: int
@@ -125,7 +125,6 @@ class _Span:
     alignment: int
     clear_first: int = 0
     clear_last: int = 0
-    shortest: int = 0
 
     def all_visible(self, lo: int, hi: int) -> bool:
         return self.clear_first <= lo and hi <= self.clear_last
@@ -159,7 +158,6 @@ def _span(
         alignment=alignment,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
-        shortest=int(lengths.min()),
     )
 
 
@@ -238,9 +236,31 @@ def _rows(t: torch.Tensor, page_table: torch.Tensor | None, lo: int, hi: int) ->
     return pages.movedim(1, axis).flatten(axis, axis + 1).narrow(axis, 0, hi - lo)
 
 
-def _with_tail(block: torch.Tensor, tail: torch.Tensor, lengths: torch.Tensor, lo: int) -> torch.Tensor:
-    """A block of keys with every sequence's unfinished tokens taken from its 16-bit tail [B, H, every, D]."""
-    every = tail.shape[2]
-    parts = torch.unflatten(block, 2, (-1, every))  # [B, H, n / every, every, D]
-    ends = torch.arange(lo, lo + block.shape[2], every, device=tail.device).view(1, 1, -1, 1, 1) + every
-    return torch.where(ends <= lengths.view(-1, 1, 1, 1, 1), parts, tail.unsqueeze(2).to(block.dtype)).flatten(2, 3)
+def _put_tail(
+    buffer: KVBuffer,
+    block: torch.Tensor,
+    scale: torch.Tensor | None,
+    lengths: torch.Tensor,
+    lo: int,
+    stored: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Put tokens of the 16-bit tail into a block from token `lo` on, in place, where they are `stored` (as for `_load`).
+
+    Returns the scales of its tokens, which are 1 of these.
+    """
+    if buffer.tail is None:
+        return scale
+    token, count = buffer.tail_tokens(lengths), block.shape[2]  # [B, rows]
+    here = (token >= lo) & (token < lo + count)
+    if stored is not None:
+        here &= stored[:, 0, :, 0].gather(1, (token - lo).clamp(0, count - 1))
+    sequence, row = here.nonzero(as_tuple=True)
+    if not sequence.numel():
+        return scale
+    at = token[sequence, row] - lo
+    block.transpose(1, 2)[sequence, at] = buffer.tail.transpose(1, 2)[sequence, row].to(block.dtype)
+    if scale is None:
+        return None
+    scale = scale.expand(block.shape[0], scale.shape[1], count, 1).clone()
+    scale.transpose(1, 2)[sequence, at] = 1
+    return scale

@@ -49,6 +49,7 @@ class PackedLayerLike(Protocol):
     parts: Stored
     formats: tuple[str, str]
     rotate_keys: bool
+    sink_tokens: int
 
 
 class Handle:
@@ -116,7 +117,7 @@ def attention(
     if query.shape[2] > DECODE_QUERIES:
         found = prefill_attention(query, key.new, value.new, cast(KVCache, layer.kv), **options)
     elif torch.compiler.is_compiling():
-        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, **options)
+        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, layer.sink_tokens, **options)
     else:
         found = decode_attention(query, cast(KVCache, layer.kv), **options)
     out = cast(torch.Tensor, found)  # a pair only with return_lse

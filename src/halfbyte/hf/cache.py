@@ -13,6 +13,7 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
+from halfbyte.kv_buffer import check_window
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.settings import default_impl
@@ -27,8 +28,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
 
-    def __init__(self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype, window: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`window`: sink tokens and recent tokens in 16 bits."""
         super().__init__()
+        self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
         self.is_compileable = True
@@ -63,6 +68,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             values=self.value_format,
             value_dim=value_states.shape[-1],
             rotate_keys=self.rotate_keys,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
             dtype=self.buffer_dtype,
             device=key_states.device,
         )
@@ -87,7 +94,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
         if torch.compiler.is_compiling():
-            append_parts(key_states, value_states, self.parts, self.formats, self.rotate_keys, self.measures)
+            options = (self.rotate_keys, self.measures, self.sink_tokens)
+            append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
         else:
             kv.append(key_states, value_states)
@@ -161,6 +169,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them
     rotate_keys       Hadamard-rotate keys (and queries) against outliers
+    sink_tokens       so many tokens at the start of a sequence stay in 16 bits; left padding counts as tokens
+    recent_tokens     so do so many at its end
     skip_layers       layers that keep 16 bits; negative numbers count from the end
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
@@ -175,6 +185,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         keys: str = "int8",
         values: str = "int4_g32",
         rotate_keys: bool = False,
+        sink_tokens: int = 0,
+        recent_tokens: int = 0,
         skip_layers: Iterable[int] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -185,7 +197,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         formats = layer_formats(config, keys, values, skip_layers, dtype)
         check_rotation(rotate_keys, head_dims(config)[0])
         self.capacity = _whole_buckets(capacity)
-        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), self.capacity)
+        window = (sink_tokens, recent_tokens)
+        layers = [PackedLayer(self.capacity, k, v, rotate_keys, dtype, window if k.is_quantized else (0, 0)) for k, v in formats]
+        super().__init__(layers=layers)
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
                 layer.is_compileable = False

@@ -26,15 +26,19 @@ class CacheSettings:
     values: str
     rotate_keys: bool
     skip_layers: tuple[int, ...]
+    sink_tokens: int = 0
+    recent_tokens: int = 0
 
     def make(self, model: Any, capacity: int) -> PackedCache:
-        """A cache for `model`."""
+        """A cache for `model`, with room for its sink and recent tokens at least."""
         return PackedCache(
             model,
-            capacity,
+            max(capacity, self.sink_tokens + self.recent_tokens),
             keys=self.keys,
             values=self.values,
             rotate_keys=self.rotate_keys,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
             skip_layers=self.skip_layers,
         )
 

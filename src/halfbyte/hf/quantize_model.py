@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.cache import check_rotation
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import weight_format
+from halfbyte.formats import key_format, value_format, weight_format
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import half_type, head_dims, layer_formats
 from halfbyte.hf.default_cache import CacheSettings, make_default
@@ -17,6 +17,7 @@ from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
 from halfbyte.hf.quantizer import mark_quantized
 from halfbyte.hf.weights import quantize_modules
+from halfbyte.kv_buffer import check_window
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -30,6 +31,8 @@ def quantize(
     values: str | None = None,
     *,
     rotate_keys: bool = False,
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -42,6 +45,8 @@ def quantize(
                   norms, routers and expert weights that are no linear modules stay as they are
     keys, values  formats of the KV cache that `generate()` makes; one alone leaves the other in 16 bits, neither leaves the cache
     rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    sink_tokens   so many tokens at the start of a sequence stay in 16 bits, keys and values; left padding counts as tokens
+    recent_tokens so do so many at its end
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -62,7 +67,7 @@ def quantize(
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
-    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
+    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), (sink_tokens, recent_tokens))
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
@@ -104,17 +109,24 @@ def _check_model(model: Any) -> None:
 
 
 def _cache_settings(
-    model: Any, keys: str | None, values: str | None, rotate_keys: bool, skip_layers: tuple[int, ...]
+    model: Any,
+    keys: str | None,
+    values: str | None,
+    rotate_keys: bool,
+    skip_layers: tuple[int, ...],
+    window: tuple[int, int],
 ) -> CacheSettings | None:
     """Checked settings of the cache; None when the cache stays transformers' own."""
     if keys is None and values is None:
         check(
-            not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
+            not rotate_keys and not skip_layers and window == (0, 0),
+            "rotate_keys, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or values= as well",
         )
         return None
     check_model_support(model)
     plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
+    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers, *window)
+    check_window(*window, key_format(settings.keys), value_format(settings.values))
     layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         raise Unsupported(  # transformers would warn, and go on with 16 bits

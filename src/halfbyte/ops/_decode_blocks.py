@@ -63,4 +63,4 @@ def put(into: torch.Tensor, blocks: torch.Tensor) -> None:
 def _of_sequences(buffer: KVBuffer, some: slice, paged: bool) -> KVBuffer:
     """What a buffer holds of some sequences. All of them share its pages, and their tables say which are whose."""
     tensors = [t if t is None or t.ndim == 1 or (paged and t is not buffer.tail) else t[some] for t in buffer.tensors()]
-    return KVBuffer(buffer.format, *cast(Any, tensors))
+    return KVBuffer(buffer.format, *cast(Any, tensors), sink_tokens=buffer.sink_tokens)

@@ -62,7 +62,7 @@ def _run_block(call: DecodeCall, compiled: bool) -> Pair:
     """`run` of blocks, launched like earlier ones where there were any."""
     o, known = call.options, None
     if not (compiled or o.rotate_keys or call.deterministic_batch):
-        options = ("block", call.impl, o.window is None, o.softcap is None)
+        options = ("block", call.impl, o.window is None, o.softcap is None, call.keys.sink_tokens)
         known = signature("decode_attention", options, (call.keys.format, call.values.format), call.tensors())
     found: Pair | None = None if known is None else replay(known, o)
     return run(call, compiled=compiled, signature=known, block=True) if found is None else found

@@ -46,7 +46,7 @@ def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
         count = tokens // (buffer.format.token_block or 1)
         codes = codes[own, :, :tokens]
         scales, offsets = (t if t is None or t.ndim == 1 else _rows(t, own, count) for t in (scales, offsets))
-    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own))
+    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own), sink_tokens=buffer.sink_tokens)
 
 
 def _rows(t: torch.Tensor, own: slice, count: int) -> torch.Tensor:

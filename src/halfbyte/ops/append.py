@@ -28,20 +28,21 @@ from halfbyte.settings import pair_launches
 _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
     "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
-    "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(i!)? v_saturated, "
+    "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(k!)? v_tail, Tensor(i!)? v_saturated, "
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
-    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None) -> ()'
+    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None, '
+    "int sink_tokens=0) -> ()"
 )
 #: What the schema's arguments behind `rotate_keys` are unless given.
-_DEFAULTS = (None, None, True, "reference", None, None)
+_DEFAULTS = (None, None, True, "reference", None, None, 0)
 
-#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same without tail of values, lengths.
+#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
 Stored = tuple[torch.Tensor | None, ...]
 
 
 def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
     """What `append_parts` and `decode_parts` take of a contiguous cache."""
-    return (*keys.tensors(), keys.saturated, *values.tensors()[:3], values.saturated, lengths)
+    return (*keys.tensors(), keys.saturated, *values.tensors(), values.saturated, lengths)
 
 
 def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[Any, ...]:
@@ -49,17 +50,16 @@ def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[An
     cos, sin = (None, None) if c.rope is None else c.rope
     names = (c.keys.format.name, c.values.format.name)
     buffers = stored(c.keys, c.values, c.lengths)
-    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out)
+    options = (c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out, c.keys.sink_tokens)
+    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options)
 
 
 def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
     """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
-    options = (*rest[14:], *_DEFAULTS[len(rest) - 14 :])
-    k_codes, k_scales, k_offsets, k_tail, k_saturated, v_codes, v_scales, v_offsets, v_saturated = rest[:9]
-    lengths, page_table, key_name, value_name, rotate_keys = rest[9:14]
-    cos, sin, measure, chosen, q, q_out = options
-    keys = KVBuffer(key_format(key_name), k_codes, k_scales, k_offsets, k_tail, k_saturated)
-    values = KVBuffer(value_format(value_name), v_codes, v_scales, v_offsets, None, v_saturated)
+    lengths, page_table, key_name, value_name, rotate_keys = rest[10:15]
+    cos, sin, measure, chosen, q, q_out, sink_tokens = (*rest[15:], *_DEFAULTS[len(rest) - 15 :])
+    keys = KVBuffer(key_format(key_name), *rest[:5], sink_tokens)
+    values = KVBuffer(value_format(value_name), *rest[5:10], sink_tokens)
     rope = None if cos is None else (cos, sin)
     return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, measure), chosen, q_out
 
@@ -86,7 +86,7 @@ _op = define(_SCHEMA, _run, _fake)
 
 
 def append_parts(
-    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool
+    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool, sink_tokens: int
 ) -> None:
     """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
 
@@ -95,7 +95,7 @@ def append_parts(
     lengths = parts[-1]
     assert lengths is not None
     chosen = level("append", "auto", lengths.device)
-    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen)
+    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen, None, None, sink_tokens)
     lengths.add_(k.shape[2])  # as in `store`
 
 
@@ -189,20 +189,20 @@ def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
     keys, values, (cos, sin) = c.keys, c.values, c.rope or (None, None)
     return (
         *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
-        *(values.codes, values.scales, values.offsets, values.saturated),
+        *(values.codes, values.scales, values.offsets, values.saturated, keys.tail, values.tail),
     )
 
 
 def signature_of(c: AppendCall) -> Signature | None:
     """The signature of a call, of which nothing need have been checked; None where it may take more than one launch."""
     rope: Any = c.rope  # which need not be one
-    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.tail is not None:
+    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.format.token_block:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
         return None
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and getattr(c.q, "requires_grad", False)):
         return None
-    return signature("append", (c.rotate_keys,), (c.keys.format, c.values.format), _tensors(c))
+    return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
 
 
 def _replayed(
@@ -211,7 +211,7 @@ def _replayed(
     """What makes this launch again, with the addresses of another call; returns q rotated, or None in its place."""
     from halfbyte.kernels.common.compat import launcher
 
-    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[9:]
+    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
     like = None if q_out is None else layout(q_out)
 
     def again(s: Signature) -> tuple[torch.Tensor | None] | None:
@@ -221,7 +221,8 @@ def _replayed(
             address = made.data_ptr()
             if address % 16:
                 return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], a[8:12], a[12:16], *constants)
+        stored = (a[8:12], a[12:16], a[16:18])
+        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], *stored, *constants)
         return (made,)
 
     return again

@@ -27,31 +27,37 @@ QUERY_BLOCK = 128
 
 _SCHEMA = (
     "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
-    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor? query_start, Tensor? page_table, "
+    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor? v_tail, Tensor lengths, Tensor? query_start, Tensor? page_table, "
     "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
-    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False) -> (Tensor, Tensor)"
+    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
+    "int sink_tokens=0) -> (Tensor, Tensor)"
 )
 
 
 #: Of a call's flat arguments, so many are tensors.
-_TENSORS = 15
+_TENSORS = 16
+#: What the schema's last arguments are unless given.
+_DEFAULTS = (False, 0)
 
 
 def _flat(call: DecodeCall) -> tuple[Any, ...]:
     """The arguments of the op."""
     o = call.options
     numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
-    return (*call.tensors(), *numbers, call.keys.format.name, call.values.format.name, call.impl, call.deterministic_batch)
+    names = (call.keys.format.name, call.values.format.name)
+    return (*call.tensors(), *numbers, *names, call.impl, call.deterministic_batch, call.keys.sink_tokens)
 
 
 def _call(*flat: Any) -> DecodeCall:
-    """The call that the op's arguments are. Torch leaves out the last one where it is its default."""
-    q, *k, v_codes, v_scales, v_offsets, lengths, query_start, page_table, starts, ends, slopes, sinks = flat[:_TENSORS]
-    sm_scale, softcap, window, rotate_keys, keys, values, level, deterministic_batch = (*flat[_TENSORS:], False)[:8]
+    """The call that the op's arguments are. Torch leaves out those at the end that are their defaults."""
+    q, (k, v) = flat[0], (flat[1:5], flat[5:9])
+    lengths, query_start, page_table, starts, ends, slopes, sinks = flat[9:_TENSORS]
+    options = (*flat[_TENSORS:], *_DEFAULTS[len(flat) - _TENSORS - 7 :])
+    sm_scale, softcap, window, rotate_keys, keys, values, level, deterministic_batch, sink_tokens = options
     return DecodeCall(
         q,
-        KVBuffer(format_of(keys), *k),
-        KVBuffer(format_of(values), v_codes, v_scales, v_offsets),
+        KVBuffer(format_of(keys), *k, sink_tokens=sink_tokens),
+        KVBuffer(format_of(values), *v, sink_tokens=sink_tokens),
         *(lengths, query_start, page_table),
         AttentionOptions(sm_scale, softcap, slopes, window, starts, ends, sinks, rotate_keys),
         *(level, deterministic_batch),
@@ -175,7 +181,7 @@ def _signature(call: DecodeCall) -> Signature | None:
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):
         return None
-    options = (impl, o.window is None, o.softcap is None)
+    options = (impl, o.window is None, o.softcap is None, keys.sink_tokens)
     return signature("decode_attention", options, (keys.format, values.format), call.tensors())
 
 
@@ -184,6 +190,7 @@ def decode_parts(
     parts: Stored,
     formats: tuple[str, str],
     rotate_keys: bool,
+    sink_tokens: int,
     *,
     sm_scale: float,
     window: int | None,
@@ -195,10 +202,9 @@ def decode_parts(
 
     Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
     """
-    k_codes, k_scales, k_offsets, k_tail, _, v_codes, v_scales, v_offsets, _, lengths = parts
-    planes = (k_codes, k_scales, k_offsets, k_tail, v_codes, v_scales, v_offsets)
+    planes = (*parts[:4], *parts[5:9])  # without the counters
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
-    out: torch.Tensor = _op(q, *planes, lengths, None, None, *options, *formats, level_of("auto", q))[0]
+    out: torch.Tensor = _op(q, *planes, parts[-1], None, None, *options, *formats, level_of("auto", q), False, sink_tokens)[0]
     return out
 
 

@@ -43,6 +43,7 @@ class DecodeProblem:
     keys, values    format names
     aligned         codes lie in whole 16-byte pieces
     page            tokens of a page; 0: contiguous
+    sink_tokens, recent_tokens      tokens that are read in 16 bits
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
     """
@@ -67,6 +68,8 @@ class DecodeProblem:
     v_token_stride: int = 1
     k_scale_stride: int = 1
     v_scale_stride: int = 1
+    sink_tokens: int = 0
+    recent_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -217,6 +220,8 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
+    if p.sink_tokens or p.recent_tokens:
+        return "sink or recent tokens in 16 bits"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
         return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:

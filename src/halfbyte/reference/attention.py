@@ -101,12 +101,11 @@ def read(
         values = codes.double()
     else:
         values = decode(codes, scales.double(), offsets, buffer.format, (batch, heads, capacity, buffer.dim))
-    token = torch.arange(capacity, device=codes.device)
-    column = token.view(1, 1, -1, 1)
+    column = torch.arange(capacity, device=codes.device).view(1, 1, -1, 1)
     if buffer.tail is not None:
-        block = buffer.format.token_block or 1
-        finished = (lengths // block * block).view(-1, 1, 1, 1)
-        values = torch.where(column < finished, values, buffer.tail.double()[:, :, token % block])
+        token = buffer.tail_tokens(lengths)  # [B, rows]
+        sequence, row = ((token >= 0) & (token < capacity)).nonzero(as_tuple=True)
+        values.transpose(1, 2)[sequence, token[sequence, row]] = buffer.tail.transpose(1, 2)[sequence, row].double()
     oldest = torch.zeros_like(lengths) if oldest is None else oldest
     return torch.where(stored_tokens(column, lengths if limit is None else limit, oldest), values, 0.0)
 

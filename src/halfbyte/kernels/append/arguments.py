@@ -34,6 +34,13 @@ class Stored(NamedTuple):
     saturated: Pointer
 
 
+class Tails(NamedTuple):
+    """Of keys and of values, where sink or recent tokens stay in 16 bits: the tails, or their strides."""
+
+    keys: Any
+    values: Any
+
+
 class Sizes(NamedTuple):
     """Integers that kernels are not specialised on. Triton allows that for an argument of its own, not in a tuple: spread them.
 

@@ -83,22 +83,6 @@ def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
 
 
 @triton.jit
-def top_of_tokens(
-    x, s, b, t, head, limit, heads, rope, rope_stride, HEAD: tl.constexpr, C: tl.constexpr, FINITE: tl.constexpr = False
-):
-    """Bits of the largest magnitude of each token over its heads, in every row of it: int32 [R, 1]. Tokens from `limit` on: 0."""
-    R: tl.constexpr = t.shape[0]
-    top = tl.zeros([R // C.heads], tl.int32)
-    for i in range(C.passes):
-        h = head + i * C.heads
-        bits = bits_of(load_rows(x, s, b, t, h, (t < limit) & (h < heads), rope, rope_stride, HEAD)) & MAGNITUDE
-        if FINITE:
-            bits = tl.where(bits >= INF, 0, bits)
-        top = tl.maximum(top, tl.max(tl.reshape(tl.max(bits, 1), [R // C.heads, C.heads]), 1))
-    return tl.reshape(tl.broadcast_to(top[:, None], [R // C.heads, C.heads]), [R, 1])
-
-
-@triton.jit
 def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.constexpr, HEAD: tl.constexpr):
     """R rows of q [B, H, L, D], the heads of a token one after the other, rotated by position into `out`, contiguous."""
     r = tile * R + tl.arange(0, R)

@@ -30,6 +30,7 @@ TOP = tl.constexpr(14)
 
 #: A KV buffer as the kernel takes it: tensors, their strides over [batch or page, head, token, dim], and constants:
 #: F                 the format, a `KVCodec`
+#: SINKS, RING       rows of the tail for sink tokens, and for the last tokens
 #: PARTS             codes in a word that is loaded
 #: DIM, WORDS        numbers of a row; words of a row, padded to a power of two
 #: UNIT              a code over its unpacked number, or 1 where scales are applied already
@@ -39,7 +40,7 @@ KVArgs = NamedTuple(
     "KVArgs",
     [
         *((name + axis, Any) for name in ("codes", "scales", "offsets", "tail") for axis in ("", "0", "1", "2", "3")),
-        *((name, Any) for name in ("F", "PARTS", "DIM", "WORDS", "UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
+        *((name, Any) for name in ("F", "SINKS", "RING", "PARTS", "DIM", "WORDS", "UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
     ],
 )
 
@@ -169,7 +170,7 @@ def kv_args(buffer: KVBuffer, query: torch.dtype) -> KVArgs:
             codes, parts = codes.view(torch.int16), codec.codes_per_word
     dot, precision = _dot_of(torch.float16 if codec.scaled else codes.dtype, query)
     constants = (
-        *(parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
+        *(buffer.sink_tokens, buffer.ring, parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
         *(1.0 if codec.scale_inside else codec.step, codec.scale_inside or codec.scale_per_token),
         *(codec.scale_per_token and codec.offset, dot, precision),
     )

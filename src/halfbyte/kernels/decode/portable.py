@@ -103,6 +103,47 @@ def _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: t
 
 
 @triton.jit
+def _tail_part(row, seen, sequence, head, PART: tl.constexpr, x: KVArgs):
+    """Part PART of rows [N] of the tail in fp32, [N, WORDS]; 0 where `seen` is false."""
+    d = tl.arange(0, x.WORDS).to(tl.int64) * x.PARTS + PART
+    at = x.tail + sequence * x.tail0 + head * x.tail1 + row.to(tl.int64)[:, None] * x.tail2 + d[None, :] * x.tail3
+    return tl.load(at, mask=seen[:, None] & (d < x.DIM)[None, :], other=0).to(tl.float32)
+
+
+@triton.jit
+def _tail_products(q, row, seen, sequence, head, M: tl.constexpr, N: tl.constexpr, x: KVArgs):
+    """q . k for rows q and rows [N] of the tail of keys, fp32 [M, N]."""
+    s = tl.zeros([M, N], tl.float32)
+    for j in tl.static_range(x.PARTS):
+        k = _tail_part(row, seen, sequence, head, j, x)
+        s = tl.dot(q[j].to(tl.float32), tl.trans(k), s, input_precision="tf32")
+    return s
+
+
+@triton.jit
+def _accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, x: KVArgs):
+    """`_accumulate` over rows [N] of the tail of values: as tokens whose f is near their largest number, c being their numbers."""
+    largest = tl.max(tl.abs(_tail_part(row, seen, sequence, head, 0, x)), 1)
+    for j in tl.static_range(1, x.PARTS):
+        largest = tl.maximum(largest, tl.max(tl.abs(_tail_part(row, seen, sequence, head, j, x)), 1))
+    unit = x.UNIT
+    if x.F.spread == "tensor":
+        scale = tl.load(x.scales).to(tl.float32)
+        unit = tl.where(scale == 0, 1.0, scale) * x.UNIT  # 0 as long as there were only zeros
+    ranked = s + tl.maximum(tl.minimum(exponent(largest / unit * x.UNIT), MAX_EXPONENT), MIN_EXPONENT).to(tl.float32)[None, :]
+    rise = tl.maximum(peak, tl.max(ranked, 1))
+    finite = tl.where(rise == -_INF, 0.0, rise)
+    keep = tl.exp2(peak - finite)
+    p = tl.exp2(s - finite[:, None])
+    w = nearest(p / unit, 13)
+    new = ()
+    for j in tl.static_range(x.PARTS):
+        v = _tail_part(row, seen, sequence, head, j, x)
+        new += (tl.dot(w, v, acc[j] * keep[:, None], input_precision="tf32"),)
+    return rise, total * keep + tl.sum(p, 1), shift * keep, new
+
+
+@triton.jit
 def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
     """Hadamard-rotate rows x, fp32 [M, D], in blocks of SIZE = 2^STEPS. Each step also turns the bits of the index by one."""
     for _ in tl.static_range(STEPS):
@@ -196,12 +237,14 @@ def _decode(
         scale *= power_of_two(e - TOP)
     x = _operand(x, keys)
     sums = tl.sum(x.to(tl.float32), 1) / keys.UNIT
+    tail_scale = scale
     scale *= keys.UNIT  # here once, and not on every product
     q_parts = _in_parts(x, M, keys.WORDS, keys.PARTS)
     if keys.F.spread == "tensor":
         scale *= tl.load(keys.scales).to(tl.float32)
     if softcap is None:
         scale *= _LOG2E
+        tail_scale *= _LOG2E
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head, mask=valid, other=0).to(tl.float32) * _LOG2E
@@ -213,20 +256,44 @@ def _decode(
     for _ in tl.static_range(values.PARTS):
         acc += (tl.zeros([M, values.WORDS], tl.float32),)
     coded = stop
-    if keys.tail is not None:  # these tokens are not quantized yet
+    WINDOW: tl.constexpr = values.tail is not None
+    if WINDOW:  # sink tokens, and those from `finished` on, are read in 16 bits
+        finished = tl.maximum(tl.minimum(tl.load(lengths + sequence), capacity) - keys.RING, keys.SINKS)
+        coded = tl.minimum(stop, finished)
+    elif keys.tail is not None:  # these tokens are not quantized yet
         finished = tl.load(lengths + sequence) // BLOCK * BLOCK
         coded = tl.minimum(stop, finished)
     high = tl.minimum(high, stop)
     high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
-    for t in tl.range(begin, coded, N, num_stages=STAGES):
+    begin_coded, lo_coded, low_coded = begin, lo, low
+    if keys.SINKS > 0:
+        begin_coded = tl.maximum(begin, keys.SINKS // 16 * 16)
+        lo_coded = tl.maximum(lo, keys.SINKS)
+        low_coded = tl.maximum(low, keys.SINKS)
+    for t in tl.range(begin_coded, coded, N, num_stages=STAGES):
         token = tl.multiple_of(t, 16) + tl.arange(0, N)
-        seen = (token >= lo) & (token < coded)
+        seen = (token >= lo_coded) & (token < coded)
         place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
         parts, factor, offset = read(place, row, seen, inside, head, N, keys, EXACT=True)
         s = _products(q_parts, sums, parts, factor, offset, keys) * scale[:, None]
-        s = _scores(s, token, seen, position, low, high_coded, slope, softcap, SINGLE)
+        s = _scores(s, token, seen, position, low_coded, high_coded, slope, softcap, SINGLE)
         peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
-    if keys.tail is not None:  # noqa: SIM102
+    if WINDOW:
+        # Sink tokens of this share, then recent ones; an item is a block of either.
+        end_of_sinks, recent = tl.minimum(stop, keys.SINKS), tl.maximum(begin, finished)
+        of_sinks = tl.cdiv(tl.maximum(end_of_sinks - begin, 0), N)
+        for i in tl.range(0, of_sinks + tl.cdiv(tl.maximum(stop - recent, 0), N)):
+            sink = i < of_sinks
+            token = tl.where(sink, begin + i * N, recent + (i - of_sinks) * N) + tl.arange(0, N)
+            end = tl.where(sink, end_of_sinks, stop)
+            seen = (token >= lo) & (token < end)
+            row = token
+            if keys.RING > 0:
+                row = tl.where(token < keys.SINKS, token, keys.SINKS + token % keys.RING)
+            s = _tail_products(q_parts, row, seen, sequence, head, M, N, keys) * tail_scale[:, None]
+            s = _scores(s, token, seen, position, low, tl.minimum(high, end), slope, softcap, SINGLE)
+            peak, total, shift, acc = _accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, values)
+    elif keys.tail is not None:  # noqa: SIM102
         if stop > finished:  # at most one block of them, in exact 16-bit numbers
             place_in_tail = tl.arange(0, BLOCK)
             token = finished + place_in_tail
