@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
-from halfbyte.cli.tune import tune
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -31,7 +30,7 @@ app.command("extract")(models.extract)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-app.command("tune")(tune)
+bench.moved(app, "tune", "halfbyte tune", "tune")
 app.add_typer(bench.app, name="bench")
 
 
