@@ -32,6 +32,7 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
+    {"cache_plan"},
     {"formats"},
     {"arguments"},
     {"errors", "paths"},
