@@ -197,7 +197,7 @@ def _plan(
         measured.append((choice, divergence.of(choice.layers)))
     taken, kl = min(measured, key=lambda pair: (pair[1], pair[0].nbytes))
     uniform = [(8 * choice.nbytes / elements, choice.layers[0], loss) for choice, loss in measured if choice.is_uniform]
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kl": kl,
         "predicted_kl": taken.predicted_kl,
         "tokens": divergence.windows.numel(),
@@ -205,5 +205,5 @@ def _plan(
     }
     if uniform:
         alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
-        said["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
-    return Calibrated(CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, said), tuple(uniform))
+        facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
+    return Calibrated(CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, facts), tuple(uniform))

@@ -74,7 +74,7 @@ def with_outliers(model: Any, outliers: Outliers) -> Any:
     """A copy of a Llama-like model that computes the same in 16 bits and has these outliers. Raises `Unsupported` for others."""
     made = copy.deepcopy(model)
     config, layers = made.config, getattr(getattr(made, "model", None), "layers", ())
-    if not layers or not all(hasattr(getattr(x, "self_attn", None), "q_proj") for x in layers) or _normed(layers[0]):
+    if not layers or not all(map(_is_like_llama, layers)):
         raise Unsupported(f"{type(model).__name__}: outliers are put into models with Llama's layers only")
     dim, kv_heads = config.head_dim, config.num_key_value_heads
     queries = config.num_attention_heads // kv_heads
@@ -98,9 +98,10 @@ def with_outliers(model: Any, outliers: Outliers) -> Any:
     return made
 
 
-def _normed(layer: Any) -> bool:
-    """Whether queries and keys are normalized, which would undo what is done to their projections."""
-    return hasattr(layer.self_attn, "q_norm") or not hasattr(getattr(layer, "mlp", None), "gate_proj")
+def _is_like_llama(layer: Any) -> bool:
+    """Whether a layer has the projections of Llama. A norm of queries and keys would undo what is done to theirs."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    return hasattr(attention, "q_proj") and not hasattr(attention, "q_norm") and hasattr(mlp, "gate_proj")
 
 
 def _factors(exponents: tuple[int, ...], size: int, *, like: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         rotated = layer_rotations(config, rotate_keys)
         self.capacity = _whole_buckets(capacity)
         super().__init__(
-            layers=[PackedLayer(self.capacity, *both, turned, dtype) for both, turned in zip(formats, rotated, strict=True)]
+            layers=[PackedLayer(self.capacity, k, v, rotate, dtype) for (k, v), rotate in zip(formats, rotated, strict=True)]
         )
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
@@ -320,8 +320,8 @@ def layer_formats(
 def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool]) -> tuple[bool, ...]:
     """Whether the keys of each layer are rotated; raises when a head cannot be."""
     rotated = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
-    for turned in rotated:
-        check_rotation(turned, head_dims(config)[0] if turned is True else 0)
+    for rotate in rotated:
+        check_rotation(rotate, head_dims(config)[0] if rotate is True else 0)
     return rotated
 
 
