@@ -73,9 +73,9 @@ def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candid
             fmt = KV_FORMATS[name]
             if fmt.granularity != "tensor" and not (side == "values" and fmt.token_block) and _fits(fmt, dim):
                 nbytes = fmt.nbytes((1, sizes.kv_heads, TOKENS, dim))
-                rotations = (False, True) if side == "keys" and fmt.is_quantized and not fmt.token_block and dim % 16 == 0 else (False,)
+                rotatable = side == "keys" and fmt.is_quantized and not fmt.token_block and dim % 16 == 0
                 alike = (fmt.code, nbytes, fmt.token_block, fmt.group_size(dim))
-                groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in rotations])
+                groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in (False, True)[: 1 + rotatable]])
         found[side] = [c for group in groups.values() for c in group]
     fits = any(len(group) > 1 for group in found.values())
     check(fits, f"formats: none of {', '.join(quantized)} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}")
