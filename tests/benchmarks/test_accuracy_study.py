@@ -74,6 +74,7 @@ def test_errors_of_keys_are_ordered_as_their_bits() -> None:
         return error / norm
 
     assert 0 < relative(heads, "int8") < relative(heads, "int4_g32") < relative(heads, "int4") < 0.5
+    assert 2 * relative(heads, "int4") < min(relative(heads, "int2_g32"), relative(heads, "int2"))
     assert relative(biased, "int4_g32") > 5 * relative(heads, "int4_g32")
     assert relative(biased, "int4", True) < 0.95 * relative(biased, "int4")
     assert relative(biased, "int4_channel") < 2 * relative(heads, "int4_channel")

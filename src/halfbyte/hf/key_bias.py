@@ -54,9 +54,9 @@ def key_biases(model: nn.Module) -> list[KeyBias]:
 
 
 def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[int] = ()) -> list[KeyBias]:
-    """Warn when `keys` is a 4-bit format with scales per token and some layer's key bias will ruin it; returns those layers."""
+    """Warn when `keys` has at most 4 bits and scales per token and some layer's key bias will ruin it; returns those layers."""
     fmt = key_format(keys)
-    if fmt.code.bits != 4 or fmt.token_block:
+    if fmt.code.bits > 4 or fmt.token_block:
         return []
     count = int(text_config(model).num_hidden_layers)
     skipped = {layer % count for layer in skip_layers}
@@ -67,8 +67,8 @@ def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[i
         several = "s" if len(bad) > 1 else ""
         warnings.warn(
             f"keys={fmt.name!r}: the key bias of layer{several} {layers} is far out of line (norm {worst.norm:.0f} in layer "
-            f'{worst.layer}); 4-bit keys with one scale a token will ruin this model. Use keys="int8" or keys="int4_channel", or '
-            f"keep those layers in 16 bits with skip_layers=[{layers}]",
+            f"{worst.layer}); {fmt.code.bits}-bit keys with one scale a token will ruin this model. "
+            f'Use keys="int8" or keys="int4_channel", or keep those layers in 16 bits with skip_layers=[{layers}]',
             KeyBiasWarning,
             stacklevel=3,
         )
