@@ -135,6 +135,18 @@ def test_the_cpu_level_decodes_every_code_alike(name: str) -> None:
     assert torch.equal(out[real], code.codebook()[real])
 
 
+@pytest.mark.parametrize("name", [name for name, code in CODES.items() if code.bits < 8])
+def test_every_byte_holds_its_codes_lowest_bits_first(name: str) -> None:
+    code = CODES[name]
+    fields = [byte >> shift & 2**code.bits - 1 for byte in range(256) for shift in range(0, 8, code.bits)]
+    expected = torch.tensor([LEVELS[name][field] for field in fields], dtype=torch.float32)
+    every = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(decode_unit(every, code), expected)
+    out = torch.full_like(expected, torch.nan)
+    unpack_into(out, every, code)
+    assert torch.equal(out, expected)
+
+
 def test_e4m3_has_its_landmarks() -> None:
     levels = E4M3.codebook()
     assert levels[0x7E] == 448
