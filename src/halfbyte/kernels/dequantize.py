@@ -61,7 +61,7 @@ def _look_up(code, VALUES: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _unit(code, w: Weight):
     """The value of int32 codes before any scale, f32."""
-    if w.F.kind == "uint4" or w.F.kind == "int8":
+    if w.F.kind == "unsigned" or w.F.kind == "signed":
         unit = (code - w.F.bias).to(tl.float32)
     elif w.F.mirrored:
         magnitude = _look_up(code & 7, w.F.values, 3)

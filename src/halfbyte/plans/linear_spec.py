@@ -102,11 +102,11 @@ class WeightSpec(WeightCodec):
 
     def bias_in_unpack(self, spec: LinearSpec) -> bool:
         """Unpacking subtracts the bias of 4-bit codes: at M = 16, an MMA with ones costs more."""
-        return self.kind == "uint4" and not self.zero and spec.x_rows == 16
+        return self.kind == "unsigned" and not self.zero and spec.x_rows == 16
 
     def shift(self, dtype: str) -> float:
         """What operands exceed their codes' values by, zero points left out."""
-        extra = {("uint4", "bf16"): 128, ("int8", "fp16"): 128}.get((self.kind, dtype), 0)
+        extra = {("unsigned", "bf16"): 128, ("signed", "fp16"): 128}.get((self.kind, dtype), 0)
         return (self.bias + extra) * self.unit(dtype)
 
 

@@ -12,7 +12,8 @@ from halfbyte.formats import E2M1, Format
 class WeightCodec:
     """A weight format as a compile-time constant. A kernel adds only what is its own: strides, 16-bit codebooks, tiles.
 
-    kind     what a code is: "uint4" (minus `bias`), "int8", "e2m1" (a 4-bit floating-point number), "table" (an index of `values`)
+    kind     what a code is: "unsigned" (4 bits, minus `bias`), "signed" (8 bits), "e2m1" (a 4-bit floating-point number), or
+             "table" (an index of `values`)
     bias     constant that is subtracted from every code, zero points or not
     values   what the codes of "e2m1" and "table" mean
     group    codes of a row that share a scale; 0: the whole row
@@ -34,7 +35,7 @@ class WeightCodec:
     @property
     def per_byte(self) -> int:
         """Codes in one byte."""
-        return 1 if self.kind == "int8" else 2
+        return 1 if self.kind == "signed" else 2
 
     @property
     def codes_per_word(self) -> int:
@@ -44,7 +45,7 @@ class WeightCodec:
     @property
     def centre(self) -> int:
         """What an integer code, read as an unsigned number, counts from without zero points."""
-        return 128 if self.kind == "int8" else self.bias
+        return 128 if self.kind == "signed" else self.bias
 
     @property
     def mirrored(self) -> bool:
@@ -58,6 +59,6 @@ def weight_codec(fmt: Format) -> WeightCodec:
     code, scale = fmt.code, fmt.scale
     assert scale is not None
     values = code.values or ()
-    kind = "e2m1" if values == E2M1.values else "table" if values else "int8" if code.bits == 8 else "uint4"
+    kind = "e2m1" if values == E2M1.values else "table" if values else "signed" if code.bits == 8 else "unsigned"
     group = scale.group or 0 if scale.granularity == "group" else 0
     return WeightCodec(kind, code.bias, values, group, scale.dtype, scale.nested or 0, fmt.offset == "int", fmt.tensor_scale)

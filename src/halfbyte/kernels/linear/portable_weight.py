@@ -117,7 +117,7 @@ def numbers(codes, zero, w: Weight, ROWS: tl.constexpr, WIDTH: tl.constexpr):
             low, high = tl.inline_asm_elementwise(w.LOOK_UP, "=r,=r,=r,=r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
             low, high = low.to(w.DOT, bitcast=True), high.to(w.DOT, bitcast=True)
         made = tl.reshape(tl.join(low, high), (ROWS, WIDTH))
-    elif w.F.kind == "uint4":
+    elif w.F.kind == "unsigned":
         made = _integer(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), zero, w)
     else:
         made = _integer(codes.to(tl.int16) + 128, zero, w)  # int8, from 0 on
@@ -141,7 +141,7 @@ def _integer(u, zero, w: Weight):
             made -= 1024.0 + w.F.centre
         else:
             made -= (zero | 0x6400).to(tl.float16, bitcast=True)
-    elif w.DOT == tl.bfloat16 and w.F.kind == "uint4":  # noqa: SIM300
+    elif w.DOT == tl.bfloat16 and w.F.kind == "unsigned":  # noqa: SIM300
         made = (u | 0x4300).to(tl.bfloat16, bitcast=True)
         if w.offsets is None:
             made -= 128.0 + w.F.centre
