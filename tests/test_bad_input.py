@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "append: q of another head_dim": (with_queries(r(2, 4, 2, 32)), "q has shape"),
     "append: q of integers": (with_queries(r(2, 4, 2, 64).int()), "q is torch.int32"),
     "append: q on another device": (with_queries(r(2, 4, 2, 64).to(META)), "q is on meta"),
-    "append: q that asks for a gradient": (with_queries(r(2, 4, 2, 64).requires_grad_()), "q asks for one"),
+    "append: q that asks for a gradient": (with_queries(r(2, 4, 2, 64).requires_grad_()), "q requires one"),
     "append: negative lengths of an engine": (negative_lengths_append, "lengths"),
     "append: lengths beyond the capacity": (lambda: wrapped(ints(65, 0)).append(one, one), "capacity"),
     "paged append: k of rank 2": (kv(r(2, 64), into=PagedKVCache), "k has shape"),
