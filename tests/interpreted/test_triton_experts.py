@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.kernels.linear.experts import launch, workspace
+from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
 from halfbyte.ops.experts_linear import _run_triton, _sorted
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles
 from halfbyte.reference.experts import Activation
@@ -46,17 +48,46 @@ def test_every_format(name: str, dtype: torch.dtype) -> None:
 
 
 WAYS = [{"by_expert": by, "splits": n} for by in (False, True) for n in (1, 3)] + [{"inline": False}]
+#: 18 pairs of one expert are more than one block; expert 2 has none; three ids are no expert.
+IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_to_cut_the_work(way: dict[str, int], gated: bool) -> None:
+    gates = torch.rand(len(IDS), 2) if gated else None
+    case = Mixture(normal(len(IDS), 96).half(), stack("int4_g32", 4, 36, 96), IDS, gates, normal(4, 36), OAI)
+    case.check(lambda *_: run(case, tiles(case, **way)))  # type: ignore[arg-type]
+
+
+@triton.jit
+def _slots(ids, starts, out, S, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr):
+    expert, first, end = _expert_of(ids, starts, tl.program_id(0), S, E, BLOCK_E, C)
+    at = out + tl.program_id(0) * 3
+    tl.store(at, expert)
+    tl.store(at + 1, first)
+    tl.store(at + 2, end)
+
+
+@pytest.mark.parametrize("way", [{}, {"by_expert": True}, {"inline": False}], ids=str)
+def test_an_expert_that_is_hit_is_one_slot(way: dict[str, bool]) -> None:
+    """Its weights are read once, by blocks of pairs where tokens are sorted; all of its pairs belong to it."""
+    case = Mixture(normal(len(IDS), 32).half(), stack("int4_g32", 4, 2, 32), IDS)
+    chosen = tiles(case, **way)
+    spec = ExpertsSpec(32, chosen.block_m, 32, 1, True, False, 2, True, chosen.inline, chosen.by_expert, False, None, True)
+    found = torch.zeros(chosen.slots, 3, dtype=torch.int64)
+    _slots[(chosen.slots,)](IDS, _sorted(IDS, 4)[1], found, IDS.numel(), 4, 4, spec)
+    work = [(expert, end - first) for expert, first, end in found.tolist() if end > first]
+    blocks = [(0, 16), (0, 2)] if not chosen.inline else [(0, 18)]
+    assert sorted(work, key=lambda w: (w[0], -w[1])) == [*blocks, (1, 16), (3, 1)]
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_every_way_to_cut_the_work(activation: Activation | None, way: dict[str, int]) -> None:
-    """20 pairs of one expert are more than one block; expert 2 has none; one id is no expert."""
-    ids = torch.tensor([[0, 1]] * 18 + [[0, 0], [-1, 4], [3, 2**40]])
-    for gates in (None, torch.rand(len(ids), 2)):
+def test_every_epilogue(activation: Activation | None) -> None:
+    for gates in (None, torch.rand(len(IDS), 2)):
         for bias in (None, normal(4, 36)):
-            case = Mixture(normal(len(ids), 96).half(), stack("int4_g32", 4, 36, 96), ids, gates, bias, activation)
-            case.check(lambda *_, case=case: run(case, tiles(case, **way)))  # type: ignore[misc]
+            case = Mixture(normal(len(IDS), 96).half(), stack("int4_g32", 4, 36, 96), IDS, gates, bias, activation)
+            case.check(lambda *_, case=case: run(case, tiles(case, by_expert=True)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(70, 2, 4), (1, 16, 512), (64, 4, 3), (300, 1, 2)])

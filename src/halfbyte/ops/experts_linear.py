@@ -1,9 +1,9 @@
-"""`experts_linear`: the projections of a mixture of experts, with quantized weights of which only the experts that are hit are read.
+"""`experts_linear`: the projections of a mixture of experts with quantized weights, which reads only the experts that are hit.
 
-The design: one op for both projections of a mixture. All experts are one weight [E, N, K], and what a token does with them is its
-ids; so a launch needs no pointers to experts, no order of tokens from the host, and no shape that depends on the ids: it fits a CUDA
-graph. The epilogue has what follows a projection: the gated activation, whose two halves are neighbouring rows of the weight, and
-the sum over the experts of a token in a fixed order. Decoding is one launch a projection; prompts sort their tokens by expert first.
+One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
+experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
+gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
+is one launch a projection; prompts sort their tokens by expert first.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def experts_linear(
 
     x           [T, K], one row for all experts of a token, or [T, top_k, K], one for each; fp16, bf16, fp32 or float64
     weight      [E, N, K], `halfbyte.quantize` of a stack; bias [E, N]
-    ids         [T, top_k] integers: the experts of each token. On a CPU one that is no expert raises; on a GPU, where nothing can
-                raise, it gives zeros and counts nothing in the sum
-    gates       [T, top_k]: the weights of the sum over a token's experts, which is made in the order of ids, in fp32
-    activation  of weights whose rows alternate between gate and up projection (g0, u0, g1, u1, ...): "silu", "gelu", "gelu_tanh", or
-                an `Activation`. N / 2 numbers remain of N
+    ids         [T, top_k] integers: the experts of each token. One that is out of range raises on a CPU; on a GPU, where nothing
+                can raise, it gives zeros and adds nothing to the sum
+    gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
+    activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
+                projection: g0, u0, g1, u1, ... The result has N / 2 columns then
     impl        "auto", "triton" (a GPU, fp16 and bf16), "cpu" or "reference" (float64)
 
     Raises `InvalidArgument` naming the argument at fault.

@@ -27,7 +27,7 @@ class ExpertsTiles:
 
     inline     pairs are found by reading the ids; else they come sorted
     by_expert  a slot is an expert; else a pair, or a block of sorted pairs
-    fold       scales of groups multiply the codes in 16 bits; else fp32 sums
+    fold       group scales multiply the codes in 16 bits; else fp32 sums
     """
 
     inline: bool
@@ -51,7 +51,7 @@ def experts_tiles(fmt: Format, experts: int, features: int, width: int, *, token
         slots = -(-pairs // block_m) + experts
         return ExpertsTiles(False, False, slots, 128, block_m, 64, 1, -(-width // 64), True, 8, 3)
     block_m = 16 if pairs <= 8 * experts else max(16, 1 << (tokens - 1).bit_length())
-    block_k = 128 if folds_exactly(fmt) else min(128, fmt.group_size(width))
+    block_k = min(128, fmt.group_size(width) * (4 if folds_exactly(fmt) else 1))
     block_k = 1 << max(5, block_k.bit_length() - 1)
     steps, slots = -(-width // block_k), min(pairs, experts)
     programs = max(1, slots * -(-features // 64))

@@ -39,7 +39,7 @@ SEARCHED = 1 << 22
 def quantize(
     x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None, clip: str | None = None
 ) -> QuantTensor:
-    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] or a stack [E, N, K] with a weight one.
+    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, weights [N, K] or [E, N, K] with a weight format.
 
     scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
     clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is

@@ -20,8 +20,8 @@ _QWEN = ((128, 8, 1536, 2048, Activation("silu"), ""), (128, 8, 2048, 768, None,
 _OSS = ((32, 4, 5760, 2880, _OAI, "bias"), (32, 4, 2880, 2880, None, "bias gates"))
 #: (format, tokens, projection): every format for decoding, every kind of work, and prompts.
 _CASES = (
-    *((name, 1, projection) for name in WEIGHT_FORMATS if name not in ("mxfp4", "int4_g128") for projection in _QWEN),
-    *(("int4_g128", tokens, projection) for tokens in (1, 16, 64, 1024) for projection in _QWEN),
+    *((name, 1, projection) for name in WEIGHT_FORMATS for projection in _QWEN),
+    *(("int4_g128", tokens, projection) for tokens in (16, 1024) for projection in _QWEN),
     *(("mxfp4", tokens, projection) for tokens in (1, 16, 64, 1024) for projection in _OSS),
     ("nvfp4", 1024, (128, 8, 1536, 2048, Activation("gelu"), "fp16")),
     ("nf4", 4096, (128, 8, 2048, 768, None, "gates fp16")),

@@ -35,7 +35,7 @@ _IDS, _TOKENS = tl.constexpr(128), tl.constexpr(16)
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Everything the kernel is compiled for, apart from how its weights are stored. n, m, k, stages, even, fold: as in `TileSpec`.
+    """Everything the kernel is compiled for, but how its weights are stored. n, m, k, stages, even, fold: as in `TileSpec`.
 
     top_k       experts of a token
     shared      x has one row a token, and not one a pair
