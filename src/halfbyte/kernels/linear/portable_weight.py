@@ -9,6 +9,7 @@ conversion: an integer below 1024 in the low bits of the fp16 1024 (below 128 in
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +183,10 @@ def _table(u, w: Weight):
 
 
 def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor) -> Weight:
-    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16."""
+    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16.
+
+    Of a stack [E, N, K] the matrices lie one below the other, [E * N, K]; in act-order x must come in the order of each.
+    """
     codec, code = weight_codec(q.format), q.format.code
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
     unit, look_up, table = 1.0, "", 0
@@ -190,13 +194,14 @@ def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torc
         unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16")
         levels = _levels(code, unit, x.dtype)
         look_up, table = ("", _in_one_integer(levels)) if INTERPRETED else (look_up_ptx(levels), 0)
-    scales, scales_per = _in_words(q.scales)
-    offsets, offsets_per = _in_words(q.offsets)
+    codes, stored, zeros = (None if t is None else t.flatten(0, -2) for t in (q.codes, q.scales, q.offsets))
+    scales, scales_per = _in_words(stored)
+    offsets, offsets_per = _in_words(zeros)
     constants = map(tl.constexpr, (look_up, table, unit, dot, scales_per, offsets_per))
-    strided = (part for t in (x, q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
+    strided = (part for t in (x, codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
     # The interpreter takes a constant of a tuple as it is, and sees no attributes through a constexpr.
     of_format = codec if INTERPRETED else tl.constexpr(codec)
-    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], of_format, *constants)
+    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, math.prod(q.shape[:-1]), of_format, *constants)
 
 
 def _in_words(t: torch.Tensor | None) -> tuple[Any, int]:
