@@ -28,6 +28,7 @@ STAND_INS = (__file__, launch_cache_ops.__file__, pretended_gpu.__file__)
 #: (Python instructions, calls of Python functions, calls of C functions), torch and the standard library included.
 LIMITS = {
     "attention": (1095, 27, 68),
+    "attention over rotated keys": (1095, 27, 68),
     "append": (1093, 33, 63),
     "append with rope and q": (1172, 33, 72),
     "linear": (879, 31, 40),
@@ -69,6 +70,7 @@ def counted(call: Callable[[], object]) -> tuple[int, int, int]:
 
 CALLS: dict[str, Callable[[], Callable[[], object]]] = {
     "attention": lambda: partial(decode_attention, **ATTENTION.plain()),
+    "attention over rotated keys": lambda: partial(decode_attention, **ATTENTION.plain() | ATTENTION.options["rotated"]()),
     "append": lambda: partial(run_append, **APPEND.plain()),
     "append with rope and q": lambda: partial(run_append, **APPEND.plain() | rotation()),
     "linear": lambda: partial(linear, **LINEAR.plain()),
