@@ -163,6 +163,16 @@ class Cache(Protocol):
     def rotate_keys(self) -> bool: ...
 
 
+class PagedView(NamedTuple):
+    """A `Cache` over an engine's pages, made anew for each batch: lengths int32 [B], page_table int32 [B, pages]."""
+
+    keys: KVBuffer
+    values: KVBuffer
+    lengths: torch.Tensor
+    page_table: torch.Tensor | None
+    rotate_keys: bool = False
+
+
 def outside_inference_mode() -> AbstractContextManager[object]:
     """A context for allocating memory that outlives the caller's `torch.inference_mode`, whose tensors are read-only outside it."""
     inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()

@@ -149,7 +149,7 @@ def _show(value: Cell, decimals: int | None = None) -> str:
 
 
 def _decimals(rows: Sequence[Sequence[Cell]], column: int) -> int | None:
-    """Decimals that give a column of floats one look, its largest four digits; None when their sizes are too far apart."""
+    """Decimals that give a column of floats one look, its largest four digits; None when their sizes differ too much."""
     sizes = [abs(v) for row in rows if isinstance(v := row[column], float) and v and math.isfinite(v)]
     if not sizes or max(sizes) / min(sizes) >= 1e3:
         return None

@@ -22,6 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     {"cli"},
     {"hf", "measure", "evals", "report", "doctor", "memory"},
+    {"engine"},
     {"checkpoints"},
     {"cache", "paging", "nn"},
     {"ops"},

@@ -256,7 +256,7 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     @property
     def max_cache_len(self) -> int:
-        """The capacity, for PEFT's prefix tuning, which asks for it and then passes a 16-bit cache with its prefix to the model."""
+        """The capacity, for PEFT's prefix tuning, which reads it and then passes a 16-bit cache with its prefix to the model."""
         warn_once("prefix tuning (PEFT) passes a 16-bit cache of its own to the model, in place of the packed one")
         return self.capacity
 

@@ -48,7 +48,7 @@ class DefaultCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
     ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none.
+        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
@@ -140,7 +140,7 @@ def _beyond(generation_config: Any, mode: Any) -> int:
 
 
 def make_default(model: Any, settings: CacheSettings) -> None:
-    """Let `generate()` make a packed cache, unless an argument of the call asks for another. The model's own setting is dropped."""
+    """Let `generate()` make a packed cache, unless an argument of the call requests another. The model's own setting is dropped."""
     if not hasattr(model, "generate"):
         return
     defaults: Any = getattr(model, "generation_config", None)

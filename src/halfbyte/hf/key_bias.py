@@ -1,7 +1,7 @@
 """A warning about large key biases, which ruin 4-bit keys.
 
 A key is W x + b. When b is large, every key of a head is b plus a little, and a 4-bit code with one scale a token spends its 16
-levels on b: Qwen2 and Qwen2.5 fall apart (their first and last layers have key biases with norms of 600 to 900, against 22
+levels on b: Qwen2 and Qwen2.5 break down (their first and last layers have key biases with norms of 600 to 900, against 22
 elsewhere).
 """
 

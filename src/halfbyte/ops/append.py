@@ -250,7 +250,7 @@ def check_new(c: AppendCall) -> None:
         check_tensor("q", q, (batch, "Hq", k.shape[2], keys.dim), device=keys.codes.device)
         if q.requires_grad and torch.is_grad_enabled():
             raise Unsupported(
-                "append has no gradient, and q asks for one: halfbyte is for inference; wrap the call in torch.no_grad()"
+                "append has no gradient, and q requires one: halfbyte is for inference; wrap the call in torch.no_grad()"
             )
 
 

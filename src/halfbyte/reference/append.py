@@ -40,7 +40,7 @@ def append_(
     page_table: torch.Tensor | None,
     rotate_keys: bool,
 ) -> None:
-    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. The planes change; advancing lengths is the caller's."""
+    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. Buffers change; the caller advances lengths."""
     new = torch.full_like(lengths, k.shape[2]) if counts is None else counts.to(lengths.dtype)
     if new.numel() and not 0 <= int(new.min()) <= int(new.max()) <= k.shape[2]:
         raise InvalidArgument(

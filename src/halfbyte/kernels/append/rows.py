@@ -36,7 +36,7 @@ def new_tokens(sequences, lengths_stride, b, tokens, capacity):
 
 @triton.jit
 def butterfly(x, STEP: tl.constexpr):
-    """Sums and differences of the elements STEP apart in the last axis of x [R, D]."""
+    """Sums and differences of elements at a distance of STEP in the last axis of x [R, D]."""
     pairs = tl.reshape(x, [x.shape[0], x.shape[1] // (2 * STEP), 2, STEP])
     a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), x.shape)
