@@ -33,6 +33,7 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
+    {"cache_plan"},
     {"formats"},
     {"arguments"},
     {"errors", "paths"},

@@ -115,10 +115,13 @@ def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.conste
 
 @triton.jit
 def slot(b, position, wanted, page_table, stride_b, stride_p, pages, PAGE: tl.constexpr):
-    """(sequence or page, row, whether it may be written) of each position."""
+    """(sequence or page, row, whether it may be written) of each position. Pages without a table: positions are slots."""
     where, row = b + position * 0, position
     if PAGE > 0:
-        where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
+        if page_table is None:
+            where = position // PAGE
+        else:
+            where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
         row = position % PAGE
         wanted = wanted & (where >= 0) & (where < pages)
     return where, row, wanted
