@@ -62,6 +62,11 @@ _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, "rotate"),
     ("int4", "int4", 96, 4, 1, 64, "rotate"),
     ("int4_g32", "int4_g32", 128, 8, 8, 0, "rotate"),
+    ("int2", "int2", 128, 8, 1, 0, ""),
+    ("int2", "int2", 128, 8, 1, 0, "many"),
+    ("int4", "int2", 128, 8, 1, 64, ""),
+    ("int2_g64", "int2_g64", 128, 4, 4, 0, "window alibi softcap"),
+    ("int2_g32", "int2_g32", 128, 8, 1, 0, ""),
 )
 
 
