@@ -265,7 +265,7 @@ def first_dim(S, group, operand):
 
 @gluon.constexpr_function
 def step_of_bit(S, bit):
-    """How far dims that differ in one bit lie apart: (in operands of keys or queries, in rows of one), one of them 0."""
+    """The distance of dims that differ in one bit, (in operands of keys or queries, in rows of one); one of the two is 0."""
     words = 8 if S.halved else S.rows
     for step in (1 << k for k in range(8)):
         if step < S.groups * S.operands and first_dim(S, step // S.operands, step % S.operands) == 1 << bit:

@@ -28,7 +28,7 @@ def _bits(n):
 
 @gluon.jit
 def _across_lanes(x, STEP: gl.constexpr, LANES: gl.constexpr):
-    """A step over numbers STEP apart along axis 1 of x [a, n, b], fp32, whose lanes differ by LANES."""
+    """A step over numbers at a distance of STEP along axis 1 of x [a, n, b], fp32, whose lanes differ by LANES."""
     other = gl.inline_asm_elementwise(_shuffle(LANES), "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
     i = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))[None, :, None]
     return other + x * gl.where(i & STEP == 0, 1.0, -1.0)  # one fused instruction, and exact
