@@ -55,7 +55,7 @@ def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBaseline]:
-    """The 4-bit peers that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
+    """The 4-bit baselines that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
     assert weight.format.name == INT4
     found = [tinygemm(weight, copies)]
     if weight.device.type == "cuda" or interpreted():

@@ -169,7 +169,7 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert page.read_text().startswith("<!doctype html>")
     assert run(*command) == 0
     shown = capsys.readouterr().out
-    assert "Roofs at" in shown
+    assert "Rooflines at" in shown
     assert "halfbyte cpu" in shown
     assert len(records.read(output).records) == 4  # appended
 
@@ -196,7 +196,7 @@ def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("brief")
 def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
-    assert "Roofs at 1 MiB: read " in capsys.readouterr().out
+    assert "Rooflines at 1 MiB: read " in capsys.readouterr().out
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     where = records.Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
     for file, seconds in ((before, 1e-3), (after, 2e-3)):

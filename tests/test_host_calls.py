@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import launch_cache_ops
 import pretended_gpu
 from halfbyte import decode_attention, linear, qkv_projection
-from launch_cache_ops import APPEND, ATTENTION, LINEAR, PROJECTIONS, rotation, run_append
+from launch_cache_ops import APPEND, APPEND_SLOTS, ATTENTION, LINEAR, PROJECTIONS, rotation, run_append, run_append_slots
 from pretended_gpu import pretend_gpu
 
 #: What is not counted.
@@ -30,6 +30,7 @@ LIMITS = {
     "attention": (1095, 27, 68),
     "append": (1093, 33, 63),
     "append with rope and q": (1172, 33, 72),
+    "append_slots": (941, 19, 64),
     "linear": (879, 31, 40),
     "qkv": (1367, 33, 84),
 }
@@ -71,6 +72,7 @@ CALLS: dict[str, Callable[[], Callable[[], object]]] = {
     "attention": lambda: partial(decode_attention, **ATTENTION.plain()),
     "append": lambda: partial(run_append, **APPEND.plain()),
     "append with rope and q": lambda: partial(run_append, **APPEND.plain() | rotation()),
+    "append_slots": lambda: partial(run_append_slots, **APPEND_SLOTS.plain()),
     "linear": lambda: partial(linear, **LINEAR.plain()),
     "qkv": lambda: partial(qkv_projection, **PROJECTIONS.plain()),
 }

@@ -72,7 +72,7 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"keys": "int8_channel", "k_scale_stride": 0}, "do not lie a head"),
+        ({"keys": "int8_channel", "k_scale_stride": 0}, "do not have the stride of a head"),
         ({"deterministic_batch": True}, "shares the work of a whole batch"),
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
@@ -117,7 +117,7 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         ({"queries": 512, "group": 5}, (9, 0), 25),
         ({"queries": 32}, (9, 0), 0),  # 128 rows in one go
         ({"queries": 33}, (9, 0), 32),
-        ({"queries": 9, "keys": "bf16", "values": "bf16"}, (9, 0), 8),  # 16 bits have no warp-group products
+        ({"queries": 9, "keys": "bf16", "values": "bf16"}, (9, 0), 8),  # 16 bits have no wgmma
         ({"queries": 9, "dim": 256, "value_dim": 256}, (9, 0), 4),
         ({"queries": 2, "group": 100}, (9, 0), 1),
         ({"queries": 2, "group": 129}, (9, 0), 0),  # not even one token fits
@@ -404,7 +404,7 @@ def explained(features: tuple[int, ...], rows: int, *weights: str, width: int = 
 
 def test_an_explanation_names_the_kernel_for_many_rows() -> None:
     facts = explanation(8, 32, 8, 128, 8192, 16, "int8", "int4_g32", 0, "bf16", False, *H200)
-    assert facts["kernel"].endswith("many query rows: warp-group products")
+    assert facts["kernel"].endswith("many query rows: wgmma")
     assert facts["tile"] == "64 tokens: 4 warps of 16 of 64 query rows"
 
 
@@ -430,12 +430,12 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
 
 
 def test_an_explanation_says_from_where_on_weights_are_dequantized() -> None:
-    assert "warp-group products" in explained((4096,), 256, "int4_g128")["kernel"]
+    assert "wgmma" in explained((4096,), 256, "int4_g128")["kernel"]
     assert "in 4 blocks" in explained((4096,), 256, "int4_g128")["tile"]
     assert explained((4096,), 257, "int4_g128")["kernel"].startswith("cuBLAS")
     assert explained((4096,), 256, "nf4_dq")["kernel"].startswith("triton")
     assert explained((4096,), 257, "nf4_dq")["kernel"].startswith("cuBLAS")
-    assert "warp-group products" in explained((4096,), 128, "nvfp4")["kernel"]
+    assert "wgmma" in explained((4096,), 128, "nvfp4")["kernel"]
     assert "2 of at most 16384 rows, 4 launches" in explained((28672,), 512, "int4_g128")["parts"]
 
 

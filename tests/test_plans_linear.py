@@ -208,7 +208,7 @@ def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, s
     assert torch.equal(operands * factor / weight.unit(dtype), WEIGHT_FORMATS[name].code.codebook().double())
 
 
-# ----------------------------------------------------------------------------------------------------- warp-group products
+# ----------------------------------------------------------------------------------------------------- wgmma
 
 
 def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
@@ -264,8 +264,8 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
 @pytest.mark.parametrize(
     ("name", "n", "k", "rows", "device", "why"),
     [
-        ("int4_sym_g128", 4096, 4096, 257, {}, "257 rows; warp-group products take 17 to 256"),
-        ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; warp-group products need 9.0"),
+        ("int4_sym_g128", 4096, 4096, 257, {}, "257 rows; wgmma takes 17 to 256"),
+        ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; wgmma needs 9.0"),
         ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
         ("int4_sym_g128", 4096, 4224, 32, {}, "in pieces of 4 bytes"),  # 33 scales of a row: no pieces of 4 bytes
         ("int8_col", 4096, 4104, 32, {}, "not whole 16-byte pieces"),

@@ -55,7 +55,7 @@ __all__ = [*_HOME]  # noqa: PLE0604  (the names above, and nothing else)
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a public module, when it is first used: `halfbyte --help` need not wait for torch."""
-    if name in ("hf", "paths"):
+    if name in ("hf", "engine", "paths"):
         return importlib.import_module(f"halfbyte.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
@@ -64,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "hf"])
+    return sorted([*globals(), *_HOME, "engine", "hf"])

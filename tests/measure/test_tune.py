@@ -687,7 +687,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     assert run(*command, "--formats", "int8,int8+fp16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
-    assert "300 rows; warp-group products take 17 to 256" in lines[1]
+    assert "300 rows; wgmma takes 17 to 256" in lines[1]
     assert "bf16 queries over fp16 keys or values" in lines[5]
     assert lines[-1].startswith("6 problems, ")
 

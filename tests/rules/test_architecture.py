@@ -22,6 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     {"cli"},
     {"hf", "measure", "evals", "report", "doctor", "memory"},
+    {"engine"},
     {"checkpoints"},
     {"cache", "paging", "nn"},
     {"ops"},
@@ -32,6 +33,7 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
+    {"cache_plan"},
     {"formats"},
     {"arguments"},
     {"errors", "paths"},

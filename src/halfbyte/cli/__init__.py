@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
+from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.tune import tune
 from halfbyte.errors import HalfbyteError
 
@@ -28,6 +29,7 @@ app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("extract")(models.extract)
+app.command("calibrate")(calibrate)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)

@@ -69,7 +69,7 @@ def bench_decode(
 @measures
 def bench_linear(
     options: RunOptions,
-    rows: Annotated[str, typer.Option(help="Batch sizes M (rows of x); without any size option the default cases run.")] = "",
+    rows: Annotated[str, typer.Option(help="Batch sizes M; without any size option the default cases run.")] = "",
     size: Annotated[str, typer.Option(help="Out x in features, such as 4096x4096,14336x4096.")] = "",
     formats: Formats = "",
     impl: Impls = "",
@@ -93,7 +93,7 @@ def bench_roofline(
     mib: Annotated[str, typer.Option("--mib", help="MiB that are read and copied, separated by commas.")] = "64",
     device: Where = None,
 ) -> None:
-    """How fast this machine reads, copies and multiplies 16-bit matrices: what times are held against."""
+    """How fast this machine reads, copies and multiplies 16-bit matrices: what times are compared with."""
     session = RunOptions(device=device).session()
     for size in integers(mib, "mib"):
         session.show_roofline(size * 2**20)

@@ -92,7 +92,7 @@ def run_suites(
 def write_report(
     files: Sequence[Path], against: Sequence[Path], output: Path, title: str, section_of: SectionOf | None = None
 ) -> None:
-    """Any set of records as one HTML page, held against others if there are any."""
+    """Any set of records as one HTML page, compared with others if there are any."""
     from halfbyte.measure.page import write_page
     from halfbyte.measure.records import read_all
     from halfbyte.measure.report_sections import by_operation

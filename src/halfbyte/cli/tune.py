@@ -36,7 +36,7 @@ def tune(
     ] = "",
     rows: Annotated[
         str,
-        typer.Option(help=f"Rows of x, default {_ROWS}. A plan is for all rows up to the next power of two: 3 and 4 share one."),
+        typer.Option(help=f"Batch sizes M, default {_ROWS}. A plan holds up to the next power of two: 3 and 4 share one."),
     ] = "",
     weights: Annotated[str, typer.Option(help="Formats of the weights, such as int4_g128,mxfp4.")] = "int4_sym_g128",
     attention: Annotated[

@@ -4,7 +4,7 @@ A stored weight is w = scale * (unit - zero), with units on a small grid. A bloc
 in cache until it is multiplied, in fp32 (float64 for a float64 x). A scale of a whole row stays outside the product; scales of
 groups multiply the decoded block.
 
-Zero points come off the decoded block, where the difference is exact. Taken off the product instead, as the sum over groups of
+Zero points come off the decoded block, where the difference is exact. Subtracted from the GEMM instead, as the sum over groups of
 scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean. Nothing is rounded to x's
 dtype before the bias is in.
 """

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantize_model import quantize
@@ -100,8 +102,8 @@ def load(
     It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read,
-    and no code from the folder runs.
+    installed: docs/guides/checkpoints.md. Without keys, values or plan the cache has the formats that were saved with the model.
+    dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
         raise InvalidArgument(
@@ -136,8 +138,13 @@ def load(
     except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    fuse = options.get("fuse_qkv") or options.get("fuse_gate_up")
-    if weights is not None or keys is not None or values is not None or fuse:
+    cached = any(x is not None for x in (keys, values, options.get("plan")))
+    if not cached and (saved := saved_settings(model.config)) is not None:
+        try:
+            quantize(model, **asdict(saved))
+        except InvalidArgument as error:
+            raise CheckpointError(f"{folder}: config.json has settings of the cache that do not fit: {error}") from error
+    if weights is not None or cached or options.get("fuse_qkv") or options.get("fuse_gate_up"):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")

@@ -7,36 +7,32 @@ overridden, on one model instance; the documented way, which needs no override, 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import warn_once
+from halfbyte.errors import CheckpointError, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
+
+#: The entry of config.json that holds the settings.
+SAVED = "halfbyte_cache"
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What the default cache of `generate()` is made of."""
+    """What the default cache of `generate()` is made of: the options of `PackedCache`. Formats are one, or one for each layer."""
 
-    keys: str
-    values: str
-    rotate_keys: bool
+    keys: str | tuple[str, ...]
+    values: str | tuple[str, ...]
+    rotate_keys: bool | tuple[bool, ...]
     skip_layers: tuple[int, ...]
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`."""
-        return PackedCache(
-            model,
-            capacity,
-            keys=self.keys,
-            values=self.values,
-            rotate_keys=self.rotate_keys,
-            skip_layers=self.skip_layers,
-        )
+        return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 class DefaultCache:
@@ -48,7 +44,7 @@ class DefaultCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
     ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none.
+        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
@@ -143,8 +139,25 @@ def _beyond(generation_config: Any, mode: Any) -> int:
     return int(max(*wanted, BUCKET))
 
 
+def saved_settings(config: Any) -> CacheSettings | None:
+    """What a configuration from a file says about the cache; None when it says nothing. Formats are checked where they are used."""
+    found, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.keys() != names:
+        raise CheckpointError(f"config.json has {SAVED}={str(found)[:100]}; expected an object with {', '.join(sorted(names))}")
+    return CacheSettings(**{name: tuple(x) if isinstance(x, list) else x for name, x in found.items()})
+
+
+def use_packed_cache(model: Any, settings: CacheSettings) -> None:
+    """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
+    model.set_attn_implementation(NAME)
+    setattr(model.config, SAVED, asdict(settings))
+    make_default(model, settings)
+
+
 def make_default(model: Any, settings: CacheSettings) -> None:
-    """Let `generate()` make a packed cache, unless an argument of the call asks for another. The model's own setting is dropped."""
+    """Let `generate()` make a packed cache, unless an argument of the call requests another. The model's own setting is dropped."""
     if not hasattr(model, "generate"):
         return
     defaults: Any = getattr(model, "generation_config", None)

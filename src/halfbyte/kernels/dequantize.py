@@ -152,7 +152,7 @@ def dequantize_rows(
 
 
 def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> None:
-    """out [rows, K], fp16 or bf16, rows apart by any stride: rows first, first + 1 ... of one to three weights [N, K], one below
+    """out [rows, K], fp16 or bf16, with any row stride: rows first, first + 1 ... of one to three weights [N, K], one below
     the other. Their formats may differ. Parts are contiguous and nothing is empty.
     """
     width = out.shape[1]

@@ -193,7 +193,7 @@ def decode_parts(
 ) -> torch.Tensor:
     """`decode_attention` as compiled code calls it, on the `stored` tensors of a contiguous cache and the names of its formats.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
     k_codes, k_scales, k_offsets, k_tail, _, v_codes, v_scales, v_offsets, _, lengths = parts
     planes = (k_codes, k_scales, k_offsets, k_tail, v_codes, v_scales, v_offsets)

@@ -119,7 +119,7 @@ class DecodePlan:
         wgmma = isinstance(spec, DecodeWgmmaSpec)
         divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
         return {
-            "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wgmma,
+            "kernel": "gluon, the tuned one" + " for many query rows: wgmma" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
@@ -169,7 +169,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
 def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     """New tokens whose query rows a tuned kernel holds, of a call that has more of them; 0: take the call as it is.
 
-    On Hopper as many as warp-group products take, if they take these keys and values at all.
+    On Hopper as many as wgmma takes, if they take these keys and values at all.
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
@@ -191,7 +191,7 @@ def _wgmma_plan(spec: DecodeWgmmaSpec, per_sm: int, items: int, num_sms: int) ->
     """The plan of a launch of the kernel for many rows."""
     count = programs(items, num_sms * per_sm)
     spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
-    return DecodePlan(spec, count, items, f"warp-group products of up to {spec.padded_rows} rows; " + _why(spec, count, items))
+    return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; " + _why(spec, count, items))
 
 
 def _why(spec: DecodeSpec, count: int, items: int) -> str:
@@ -242,10 +242,10 @@ def shape_of(
 
     Tiles are as large as a warp's registers allow, besides its queries and its output: found by compiling for every format and head
     size (with per-channel scales no more than share a block). `lean`: scores need no more than a mask; `leanest`: one of the length
-    alone, and addresses lie constants apart.
+    alone, and distances between addresses are constants.
 
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
-    no room for a program more: with more stages programs end further apart.
+    no room for a program more: with more stages the ends of programs spread more.
     """
     plain_int4 = all(side.bits == 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))

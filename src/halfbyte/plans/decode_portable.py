@@ -73,7 +73,7 @@ def triton_tiles(
 ) -> TritonTiles:
     """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.
 
-    `chunk` > 0 asks for the same bits in every batch; it is rounded up to whole blocks.
+    `chunk` > 0 requests the same bits in every batch; it is rounded up to whole blocks.
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32

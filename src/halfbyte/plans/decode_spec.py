@@ -31,7 +31,7 @@ class KVSpec(KVCodec):
 
     @property
     def halved(self) -> bool:
-        """A group is 8 words, half of an mma's depth: two planes share an operand."""
+        """A group is 8 words, half of an mma's depth: two codes of a word share an operand."""
         return self.padded // self.groups == 8
 
     @property
@@ -41,7 +41,7 @@ class KVSpec(KVCodec):
 
     @property
     def rows(self) -> int:
-        """Rows (of one plane, or of two halves of planes) in one operand."""
+        """Rows in one operand: of one code of a word, or of half the rows of two."""
         return 16 if self.halved else self.padded // self.groups
 
     @property
@@ -93,7 +93,7 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1)
     if padded(words) < 16 or dim > 256:
         return f"a head of {dim} is outside of what the tuned kernel holds in registers"
     if codec.block and scale_stride == 0:
-        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
+        return f"scales of {fmt.name} do not have the stride of a head or a token, or are no whole aligned 16-byte pieces"
     strides = {"token_stride": token_stride, "scale_stride": 1 if codec.spread in ("none", "tensor") else scale_stride}
     return KVSpec(**vars(codec) | {"words": words, "padded": padded(words), "groups": groups} | strides)
 

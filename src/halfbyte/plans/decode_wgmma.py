@@ -1,4 +1,4 @@
-"""Plans of decode attention for many query rows: warp-group products (kernels/decode/wgmma.py). Pure functions."""
+"""Plans of decode attention for many query rows: wgmma (kernels/decode/wgmma.py). Pure functions."""
 
 from __future__ import annotations
 

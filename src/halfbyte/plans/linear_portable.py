@@ -1,8 +1,8 @@
 """How the portable Triton level of `linear` divides a GEMM into programs: pure functions of the problem and the device.
 
-y^T [N, M] = W [N, K] x^T: a program takes `block_n` weight rows and `block_m` rows of x, and walks its share of K in steps of
+y^T [N, M] = W [N, K] x^T: a program takes `block_n` out features and `block_m` batch rows, and walks its share of K in steps of
 `block_k`. Up to M = 64 reading the weight takes the time, and K is split until all SMs read. Beyond, the tensor cores and the
-decoding ahead of them do: a tile of the weight is decoded for as many rows of x as registers hold.
+decoding ahead of them do: a tile of the weight is decoded for as many batch rows as registers hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GATHERED_ROWS = 16
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 #: The most partial results that are added for one number, and the fewest columns of one.
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
-#: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
+#: What a step costs besides its multiply-adds, in batch rows: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
 #: M from which on it is faster to dequantize slabs of a weight and multiply by cuBLAS: in general, and where every 16
 #: codes have a scale of their own, which costs the portable kernel most. And bytes of a slab: smaller ones were up to half
@@ -30,9 +30,9 @@ _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """One launch over tiles of `block_n` weight rows and `block_m` rows of x, each walked by `splits` programs.
+    """One launch over tiles of `block_n` out features and `block_m` batch rows, each walked by `splits` programs.
 
-    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: scales of groups multiply
+    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: group scales multiply
     the codes, in 16 bits; else fp32 sums of a step, whose columns then share a scale (where a step holds more groups, codes again).
     `why`: the choice in words.
     """

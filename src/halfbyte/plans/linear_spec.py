@@ -118,7 +118,7 @@ class WeightSpec:
         return 2.0**7 if self.kind == "floats" and spec.dtype == "bf16" else 1.0
 
     def bias_in_unpack(self, spec: LinearSpec) -> bool:
-        """Unpacking subtracts the bias of 4-bit codes: with 16 rows of x, an MMA with ones costs more."""
+        """Unpacking subtracts the bias of 4-bit codes: at M = 16, an MMA with ones costs more."""
         return self.kind == "nibbles" and not self.zero and spec.x_rows == 16
 
     def shift(self, dtype: str) -> float:
@@ -157,18 +157,18 @@ class LinearSpec:
     warps_m: int  # warps that divide the rows of a tile
     chunk: int  # K of a chunk: 128, 256, ...
     stages: int
-    scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices drift apart freely
+    scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices run independently
     scales_per_copy: int
     zeros_per_copy: int  # zero points, the same
     use_pdl: bool
-    x_rows: int  # rows of x that are loaded: 1, 2, 4 or `block_m`
+    x_rows: int  # rows of the batch that are loaded: 1, 2, 4 or `block_m`
     separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
 
     @property
     def x_low(self) -> int:
-        """The lowest axis of rows of x in shared memory: two rows are neighbours, to avoid bank conflicts."""
+        """The lowest axis of x in shared memory: two rows are neighbours, to avoid bank conflicts."""
         return min(2, self.x_rows)
 
     @property
@@ -249,7 +249,7 @@ class LinearWgmmaSpec:
 
     weights: tuple[WeightSpec, ...]
     dtype: str  # of x and y: "bf16" or "fp16"
-    block_m: int  # rows of x in a block: 32 or 64
+    block_m: int  # batch rows in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
     scales_per_copy: int
@@ -363,7 +363,7 @@ class LinearPlan:
         spec = self.spec
         there = f"of which {m} are there" if m <= spec.block_m else f"in {-(-m // spec.block_m)} blocks"
         small = isinstance(spec, LinearSpec)
-        launches = "one launch" if small else "warp-group products; two launches, the first brings x into order"
+        launches = "one launch" if small else "wgmma; two launches, the first brings x into order"
         partials = f"{4 * self.floats / 1e6:.2f} MB at most; the program that arrives last adds them up"
         return {
             "kernel": f"gluon, the tuned one; {launches}",

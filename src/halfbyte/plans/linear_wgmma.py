@@ -41,9 +41,9 @@ def wgmma_linear(
 ) -> LinearPlan | str:
     """How warp-group MMA computes x [m, width] times these weights; in words, why it cannot."""
     if not supports_wgmma(capability):
-        return f"compute capability {capability[0]}.{capability[1]}; warp-group products need 9.0"
+        return f"compute capability {capability[0]}.{capability[1]}; wgmma needs 9.0"
     if not FEWEST_ROWS <= m <= MOST_ROWS:
-        return f"{m} rows; warp-group products take {FEWEST_ROWS} to {MOST_ROWS}"
+        return f"{m} rows; wgmma takes {FEWEST_ROWS} to {MOST_ROWS}"
     if len({fmt for fmt, _ in weights}) > 1:
         return "weights of several formats in one launch are the portable kernel's"
     weight = weight_spec(weights[0][0], dtype, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64

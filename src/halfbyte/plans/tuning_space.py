@@ -41,7 +41,7 @@ Choice = LinearChoice | DecodeChoice
 Plan = LinearPlan | DecodePlan
 
 #: Tiles by the warps that share one, and chunks: shapes of the kernel for up to 16 rows. (Chunks of 512 were no faster and take the
-#: compiler half a minute.) And chunks of warp-group products.
+#: compiler half a minute.) And chunks of wgmma.
 _TILES, _CHUNKS, _WARP_GROUP_CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256), (256, 512)
 _TOKENS, _STAGES = (16, 32, 64), (4, 3, 2)
 #: Programs for each multiprocessor beyond which more of them only cost.
@@ -80,7 +80,7 @@ def with_linear_choice(
 
 
 def _tiles(features: Sequence[int], tile: int) -> int:
-    """Tiles over all weights; a plan has as many for each block of rows of x."""
+    """Tiles over all weights; a plan has as many for each block of batch rows."""
     return sum(-(-n // tile) for n in features)
 
 

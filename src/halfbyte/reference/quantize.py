@@ -263,7 +263,7 @@ def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | No
 
 
 def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
-    """Double quantization (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`.
+    """Double quantization (QLoRA): the mean is subtracted from the scales, the rest stored in 8 bits in blocks of `nested`.
 
     The codes were made with the scales as they are; that the stored scales differ a little is the format's own error.
     """

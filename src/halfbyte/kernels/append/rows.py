@@ -36,7 +36,7 @@ def new_tokens(sequences, lengths_stride, b, tokens, capacity):
 
 @triton.jit
 def butterfly(x, STEP: tl.constexpr):
-    """Sums and differences of the elements STEP apart in the last axis of x [R, D]."""
+    """Sums and differences of elements at a distance of STEP in the last axis of x [R, D]."""
     pairs = tl.reshape(x, [x.shape[0], x.shape[1] // (2 * STEP), 2, STEP])
     a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), x.shape)
@@ -115,10 +115,13 @@ def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.conste
 
 @triton.jit
 def slot(b, position, wanted, page_table, stride_b, stride_p, pages, PAGE: tl.constexpr):
-    """(sequence or page, row, whether it may be written) of each position."""
+    """(sequence or page, row, whether it may be written) of each position. Pages without a table: positions are slots."""
     where, row = b + position * 0, position
     if PAGE > 0:
-        where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
+        if page_table is None:
+            where = position // PAGE
+        else:
+            where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
         row = position % PAGE
         wanted = wanted & (where >= 0) & (where < pages)
     return where, row, wanted

@@ -4,7 +4,7 @@
     p[r, t] = exp2(s - m)                  m: running maximum, by row
     o[r, d] += sum_t p[r, t] V[t, d]       p in registers, in fp16
 
-Query rows are the M axis of warp-group products (wgmma), 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
+Query rows are the M axis of wgmma, 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
 come as they are stored into a ring in shared memory (cp.async). There a tile becomes numbers in fp16, f c + o, relative to a power
 of two 2^e that follows from its largest scale (wgmma_operands.py); scores take 2^e as a factor, and weights in the exponent: with e
 of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size of scales fits, with one rounding of each number,

@@ -2,7 +2,7 @@
 
     y^T [N, M] = W [N, K] x^T + bias        W[n, k] = s[n, k / g] (c[n, k] - z[n, k / g])
 
-A program takes a tile of weight rows and of rows of x and walks its share of K. Decoded numbers are the left operand of the MMA,
+A program takes a tile of out features and batch rows and walks its share of K. Decoded numbers are the left operand of the MMA,
 so that on Hopper they go from registers into the tensor cores: bytes are copied to shared memory as they are stored, read in the
 layout of the operand and decoded there. c - z is exact in 16 bits (portable_weight.py). MMAs take 16-bit operands and accumulate
 in fp32.
@@ -13,7 +13,7 @@ for bf16, where the scale is rounded as well; a 16-bit weight has one. Relative 
 that of a 16-bit GEMM: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded, both have the range of 16 bits.
 
 Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last
-to arrive adds them in the order of the splits. No floating-point atomics. Rows of x do not affect each other.
+to arrive adds them in the order of the splits. No floating-point atomics. Batch rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from halfbyte.tensors import QuantTensor
 
 @dataclass(frozen=True)
 class TileSpec:
-    """Everything the kernel is compiled for, apart from how its weights are stored.
+    """Everything the kernel is compiled for, except how its weights are stored.
 
     weights      how many
     n, m, k      of a tile, and of a step
     even         K is whole steps: nothing is masked
-    fold         scales of groups multiply the codes
+    fold         group scales multiply the codes
     split        K is split: partial results are added
     """
 
@@ -85,7 +85,7 @@ def _spread(small, w: Weight, C: tl.constexpr):
 
 @triton.jit
 def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
-    """fp32 [n, m]: weight rows `row` [n] times m rows of x over columns begin .. end, without the scale of whole weight rows."""
+    """fp32 [n, m]: weight rows `row` [n] times x [m, K] over columns begin .. end, without the scale of whole weight rows."""
     PER: tl.constexpr = 8 // w.BITS
     FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or C.k > w.GROUP)
     m = tl.minimum(first_row + tl.arange(0, C.m), M - 1).to(tl.int64)  # a row too many is the last one again

@@ -148,7 +148,7 @@ def _integer(u, zero, w: Weight):
             made -= 128.0 + w.ZERO
         else:  # 128 + zero may need more bits than a bf16 has; the difference does not
             made = (made - 128.0) - zero.to(tl.float32).to(tl.bfloat16)
-    else:  # 8 bits do not fit beside the leading one of a bf16: through fp32, the same way
+    else:  # 8 bits do not fit behind the leading one of a bf16: through fp32, the same way
         made = (u.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         if w.offsets is None:
             made -= 2.0**23 + w.ZERO

@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 
 @gluon.constexpr_function
 def sums_layout(C):
-    """wgmma.m64nNk16: rows of the weight are M, 16 for each warp; rows of x are N."""
+    """wgmma.m64nNk16: out features are its M axis, 16 for each warp; the batch is its N axis."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, C.block_m, 16])
 
 
@@ -52,7 +52,7 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales of groups of 16 codes, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
+    """Scales of 16-code groups, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
     like = gl.full([C.tile, 16], 0.0, dtype_of(C), la)
     grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
