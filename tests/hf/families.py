@@ -81,6 +81,10 @@ SIZES: dict[str, Any] = {
     **_TOWERS,
 }
 _HYBRID, _LINEAR = ["linear_attention", "hybrid"], ["linear_attention", "full_attention"]
+_PICTURES: dict[str, Any] = {
+    "vocabulary_map": {"<image>": 0},
+    "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16, "embed_dim": 16},
+}
 OWN: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
     "bailing_hybrid": {"layer_types": _LINEAR},
@@ -88,8 +92,9 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4, "rotary_dim": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8}},
-    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 0}}),
+    "chameleon": _PICTURES,
     "dots3_note": {"text_config": {"per_layer_config": {}}},
+    "emu3": _PICTURES,
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
