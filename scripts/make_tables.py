@@ -42,6 +42,7 @@ def formats() -> str:
 
 def _format_row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
+    offset += f", {f.clip:.1%} of the span" if f.clip < 1 else ""
     return f"`{f.name}`", use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
 
 

@@ -82,7 +82,7 @@ class KVSpec(KVCodec):
 def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
     codec = kv_codec(fmt)
-    if codec.bits > 16:
+    if codec.bits not in (4, 8, 16):
         return f"{fmt.name} is read by the portable kernel only"
     words = dim * codec.bits // 16
     groups = dim // (codec.group or dim)

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.errors import check
 from halfbyte.formats import Code, Format, Shape
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 
 if TYPE_CHECKING:
     from halfbyte.tensors import QuantTensor
@@ -41,9 +41,9 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | No
 
 
 def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """Values of stored codes before scaling, float32, 4-bit codes unpacked."""
-    if code.bits == 4:
-        codes = unpack_nibbles(codes)
+    """Values of stored codes before scaling, float32, one for each code of a byte."""
+    if code.per_byte > 1:
+        codes = unpack_codes(codes, code.bits)
     if code.values is not None:
         return code.codebook().to(codes.device)[codes.int()]
     if code.kind == "float":

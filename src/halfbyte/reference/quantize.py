@@ -2,9 +2,10 @@
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
-    float offset    s = (max - min) / 15         q = round((x - m) / s)      x ~ s * q + m,    m = min
+    float offset    s = c (max - min) / reach    q = round((x - m) / s)      x ~ s * q + m,    m = min + (1 - c) / 2 (max - min)
 
-A clipped range is r * max|x|, or r * min to r * max: values beyond it saturate and the others are stored more finely.
+c is the clip of a format, 1 or less. The clipped range of a weight is r * max|x|, or r * min to r * max. Values beyond a range
+saturate and the others are stored more finely.
 
 Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
 IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
@@ -22,7 +23,7 @@ import torch
 from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
-from halfbyte.packing import pack_nibbles
+from halfbyte.packing import pack_codes
 from halfbyte.reference.dequantize import decode, dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.tensors import QuantTensor
 
@@ -148,7 +149,7 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
 def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them).
 
-    `ratio` of the range is stored, one number or one for each scale; None: all of it.
+    `ratio` of the range of a weight is stored, one number or one for each scale; None: all of it.
     """
     blocks, axes = in_blocks(x, fmt)
     stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
@@ -160,12 +161,14 @@ def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = N
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
         return (_clipped(blocks.abs().amax(axes, keepdim=keep), ratio) / reach).clamp_min(floor).to(stored), None
-    low, high = (_clipped(end, ratio) for end in (blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)))
-    if fmt.offset == "int":
-        low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
-    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
+    low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
     if fmt.offset == "float":
-        return scales, low.to(torch.float16)
+        span = high - low
+        if fmt.clip != 1:
+            low, span = low + span * ((1 - fmt.clip) / 2), span * fmt.clip
+        return (span / reach).clamp_min(MIN_SCALE).to(stored), low.to(torch.float16)
+    low, high = _clipped(low, ratio).clamp_max(0), _clipped(high, ratio).clamp_min(0)  # 0 must be a code
+    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
     zeros = (-low / scales.float()).round().clamp(fmt.code.lo, fmt.code.hi)
     return scales, zeros.to(torch.uint8)
 
@@ -194,13 +197,13 @@ def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
-    """Stored codes of values already divided by their scale: nearest, saturating; 4-bit codes packed two a byte."""
+    """Stored codes of values already divided by their scale: nearest, saturating; codes of less than 8 bits packed."""
     if code.kind == "affine":
         q = unit.round().clamp(code.lo, code.hi) + code.bias
-        return q.to(torch.int8) if code.dtype is torch.int8 else pack_nibbles(q.to(torch.uint8))
+        return q.to(torch.int8) if code.dtype is torch.int8 else pack_codes(q.to(torch.uint8), code.bits)
     if code.is_e4m3:
         return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
-    return pack_nibbles(_nearest(unit, code))
+    return pack_codes(_nearest(unit, code), code.bits)
 
 
 def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
