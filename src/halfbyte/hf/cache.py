@@ -268,7 +268,7 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     @property
     def is_updated(self) -> Any:
-        """Of `EncoderDecoderCache`: a model with cross-attention asks for it."""
+        """Of `EncoderDecoderCache`: a model with cross-attention reads it."""
         raise Unsupported(f"past_key_values is a {type(self).__name__}. {_CROSS}")
 
     def activate_past_recording(self) -> None:
