@@ -6,7 +6,7 @@ tests are derived from it; nothing else in the library names a format or tests f
 Two families share the description:
 
 * KV formats quantize keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
-* weight formats quantize a matrix [N, K] (out features, in features) along K.
+* weight formats quantize a matrix [N, K] (out features, in features) along K, or a stack [E, N, K] of experts' matrices.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4; NVIDIA's NVFP4 (blocks of 16, E4M3 block scales, one FP32 scale per tensor);
 QLoRA (arXiv 2305.14314) and bitsandbytes for NF4 and its FP4; GPTQ and AWQ for integer zero points; KIVI (arXiv 2402.02750) for
@@ -145,7 +145,8 @@ class Format:
     """One number format: codes, their scales, and offsets.
 
     `offset`: `none`; `int`, a zero point z per scale, x = s*(q - z); `float`, an offset m per scale, x = s*q + m.
-    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4).
+    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4); of a stack [E, N, K], one for each row, so that every expert,
+    and its gate and up projection, keeps its own.
     `clip`: the share of a block's span, around its middle, that codes with a float offset cover; values beyond it saturate.
     """
 
@@ -242,7 +243,11 @@ class Format:
         total += scales * (self.offset_dtype.itemsize if self.offset_dtype else 0)
         if self.scale.nested is not None:
             total += 4 * math.ceil(scales / self.scale.nested) + 4
-        return total + (4 if self.tensor_scale else 0)
+        return total + (4 * math.prod(self.tensor_scale_shape(shape)) if self.tensor_scale else 0)
+
+    def tensor_scale_shape(self, shape: Shape) -> Shape:
+        """Shape of the FP32 factors of a tensor of shape `shape`."""
+        return shape[:-1] if len(shape) > 2 else (1,)
 
     def bits_per_element(self, shape: Shape) -> float:
         """Bits an element takes, scales and offsets included."""

@@ -17,6 +17,7 @@ What must not be quantized: NaN and infinity. `quantize` raises on them, and on 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -39,7 +40,7 @@ SEARCHED = 1 << 22
 def quantize(
     x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None, clip: str | None = None
 ) -> QuantTensor:
-    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
+    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, weights [N, K] or [E, N, K] with a weight format.
 
     scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
     clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is
@@ -249,18 +250,20 @@ def _mx_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None)
 
 
 def _tensor_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]."""
-    top = x.abs().amax() if x.numel() else x.new_zeros(())
+    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]; of a stack [E, N, K] that of each matrix on each of its rows."""
+    shape = fmt.tensor_scale_shape(tuple(x.shape))
+    matrices = x.unsqueeze(0) if x.ndim < 3 else x
+    top = matrices.abs().amax(tuple(range(1, matrices.ndim))) if x.numel() else x.new_zeros(len(matrices))
     largest = torch.full_like(top, fmt.code.reach * E4M3.reach)
     g = (top / largest).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
-    return torch.where(top > 0, g, torch.ones_like(top)).reshape(1)
+    return torch.where(top > 0, g, torch.ones_like(top)).unsqueeze(-1).expand(len(top), math.prod(shape[1:])).reshape(shape)
 
 
 def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
     """NVFP4: per block of 16 an E4M3 scale amax / (6 * g), as bytes."""
     blocks, axes = in_blocks(x, fmt)
     amax = _clipped(blocks.abs().amax(axes), ratio)
-    wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
+    wanted = (amax / (fmt.code.reach * g).unsqueeze(-1)).clamp_max(E4M3.reach)
     wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
     return wanted.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -290,8 +293,11 @@ def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Ten
 
 def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
     """The ratio of each scale of a weight with the least squared error, in the shape of the scales; 1 wins ties."""
-    rows = max(1, SEARCHED // max(1, x.shape[1]))
-    return torch.cat([_search(piece, fmt, top) for piece in x.split(rows)])
+    shape, rows = fmt.scale_shape(tuple(x.shape)), max(1, SEARCHED // max(1, x.shape[-1]))
+    flat = x.flatten(0, -2)
+    tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
+    found = [_search(piece, fmt, tops[i % len(tops)]) for i, piece in enumerate(flat.split(rows))]
+    return torch.cat(found).view(shape)
 
 
 def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:

@@ -84,11 +84,13 @@ def _spread(small, w: Weight, C: tl.constexpr):
 
 
 @triton.jit
-def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
-    """fp32 [n, m]: weight rows `row` [n] times x [m, K] over columns begin .. end, without the scale of whole weight rows."""
+def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
+    """fp32 [n, m]: weight rows `row` [n] times rows `m` of x over columns begin .. end, without the scale of whole weight rows.
+
+    C: a `TileSpec`, or what else has its n, m, k, stages, even and fold. Row numbers are int64.
+    """
     PER: tl.constexpr = 8 // w.BITS
     FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or C.k > w.GROUP)
-    m = tl.minimum(first_row + tl.arange(0, C.m), M - 1).to(tl.int64)  # a row too many is the last one again
     column, byte = tl.arange(0, C.k).to(tl.int64), tl.arange(0, C.k // PER).to(tl.int64)
     x_rows, codes = w.x + m[:, None] * w.x0, w.codes + row[:, None] * w.codes0
     groups = K // w.GROUP if w.GROUP > 0 else 1
@@ -123,11 +125,18 @@ def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, n, m, M, row, w: Weight, C: tl.constexpr):
-    """Store finished sums y [m, n]: the scale of whole weight rows, the bias, and one rounding."""
+def row_factor(row, w: Weight):
+    """fp32 [n] or [1]: what finished sums of weight rows are multiplied with, besides the scale of the whole tensor."""
     factor = tl.full([1], w.UNIT, tl.float32)
     if w.GROUP == 0:
         factor = read_scale(w, row, 0, 1, None) * w.UNIT
+    return factor
+
+
+@triton.jit
+def _finish(y, n, m, M, row, w: Weight, C: tl.constexpr):
+    """Store finished sums y [m, n]: the scale of whole weight rows, the bias, and one rounding."""
+    factor = row_factor(row, w)
     if w.tensor_scale is not None:
         factor *= tl.load(w.tensor_scale)
     y *= factor[None, :]
@@ -145,7 +154,8 @@ def _tile(tile, number, first_row, M, K, split, splits, share, partials, semapho
     row = tl.minimum(n, w.n - 1).to(tl.int64)
     begin = split * share * C.k
     end = tl.minimum(begin + share * C.k, K)
-    y = tl.trans(_sums(first_row, M, begin, end, K, row, w, C))
+    there = tl.minimum(m, M - 1).to(tl.int64)  # a row too many is the last one again
+    y = tl.trans(sums(there, begin, end, K, row, w, C))
     if not C.split:
         _finish(y, n, m, M, row, w, C)
     else:

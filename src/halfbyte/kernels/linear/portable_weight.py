@@ -9,6 +9,7 @@ conversion: an integer below 1024 in the low bits of the fp16 1024 (below 128 in
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -183,25 +184,29 @@ def _table(u, w: Weight):
 
 
 def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor) -> Weight:
-    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16."""
+    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16.
+
+    Of a stack [E, N, K] the matrices lie one below the other, [E * N, K]; in act-order x must come in the order of each.
+    """
     code, scale = q.format.code, q.format.scale
     assert scale is not None
     kind = "integer" if code.kind == "affine" else "e2m1" if _is_e2m1(code) else "table"
     unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
     zero = code.bias if code.bits == 4 else 128
-    group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
+    group = q.format.group_size(q.shape[-1]) if scale.granularity == "group" else 0
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
     levels = _levels(code, unit, x.dtype) if kind == "table" else None
     look_up = "" if levels is None or INTERPRETED else look_up_ptx(levels)
     table = 0 if levels is None or look_up else _in_one_integer(levels)
-    scales, scales_per = _in_words(q.scales)
-    offsets, offsets_per = _in_words(q.offsets)
+    codes, stored, zeros = (None if t is None else t.flatten(0, -2) for t in (q.codes, q.scales, q.offsets))
+    scales, scales_per = _in_words(stored)
+    offsets, offsets_per = _in_words(zeros)
     constants = (
         *(kind, code.bits, zero, look_up, table, unit, group, scale.dtype, scale.nested or 0, dot),
         *(scales_per, offsets_per),
     )
-    strided = (part for t in (x, q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
-    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], *map(tl.constexpr, constants))
+    strided = (part for t in (x, codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
+    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, math.prod(q.shape[:-1]), *map(tl.constexpr, constants))
 
 
 def _in_words(t: torch.Tensor | None) -> tuple[Any, int]:
