@@ -120,6 +120,7 @@ class DecodeSpec:
     separate_reduce_smem: bool = False  # warps are summed in shared memory of their own, not in the ring
     heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
     pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
+    rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
 
     @property
     def warps_q(self) -> int:

@@ -53,9 +53,10 @@ class LinearProblem:
 
 
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """Every field of a problem, as one line of JSON."""
+    """The fields of a problem, as one line of JSON, but for rotation: it is done before the tiles are read, whatever they are."""
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
-    return json.dumps({"op": op, **asdict(problem)}, sort_keys=True)
+    fields = {name: value for name, value in asdict(problem).items() if name != "rotate_keys"}
+    return json.dumps({"op": op, **fields}, sort_keys=True)
 
 
 @dataclass(frozen=True)
