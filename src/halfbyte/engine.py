@@ -14,9 +14,10 @@ from halfbyte.arguments import check_sizes
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, PagedView
+from halfbyte.ops.append_slots import append_slots
 from halfbyte.tensors import expected_parts
 
-__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView"]
+__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView", "append_slots"]
 
 #: Why a format with scales of this granularity cannot live in a page.
 _HOMELESS = {

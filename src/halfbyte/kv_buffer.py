@@ -130,6 +130,8 @@ class AppendCall(NamedTuple):
     rope         keys (and q) are rotated by position first
     q            [B, Hq, L, D], to be rotated by position, too
     measure      the scale of a whole tensor may still be 0, which says that it is to be measured
+    by_slot      `lengths`, int32 or int64 [B], are slots instead, which do not advance: the one token of each sequence (L = 1) goes
+                 to row i % N of page i // N, where pages have N tokens; with a negative slot nowhere
     """
 
     k: torch.Tensor
@@ -143,6 +145,7 @@ class AppendCall(NamedTuple):
     rope: Rope | None = None
     q: torch.Tensor | None = None
     measure: bool = True
+    by_slot: bool = False
 
 
 class Cache(Protocol):

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from halfbyte.errors import InvalidArgument, check
 if TYPE_CHECKING:
     import torch
 
+    from halfbyte.cache_plan import CachePlan
+
 Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that ships with halfbyte.")]
 Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
 Values = Annotated[str, typer.Option(help="Format of the cached values.")]
@@ -23,6 +25,9 @@ Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights
 Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, which spreads outlier channels.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
+Plan = Annotated[
+    Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
@@ -48,6 +53,7 @@ def evaluate(
     rotate_keys: Rotate = False,
     skip_layers: Skip = "",
     clip: Clip = None,
+    plan: Plan = None,
     every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
@@ -71,6 +77,8 @@ def evaluate(
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
     asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers, clip)
+    if plan is not None:
+        asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
     wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
     tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
     results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
@@ -112,6 +120,16 @@ def generate(
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def read_plan_of(plan: Path, model: Any) -> CachePlan:
+    """A plan from its file, for this model."""
+    from halfbyte.cache_plan import read_plan
+    from halfbyte.evals.calibrate import sizes_of
+
+    found = read_plan(plan)
+    found.check_model(sizes_of(model))
+    return found
 
 
 def _text(prompt: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from halfbyte.evals.quality import Quality
+from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
@@ -69,7 +69,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
     caches = [r for r in others if _kind(r) == "KV cache"]
     if caches:
         shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
-        points = _points(caches, shares, [r.setting.kv for r in caches], [r.setting.keys.split("_")[0] for r in caches])
+        points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
         chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
         report.figure(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")
         errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
@@ -119,6 +119,11 @@ def append_records(results: Sequence[Quality], path: Path) -> None:
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record(result) | {"environment": made}) + "\n" for result in results)
+
+
+def _series(setting: Setting) -> str:
+    """Which caches share a colour: those of one type of keys."""
+    return setting.keys.split("_")[0] if isinstance(setting.keys, str) else "by layer"
 
 
 def _family(name: str) -> str:

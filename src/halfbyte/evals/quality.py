@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.nn import QuantLinear
@@ -27,17 +28,29 @@ from halfbyte.reference.quantize import check_clip
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip."""
+    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip.
 
-    keys: str = "bf16"
-    values: str = "bf16"
+    Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache.
+    """
+
+    keys: str | tuple[str, ...] = "bf16"
+    values: str | tuple[str, ...] = "bf16"
     weights: str | None = None
-    rotate_keys: bool = False
+    rotate_keys: bool | tuple[bool, ...] = False
     skip_layers: tuple[int, ...] = ()
     clip: str | None = None
+    plan: str = ""
+
+    @classmethod
+    def of_plan(cls, plan: CachePlan, weights: str | None = None, clip: str | None = None) -> Setting:
+        """The cache of a plan."""
+        return cls(plan.keys, plan.values, weights, plan.rotate_keys, clip=clip, plan=f"plan, {plan.bits:.2f} bits")
 
     def __post_init__(self) -> None:
-        key_format(self.keys), value_format(self.values)
+        for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:
+            key_format(keys)
+        for values in (self.values,) if isinstance(self.values, str) else self.values:
+            value_format(values)
         if self.weights is not None:
             check_clip(self.clip, weight_format(self.weights))
 
@@ -48,7 +61,10 @@ class Setting:
     @property
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
-        both = self.keys if self.keys == self.values else f"{self.keys} / {self.values}"
+        if self.plan:
+            return self.plan
+        keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
+        both = keys if keys == values else f"{keys} / {values}"
         skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
         return both + (" rotated" if self.rotate_keys else "") + skipped
 

@@ -65,6 +65,17 @@ def append_(
         write()
 
 
+def append_slots_(
+    k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor, rotate_keys: bool
+) -> None:
+    """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative: it goes nowhere."""
+    pages, _, rows, _ = keys.codes.shape
+    last = int(slots.max()) if slots.numel() else -1
+    check(last < pages * rows, f"slot_mapping names slot {last}; {pages} pages of {rows} tokens have {pages * rows}")
+    everywhere = torch.arange(pages, device=slots.device).expand(len(slots), pages)
+    append_(k, v, (slots >= 0).int(), keys, values, slots.long().clamp_min(0), everywhere, rotate_keys)
+
+
 def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:
     """Tokens one sequence can hold."""
     rows = buffer.codes.shape[2]
