@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,12 +15,15 @@ from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.hf.model_support import REFUSED, TESTED
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
 from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
+FAMILIES = ROOT / "results" / "families.jsonl"
+SERVED = "the tokens of transformers"
+#: What an error says besides the reason.
+ADVICE = re.compile(r"^a packed KV cache cannot be used with \S+: |[.,;] (Quantize its|so nothing|load it) .*")
 KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
 SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
 
@@ -38,6 +42,7 @@ def formats() -> str:
 
 def _format_row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
+    offset += f", {f.clip:.1%} of the span" if f.clip < 1 else ""
     return f"`{f.name}`", use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
 
 
@@ -52,13 +57,24 @@ def _scale_text(f: Format) -> str:
 
 
 def models() -> str:
-    """Families that were executed, and those that are refused, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in REFUSED.items():
-        reasons.setdefault(reason, []).append(name)
-    rows = [("run in the tests", ", ".join(TESTED))]
-    rows += [(f"refused: {reason}", ", ".join(sorted(names))) for reason, names in reasons.items()]
-    return markdown(("", "model types"), rows)
+    """Families by what came out for their cache, with the share of weights that is quantized, from the record of the tests."""
+    first, *lines = map(json.loads, FAMILIES.read_text(encoding="utf-8").splitlines())
+    by_outcome: dict[str, list[str]] = {}
+    for line in lines:
+        share = "-" if line.get("weights") or line["share"] is None else f"{line['share']:.0%}".replace("%", " %")
+        by_outcome.setdefault(_cache_outcome(line), []).append(f"{line['family']} {share}")
+    rows = [
+        (outcome, ", ".join(families)) for outcome, families in sorted(by_outcome.items(), key=lambda x: (x[0] != SERVED, x[0]))
+    ]
+    return markdown((f"packed cache, transformers {first['transformers']}", "families, share of weights that is quantized"), rows)
+
+
+def _cache_outcome(line: dict[str, Any]) -> str:
+    """A cell: the reason without the name of the family and without what to do."""
+    if "built" in line:
+        return "not tested: transformers cannot build it without other packages or configurations"
+    said = line["cache"]
+    return SERVED if said is None else f"refused: {ADVICE.sub('', said)}"
 
 
 def checkpoints() -> str:

@@ -23,6 +23,7 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
+import benchmarks.cli
 from checkpoint_files import draw
 from halfbyte import cli
 from halfbyte.hf.weights import linear_size
@@ -119,9 +120,10 @@ def run_command(command: str, where: str) -> None:
     words = shlex.split(command, comments=True)
     if not words:
         return
-    if words[0] == "halfbyte":
+    programs = {("halfbyte",): cli.main, ("python", "-m", "benchmarks"): benchmarks.cli.main}
+    if (program := next((start for start in programs if words[: len(start)] == list(start)), None)) is not None:
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
-            cli.main(words[1:])
+            programs[program](words[len(program) :])
         assert ended.value.code in (0, None), f"{where}: {command} ended with {ended.value.code}"
     elif words[:2] == ["rm", "-rf"]:
         shutil.rmtree(words[2], ignore_errors=True)

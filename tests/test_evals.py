@@ -99,6 +99,15 @@ def test_the_demo_promises(shipped: Any) -> None:
     assert int4.kv_bytes_per_token == 6 * 2 * 2 * (32 + 2 * 4)
 
 
+@pytest.mark.parametrize("granularity", ["", "_g32"])
+def test_fewer_bits_are_further_from_the_16_bit_model(shipped: Any, granularity: str) -> None:
+    """With the same granularity: by KL, and in every layer."""
+    names = [f"int{bits}{granularity}" for bits in (8, 4, 2)]
+    _, *results = evaluate(shipped[0], [Setting(), *(Setting(n, n) for n in names)], cut(shipped, 1, 384))
+    for int8, int4, int2 in zip(*([r.kl_mean, *r.layer_error] for r in results), strict=True):
+        assert 0 < int8 < int4 < int2
+
+
 def test_every_format_has_its_row() -> None:
     rows = [*every_kv_setting(), *every_weight_setting()]
     assert {s.keys for s in rows} | {s.values for s in rows} == {n for n in KV_FORMATS if n != "fp16"}

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
@@ -179,7 +179,7 @@ def test_what_operands_have_too_much(dtype: str) -> None:
 def test_codebooks_that_no_unit_makes_exact_have_no_mean_error(dtype: str, torch_dtype: torch.dtype) -> None:
     """With x of one sign a mean error of 2e-4 (NF4 rounded as it is) would be ten times that of a 16-bit weight at K = 8192."""
     weight = quantize(torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)), "nf4")
-    codes = unpack_nibbles(weight.codes).long()
+    codes = unpack_codes(weight.codes, 4).long()
     exact, unit = weight.format.code.codebook().double(), unit_of_codebook(weight.format.code, dtype)
     rounded = (exact / unit).to(torch_dtype).double() * unit
     assert abs(float((rounded - exact)[codes].mean())) < 2e-6

@@ -87,7 +87,7 @@ def test_commands_in_the_pages_exist() -> None:
     code = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     code += re.findall(r"^ {4}(halfbyte .*)$", text, re.MULTILINE)
     used = set(re.findall(r"^halfbyte (\w+)", "\n".join(code), re.MULTILINE))
-    assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor", "explain", "tune"}
+    assert used >= {"eval", "generate", "quantize", "memory", "bench", "doctor", "explain"}
     assert used <= known
 
 

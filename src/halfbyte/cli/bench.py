@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -131,13 +130,13 @@ def bench_compare(
     print(f"{sum(c.marked for c in found)} of {len(found)} changed")
 
 
-def _moved(old: str, new: str) -> Callable[[typer.Context], None]:
-    def command(context: typer.Context) -> None:
-        raise InvalidArgument(f"`halfbyte bench {old}` is `python -m benchmarks {new}` now; run it from a checkout of halfbyte")
+def moved(to: typer.Typer, name: str, old: str, new: str) -> None:
+    """Let `name` of a command group, in full `old`, answer with what it is called now."""
 
-    return command
+    @to.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def command(context: typer.Context) -> None:
+        raise InvalidArgument(f"`{old}` is `python -m benchmarks {new}` now; run it from a checkout of halfbyte")
 
 
 for _old, _new in MOVED.items():
-    _anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(_old, hidden=True, context_settings=_anything)(_moved(_old, _new))
+    moved(app, _old, f"halfbyte bench {_old}", _new)

@@ -54,7 +54,7 @@ def key_biases(model: nn.Module) -> list[KeyBias]:
 
 
 def check_key_bias(model: nn.Module, keys: Sequence[Format]) -> list[KeyBias]:
-    """Warn about layers whose keys, by layer, are in a 4-bit format with scales per token that their bias ruins; returns them."""
+    """Warn about layers whose keys, by layer, have 4 bits or fewer and scales per token that their bias ruins; returns them."""
     if not any(_is_ruined(fmt) for fmt in keys):
         return []
     bad = [b for b in key_biases(model) if b.ratio > 1 and _is_ruined(keys[b.layer])]

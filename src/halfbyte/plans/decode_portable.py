@@ -77,9 +77,9 @@ def triton_tiles(
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
-    bits, channels = max(keys.code.bits, values.code.bits), keys.token_block is not None
+    bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     grouped = "group" in (keys.granularity, values.granularity)
-    wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
+    wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
     tiles = -(-rows // block_rows)

@@ -82,7 +82,7 @@ class KVSpec(KVCodec):
 def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
     codec = kv_codec(fmt)
-    if codec.bits > 16:
+    if codec.bits not in (4, 8, 16):
         return f"{fmt.name} is read by the portable kernel only"
     words = dim * codec.bits // 16
     groups = dim // (codec.group or dim)
@@ -120,6 +120,7 @@ class DecodeSpec:
     separate_reduce_smem: bool = False  # warps are summed in shared memory of their own, not in the ring
     heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
     pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
+    rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
 
     @property
     def warps_q(self) -> int:

@@ -65,7 +65,7 @@ def _long(weight: WeightSpec, m: int, features: list[int], width: int, num_sms: 
     With INT4 in larger groups, as measured (docs/linear.md); two programs would take tiles of 32 rows and read x twice as often.
     """
     tiles = sum(-(-n // 64) for n in features)
-    suits = weight.kind == "nibbles" and (weight.group == 0 or weight.group >= 64) and m <= 8
+    suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and m <= 8
     return suits and width >= 20 << 10 and num_sms >= tiles >= 0.9 * num_sms
 
 
@@ -108,7 +108,7 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
     as every program gets a tile; otherwise with 32. With M above 8 two warps divide a tile. x of 2 to 4 rows comes through the
     L1 cache; one row gains too little from it, and of eight rows it holds too few steps.
     """
-    wide = weight.kind == "bytes"
+    wide = weight.kind == "signed"
     tiles = sum(-(-n // 32) for n in features)
     x_rows = next((n for n in (1, 2, 4, 8) if m <= n), 16)
     fine = 0 < weight.group < 64 or bool(weight.codebook)  # what they need besides the MMA fills the registers
@@ -116,7 +116,7 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if m <= 4 else 0.7 * slots)
-        cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "nibbles"))
+        cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
         tile, k_slices, warps_m = (32 if narrow or cramped else 64), 4, 1
     return LinearSpec(
         weights=(weight,) * count,

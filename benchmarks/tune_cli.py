@@ -1,4 +1,4 @@
-"""`halfbyte tune`: measure the plans of this GPU and store them."""
+"""`python -m benchmarks tune`: measure the plans of this GPU and store them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from benchmarks.tune import Tuning
+    from benchmarks.tuning_store import Store
     from halfbyte.measure.session import Session
-    from halfbyte.measure.tune import Tuning
-    from halfbyte.plans.tuning_cache import Store
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -61,12 +61,13 @@ def tune(
 ) -> None:
     """Time how else the GPU kernels could run (tiles, stages, programs), and store what beats the plan that the rules give.
 
-    Processes that start later take what is stored by themselves; `halfbyte explain` says which plan a call gets (docs/tuning.md).
+    Processes that start later use what is stored; `halfbyte explain` says which plan a call gets (docs/internals/tuning.md).
     """
+    from benchmarks.tune import SCREEN
+    from benchmarks.tuning_store import Store
     from halfbyte.measure.session import Options, Session
-    from halfbyte.measure.tune import SCREEN
     from halfbyte.paths import own_plans
-    from halfbyte.plans.tuning_cache import Store, Table
+    from halfbyte.plans.tuning_cache import Table
 
     if not linear and not attention and not _given(context, "formats"):
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
@@ -101,9 +102,9 @@ def _jobs(
     formats: Sequence[str],
 ) -> Callable[[Store], list[Tuning]]:
     """What is to be measured, checked; its store is known later."""
+    from benchmarks.tune import AttentionTuning, LinearTuning
     from halfbyte.formats import weight_format
     from halfbyte.measure.decode import DecodeShape, parse_formats
-    from halfbyte.measure.tune import AttentionTuning, LinearTuning
 
     for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
         check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
@@ -123,8 +124,8 @@ def _jobs(
 
 
 def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
+    from benchmarks.tune import HEADERS, facts_of, left_out, says, table_rows
     from halfbyte.measure.precompile import compile_ahead
-    from halfbyte.measure.tune import HEADERS, facts_of, left_out, says, table_rows
 
     planned = [job.planned(session.device, session.options.quick) for job in jobs]
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
