@@ -90,7 +90,7 @@ def checkpoints() -> str:
 def quality() -> str:
     """Selected rows of the demo's own record."""
     shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
-    records = json_lines("demo.jsonl")
+    records = demo_records()
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
     rows = [
@@ -105,6 +105,11 @@ def quality() -> str:
         for r in [*caches, *weights]
     ]
     return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
+
+
+def demo_records(model: str = "") -> list[dict[str, Any]]:
+    """Quality of the shipped model, or of an outlier variant of it, setting by setting."""
+    return [r for r in json_lines("demo.jsonl") if r.get("model", "") == model]
 
 
 def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def linear() -> list[Record]:
 
 def demo() -> list[dict[str, object]]:
     """Quality of the shipped model, setting by setting."""
-    return tables.json_lines("demo.jsonl")
+    return tables.demo_records()
 
 
 def cpu() -> list[dict[str, object]]:
