@@ -35,6 +35,7 @@ from halfbyte.packing import pack_codes, unpack_codes
 from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
 from halfbyte.reference.quantize import encode_unit, quantize
 from halfbyte.tensors import QuantTensor, expected_parts
+from sizes import head_dim
 
 CODES = {
     "int8": INT8,
@@ -86,7 +87,6 @@ WEIGHT_TABLE = {
     "int4_g32_fp32": (4, "group", 32, "int", torch.float32, torch.uint8),
     "int4_sym_g32_fp32": (4, "group", 32, "none", torch.float32, torch.uint8),
     "int8_col": (8, "out_channel", None, "none", torch.float16, torch.int8),
-    "int8_g128": (8, "group", 128, "none", torch.float16, torch.int8),
     "nf4": (4, "group", 64, "none", torch.float32, torch.uint8),
     "nf4_dq": (4, "group", 64, "none", torch.uint8, torch.uint8),
     "fp4_bnb": (4, "group", 64, "none", torch.float32, torch.uint8),
@@ -361,11 +361,12 @@ def test_nbytes_of_weight_formats_are_real_bytes(name: str, shape: tuple[int, ..
 
 @pytest.mark.parametrize("keys", KV_FORMATS)
 def test_nbytes_of_a_cache_are_real_bytes(keys: str) -> None:
-    cache = KVCache(3, 2, 64, 96, keys=keys, values="int4_g32", value_dim=96)
+    dim = head_dim(keys)
+    cache = KVCache(3, 2, dim, 96, keys=keys, values="int4_g32", value_dim=96)
     scales_and_codes = [t for t in cache.tensors() if t.dtype not in (torch.int32, torch.int64)]
     assert cache.nbytes == sum(t.numel() * t.element_size() for t in scales_and_codes)
-    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, 64), (cache.values.format, 96))) + (
-        0 if cache.keys.tail is None else 3 * 2 * 32 * 64 * 2
+    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, dim), (cache.values.format, 96))) + (
+        0 if cache.keys.tail is None else 3 * 2 * 32 * dim * 2
     )
     per_token = 3 * 96 * cache.bytes_per_token
     constant = (2 if keys.endswith("tensor") else 0) + (0 if cache.keys.tail is None else cache.keys.tail.nbytes)
