@@ -87,6 +87,7 @@ WEIGHT_TABLE = {
     "int4_g32_fp32": (4, "group", 32, "int", torch.float32, torch.uint8),
     "int4_sym_g32_fp32": (4, "group", 32, "none", torch.float32, torch.uint8),
     "int8_col": (8, "out_channel", None, "none", torch.float16, torch.int8),
+    "int8_g128": (8, "group", 128, "none", torch.float16, torch.int8),
     "nf4": (4, "group", 64, "none", torch.float32, torch.uint8),
     "nf4_dq": (4, "group", 64, "none", torch.uint8, torch.uint8),
     "fp4_bnb": (4, "group", 64, "none", torch.float32, torch.uint8),

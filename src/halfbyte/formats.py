@@ -301,6 +301,7 @@ WEIGHT_FORMATS: dict[str, Format] = _registry(
         Format("int4_g32_fp32", INT4, Scale("f32", "group", 32), "int"),
         Format("int4_sym_g32_fp32", INT4_SYM, Scale("f32", "group", 32)),
         _weight("int8_col", INT8, None),
+        _weight("int8_g128", INT8, 128),
         Format("nf4", NF4, Scale("f32", "group", 64)),
         Format("nf4_dq", NF4, Scale("f32", "group", 64, nested=256)),
         Format("fp4_bnb", BNB_FP4, Scale("f32", "group", 64)),
