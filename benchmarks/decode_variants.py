@@ -67,7 +67,7 @@ def time_variants(
     variants: Mapping[str, DecodeVariant],
     roof: bool = True,
 ) -> list[Record]:
-    """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roof."""
+    """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roofline."""
     cold = is_cold(len(caches), blank.nbytes, session.device.cache_bytes) or blank.nbytes >= _LARGE * session.device.cache_bytes
     if session.device.kind == "cuda":
         prepare(session.device.torch)  # counters for all graphs: one that must clear its own takes longer

@@ -14,6 +14,7 @@ from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, KVBuffe
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.tensors import expected_parts
 from pretended_gpu import cuda_tensors
@@ -132,13 +133,9 @@ def buffer(fmt: str) -> KVBuffer:
     return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 0, 64), torch.bfloat16, "cpu")
 
 
-def cache(
-    capacity: int = 64, paged: bool = False, keys: str = "int8", lengths: torch.Tensor | None = None, **options: Any
-) -> KVCache:
+def cache(capacity: int = 64, paged: bool = False, lengths: torch.Tensor | None = None, **options: Any) -> KVCache:
     with cuda_tensors(False):
-        made = (
-            PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, keys=keys, **options)
-        )
+        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, **options)
     made.lengths = made.lengths if lengths is None else lengths
     return made
 
@@ -168,9 +165,9 @@ ATTENTION = Op(
         "no softcap": changed("options.softcap", None),
         "sink tokens": changed("keys.sink_tokens", 1),
         "impl": changed("impl", "gluon"),
+        "rotated keys": changed("options.rotate_keys", True),
     },
     never={
-        "rotated keys": changed("options.rotate_keys", True),
         "deterministic": changed("deterministic_batch", True),
         "the portable kernel": changed("impl", "triton"),
         "impl a list": changed("impl", ["auto"]),
@@ -187,6 +184,7 @@ ATTENTION = Op(
         "gluon": lambda: {"impl": "gluon"},
         "a tail": lambda: {"cache": cache(keys="int4_channel")},
         "pages": lambda: {"cache": cache(paged=True)},
+        "rotated": lambda: {"cache": cache(rotate_keys=True)},
         "all": lambda: {
             "alibi_slopes": torch.rand(8),
             "sinks": torch.rand(8),
@@ -313,6 +311,68 @@ APPEND = Op(
 )
 
 
+def slotted() -> AppendCall:
+    """A call as `append_slots` makes it of its arguments: tokens are no sequences yet."""
+    where = buffer("int8"), buffer("int4_g32"), ints(2).long()
+    rope = torch.zeros(2, 32), torch.zeros(2, 32)
+    return AppendCall(bf16(2, 2, 64), bf16(2, 2, 64), *where, rope=rope, q=bf16(2, 8, 64), measure=False, by_slot=True)
+
+
+def run_append_slots(**given: Any) -> Sequence[torch.Tensor]:
+    rotated = append_slots(**given)
+    return [] if rotated is None else [rotated]
+
+
+APPEND_SLOTS = Op(
+    full=slotted,
+    find=append_op.signature_of,
+    paths="k v lengths q? keys.codes keys.scales values.codes values.scales values.offsets rope.0 rope.1",
+    same={},
+    others={name: change for name, change in APPEND.others.items() if "format of the keys" not in name},
+    never={name: change for name, change in APPEND.never.items() if name != "counts a list"},
+    run=run_append_slots,
+    plain=lambda: {
+        "k": bf16(2, 2, 64),
+        "v": bf16(2, 2, 64),
+        "keys": buffer("int8"),
+        "values": buffer("int4_g32"),
+        "slot_mapping": ints(2).long(),
+    },
+    options={
+        "plain": dict,
+        "rope": lambda: {"rope": (torch.rand(2, 32), torch.rand(2, 32))},
+        "slots of 32 bits": lambda: {"slot_mapping": ints(2)},
+        "many tokens": lambda: {"k": bf16(48, 2, 64), "v": bf16(48, 2, 64), "slot_mapping": ints(48).long()},
+        "all": lambda: {"rope": (torch.rand(2, 32), torch.rand(2, 32)), "q": bf16(2, 8, 64)},
+    },
+    unstored={
+        "a scale to measure": lambda: {"keys": buffer("int8_tensor")},
+        "rope not contiguous": lambda: {"rope": (torch.rand(2, 64)[:, ::2],) * 2},
+    },
+    aliased={
+        "k for v": lambda: dict.fromkeys(("k", "v"), bf16(2, 2, 64)),
+        "cosines for sines": lambda: {"rope": (torch.rand(2, 32),) * 2},
+    },
+    bad={
+        "k of four axes": ({"k": token()}, "k has shape"),
+        "v of other tokens": ({"v": bf16(3, 2, 64)}, "v has shape"),
+        "v of integers": ({"v": ints(2, 2, 64)}, "v is"),
+        "slots too many": ({"slot_mapping": ints(3)}, "slot_mapping has shape"),
+        "slots of floats": ({"slot_mapping": torch.zeros(2)}, "slot_mapping is"),
+        "slots a list": ({"slot_mapping": [1, 2]}, "slot_mapping is a list"),
+        "values no buffer": ({"values": bf16(2)}, "values is a Tensor; expected a KVBuffer"),
+        "a rope of one": ({"rope": (torch.zeros(2, 32),)}, "rope is"),
+        "a rope of other tokens": ({"rope": (torch.zeros(1, 32),) * 2}, "rope"),
+        "q of other tokens": ({"q": bf16(1, 8, 64)}, "q has shape"),
+    },
+    results=APPEND.results,
+    first="k",
+    gradients=("q",),
+    refuses=True,
+    workspace=False,
+)
+
+
 def weight(fmt: str = "int4_g64", n: int = 64, k: int = 1024) -> QuantTensor:
     parts = expected_parts(WEIGHT_FORMATS[fmt], (n, k))
     return QuantTensor(WEIGHT_FORMATS[fmt], (n, k), **{name: torch.zeros(*of, dtype=d) for name, (of, d) in parts.items()})
@@ -418,4 +478,4 @@ PROJECTIONS = replace(
     gradients=("x", "biases.1"),
 )
 
-OPS = {"attention": ATTENTION, "append": APPEND, "linear": LINEAR, "projections": PROJECTIONS}
+OPS = {"attention": ATTENTION, "append": APPEND, "append_slots": APPEND_SLOTS, "linear": LINEAR, "projections": PROJECTIONS}

@@ -75,6 +75,17 @@ def test_opcheck_append(layout: dict[str, Any]) -> None:
         torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, rotating)
 
 
+def test_opcheck_append_by_slot() -> None:
+    cache, (k, v), q = build(LAYOUTS[4]), random_tokens(1), torch.randn(2, 4, 1, 64)
+    parts, (cos, sin) = flat(cache), rope_tables(torch.arange(2).unsqueeze(1), 64)
+    slots = torch.tensor([-1, 70])
+    arguments = (
+        *(k, v, None, *parts["k"], None, *parts["v"], None, slots, None, *parts["formats"], False, cos, sin, False),
+        *("reference", q, torch.empty(q.shape), True),
+    )
+    torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 @pytest.mark.parametrize("level", ["cpu", "reference"])
 def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:

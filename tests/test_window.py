@@ -114,7 +114,7 @@ def test_a_cache_is_a_list_of_tokens(data: st.DataObject) -> None:
                 for model in models:
                     model.held = [list(model.held[b]) for b in index]
             case "pickle":
-                cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))  # noqa: S301
+                cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
             case "grown":
                 cache = cache.grown(CAPACITY + 3)
             case "reset":
@@ -196,8 +196,8 @@ def test_what_it_takes() -> None:
     ({"recent_tokens": 1.5}, "recent_tokens=1.5"),
     ({"sink_tokens": True}, "sink_tokens=True"),
     ({"sink_tokens": 30, "recent_tokens": 67}, "capacity of 96"),
-    ({"sink_tokens": 4, "keys": "bf16"}, "keys='bf16' is 16 bits everywhere"),
-    ({"recent_tokens": 4, "values": "fp16"}, "values='fp16' is 16 bits everywhere"),
+    ({"sink_tokens": 4, "keys": "bf16"}, "keys='bf16' is a 16-bit format"),
+    ({"recent_tokens": 4, "values": "fp16"}, "values='fp16' is a 16-bit format"),
     ({"recent_tokens": 4, "keys": "int4_channel"}, "keys='int4_channel' quantizes blocks of 32 tokens"),
 ])  # fmt: skip
 @pytest.mark.parametrize("paged", [False, True])

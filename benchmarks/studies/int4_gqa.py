@@ -154,7 +154,7 @@ HEADERS = (
     "splits",
     "us",
     "GB/s",
-    "of roof",
+    "of roofline",
     "x 16-bit",
     "A100 published, us",
     "H100 published, us",

@@ -171,7 +171,7 @@ def _plain(side: KVSpec) -> KVSpec:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roof", "x the rung before", "x the first")
+HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roofline", "x the rung before", "x the first")
 
 
 def table(measured: Sequence[Record]) -> Table:

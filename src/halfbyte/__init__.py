@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from halfbyte.formats import Format as Format
     from halfbyte.formats import key_format as key_format
     from halfbyte.ops.decode_attention import decode_attention as decode_attention
+    from halfbyte.ops.experts_linear import experts_linear as experts_linear
     from halfbyte.ops.linear import linear as linear
     from halfbyte.ops.linear import qkv_projection as qkv_projection
     from halfbyte.ops.merge_states import merge_states as merge_states
@@ -44,6 +45,7 @@ _HOME = {
     "QuantTensor": "tensors",
     "linear": "ops.linear",
     "qkv_projection": "ops.linear",
+    "experts_linear": "ops.experts_linear",
     "Format": "formats",
     "KV_FORMATS": "formats",
     "WEIGHT_FORMATS": "formats",
@@ -55,7 +57,7 @@ __all__ = [*_HOME]  # noqa: PLE0604  (the names above, and nothing else)
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a public module, when it is first used: `halfbyte --help` need not wait for torch."""
-    if name in ("hf", "paths"):
+    if name in ("hf", "engine", "paths"):
         return importlib.import_module(f"halfbyte.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
@@ -64,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "hf"])
+    return sorted([*globals(), *_HOME, "engine", "hf"])

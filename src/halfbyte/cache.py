@@ -10,19 +10,10 @@ from typing import TypedDict, Unpack, overload
 
 import torch
 
-from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
+from halfbyte.arguments import as_int32, check_sizes, check_tensor, check_window, device_of, integer
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.kv_buffer import (
-    AppendCall,
-    KVBuffer,
-    Rope,
-    check_buffers,
-    check_window,
-    expanded,
-    new_kv_buffer,
-    outside_inference_mode,
-)
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
@@ -64,7 +55,7 @@ class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
     Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens reads what is in 16 bits after its append.
+    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
     A cache that one thread changes no other may change or read without a lock: tokens would be lost in silence.
     """
 
@@ -187,10 +178,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token of one sequence takes, scales and offsets included, tails not.
-
-        Sink and recent tokens take `nbytes` more, once a sequence: room for their codes is there as well.
-        """
+        """Bytes that one more token of one sequence takes, scales and offsets included, tails not."""
         block = self.keys.format.token_block or 1
         one = (1, self.kv_heads, block)
         scaled = [f for f in (self.keys.format, self.values.format) if f.granularity == "tensor"]
@@ -289,8 +277,8 @@ class KVCache:
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
 
-        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail. So do tokens
-        that become recent ones again: they are what their codes say, rounded to 16 bits, and are quantized anew when they leave.
+        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail; tokens that are
+        among the recent ones again come back in the same way, and are quantized anew when they leave.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
-from halfbyte.arguments import integer
-from halfbyte.errors import Unsupported, check
+from halfbyte.errors import check
 from halfbyte.formats import Format, Shape, key_format, value_format
 from halfbyte.tensors import expected_parts
 
@@ -40,7 +39,7 @@ class KVBuffer:
     offsets: torch.Tensor | None = None
     tail: torch.Tensor | None = None
     saturated: torch.Tensor | None = None
-    sink_tokens: int = 0
+    sink_tokens: int = field(default=0, kw_only=True)
 
     @property
     def heads(self) -> int:
@@ -87,7 +86,7 @@ class KVBuffer:
     def select(self, index: torch.Tensor) -> KVBuffer:
         """A copy of the sequences `index`, of a contiguous buffer; a per-tensor scale and its counter are copied."""
         rest = (None if t is None else t[index] if t.ndim > 1 else t.clone() for t in (*self.tensors()[1:], self.saturated))
-        return KVBuffer(self.format, self.codes[index], *rest, self.sink_tokens)
+        return KVBuffer(self.format, self.codes[index], *rest, sink_tokens=self.sink_tokens)
 
 
 class AttentionOptions(NamedTuple):
@@ -161,6 +160,8 @@ class AppendCall(NamedTuple):
     rope         keys (and q) are rotated by position first
     q            [B, Hq, L, D], to be rotated by position, too
     measure      the scale of a whole tensor may still be 0, which says that it is to be measured
+    by_slot      `lengths`, int32 or int64 [B], are slots instead, which do not advance: the one token of each sequence (L = 1) goes
+                 to row i % N of page i // N, where pages have N tokens; with a negative slot nowhere
     """
 
     k: torch.Tensor
@@ -174,6 +175,7 @@ class AppendCall(NamedTuple):
     rope: Rope | None = None
     q: torch.Tensor | None = None
     measure: bool = True
+    by_slot: bool = False
 
 
 class Cache(Protocol):
@@ -192,6 +194,16 @@ class Cache(Protocol):
     def page_table(self) -> torch.Tensor | None: ...
     @property
     def rotate_keys(self) -> bool: ...
+
+
+class PagedView(NamedTuple):
+    """A `Cache` over an engine's pages, made anew for each batch: lengths int32 [B], page_table int32 [B, pages]."""
+
+    keys: KVBuffer
+    values: KVBuffer
+    lengths: torch.Tensor
+    page_table: torch.Tensor | None
+    rotate_keys: bool = False
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
@@ -237,25 +249,8 @@ def new_kv_buffer(
         None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
         zeros(tail, dtype) if tail[2] else None,
         zeros((1,), torch.int64) if per_tensor else None,
-        sink_tokens,
+        sink_tokens=sink_tokens,
     )
-
-
-def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:
-    """Both must be numbers of tokens that fit, of keys and values that are quantized token by token."""
-    for name, count in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
-        integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
-    if not sink_tokens and not recent_tokens:
-        return
-    given = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
-    check(sink_tokens + recent_tokens <= capacity, f"{given}: more than the capacity of {capacity} tokens; make the cache larger")
-    for name, fmt in (("keys", keys), ("values", values)):
-        check(fmt.is_quantized, f"{given}: {name}={fmt.name!r} is 16 bits everywhere; choose a quantized format, or leave them out")
-        if fmt.token_block:
-            raise Unsupported(
-                f"{given}: {name}={fmt.name!r} quantizes blocks of {fmt.token_block} tokens, and tokens leave the window one by one; "
-                f"choose a format that is not per channel, or leave them out"
-            )
 
 
 # ------------------------------------------------------------------------------------------------- memory of an engine

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from halfbyte.arguments import check_window
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.kv_buffer import check_window
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -174,7 +174,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
     return model
 
 
-def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
+def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
     from halfbyte.hf.model_support import check_model_support, text_config

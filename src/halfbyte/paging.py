@@ -181,7 +181,7 @@ class PagedKVCache(KVCache):
         self._recount()
 
     def _recount(self) -> None:
-        """Count holders anew and free what nobody holds."""
+        """Count holders anew and free pages without one."""
         self._holders = [0] * len(self._holders)
         for page in (page for held in self._held for page in held):
             self._holders[page] += 1

@@ -31,9 +31,7 @@ def _mask(batch: int, tokens: int, pads: tuple[int, ...]) -> torch.Tensor:
 def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family, kind):
     model, ids = build(family), prompt()
     model.set_attn_implementation("eager")  # the only one of transformers that has softcap and sinks
-    expected, logits = greedy(
-        model, ids, past_key_values=rounded(model, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[kind]))
-    )
+    expected, logits = greedy(model, ids, past_key_values=rounded(model, kind))
     assert len(set(expected[:, ids.shape[1] :].flatten().tolist())) > 3  # the text is no single token, or the test shows nothing
     hf.quantize(model, keys=kind, values=kind)
     got, own = greedy(model, ids)
@@ -120,7 +118,10 @@ def test_a_window_in_compiled_layers_and_skipped_ones(build):
     assert [(layer.sink_tokens, layer.recent_tokens) for layer in cache.layers[:2]] == [(0, 0), (2, 9)]
     with pytest.raises(InvalidArgument, match="capacity of 64"):
         hf.PackedCache(build("llama").config, 64, sink_tokens=2, recent_tokens=63)
-    for options, message in (({"keys": "int4"}, "values='bf16' is 16 bits"), ({"weights": "int4_g32"}, "about the KV cache")):
+    for options, message in (
+        ({"keys": "int4"}, "values='bf16' is a 16-bit format"),
+        ({"weights": "int4_g32"}, "about the KV cache"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             hf.quantize(build("llama"), recent_tokens=4, **options)
 

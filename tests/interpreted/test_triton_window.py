@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_triton_append as appends
+import test_triton_decode as decodes
 import torch
 
 import test_cpu_attention as corpus
-import test_triton_append as appends
-import test_triton_decode as decodes
 from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
@@ -30,7 +30,7 @@ def buffers(window: tuple[int, int], how: str, heads: int, dim: int, names: tupl
     for name in names:
         p = new_kv_buffer(KV_FORMATS[name], rows, (3, heads, sum(window), dim), dtype, "cpu")
         spoiled = (appends.in_memory(t, how) for t in p.tensors())
-        made.append(KVBuffer(p.format, *spoiled, p.saturated, window[0]))  # type: ignore[arg-type]
+        made.append(KVBuffer(p.format, *spoiled, p.saturated, sink_tokens=window[0]))  # type: ignore[arg-type]
     return made
 
 
@@ -90,8 +90,8 @@ def test_tokens_beyond_the_capacity_are_not_written() -> None:
     appends.put(b, more, most, None, "triton")
     assert b.lengths.tolist() == [22, 22]
     appends.put(b, more, most, None, "triton")
-    assert all(torch.equal(s, t) for s, t in zip(a.keys.tensors() + a.values.tensors(), b.keys.tensors() + b.values.tensors())
-               if s is not None)  # fmt: skip
+    for s, t in zip(a.keys.tensors() + a.values.tensors(), b.keys.tensors() + b.values.tensors(), strict=True):
+        assert s is None or torch.equal(s, t)
 
 
 # ------------------------------------------------------------------------------------------------------------- attention

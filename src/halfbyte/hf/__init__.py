@@ -1,7 +1,7 @@
 """halfbyte in Hugging Face transformers: packed KV caches and quantized weights with one call.
 
     model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
-    model.generate(...)                                     # as ever
+    model.generate(...)                                     # unchanged
 
 Importing this module makes the attention implementation and the quantization method "halfbyte" known to transformers, so that
 `AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.

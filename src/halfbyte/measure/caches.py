@@ -25,7 +25,7 @@ PAGE = 64
 EVENLY = ", spread evenly"
 #: Elements appended in one piece while a cache is filled; bounds the memory that quantizing takes.
 _FILL = 2**27
-#: Sequences whose results are held against float64; all the others go through the same code.
+#: Sequences whose results are compared with float64; all the others go through the same code.
 _SAMPLED = 4
 #: Lengths of one cache begin at multiples of so many, which is where an allocation of its own would begin.
 _LENGTHS_APART = 64
@@ -142,7 +142,7 @@ def sequences(cache: KVCache, start: int, stop: int) -> KVCache:
 
 
 def _each(plane: KVBuffer, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
-    """A plane with `change` applied to every tensor that has sequences; what is per tensor is shared."""
+    """A KV buffer with `change` applied to every tensor that has sequences; what is per tensor is shared."""
 
     def changed(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or t.ndim == 1 else change(t)
@@ -163,7 +163,7 @@ def clone(plane: KVBuffer) -> KVBuffer:
 
 
 def parts_of(plane: KVBuffer) -> dict[str, torch.Tensor]:
-    """The tensors of a plane by name."""
+    """The tensors of a KV buffer by name."""
     return {name: t for name, t in vars(plane).items() if isinstance(t, torch.Tensor)}
 
 

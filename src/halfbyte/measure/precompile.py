@@ -114,7 +114,7 @@ def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
     yield from recorded_launch("decode", call, plan)
 
 
-#: Launches kept apart, and overlapping: two kernels.
+#: Launches in sequence, and overlapping (PDL): two kernels.
 BOTH = (False, True)
 
 

@@ -136,7 +136,7 @@ class Session:
         return graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
 
     def part(self, graphs: Effort, study: str = "") -> Session:
-        """A session with records of its own, in the same environment and under the roofs that are known here."""
+        """A session with records of its own, in the same environment and with the rooflines that are known here."""
         made = copy.copy(self)
         made.graphs, made.effort, made.study, made.records = graphs, self._effort(graphs), study, []
         made.roofline = Roofline(self.device, self.threads, made.effort, self.roofline.known)
@@ -163,7 +163,7 @@ class Session:
             return {}
 
     def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
-        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless asked for."""
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless requested."""
         if not self.options.kernels:
             return {}
         return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
@@ -271,13 +271,13 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- what is shown
 
     def show_roofline(self, nbytes: int = 2**26) -> None:
-        """Print the roofs of this machine: read and copy at `nbytes`, and a 16-bit product."""
+        """Print the rooflines of this machine: read and copy at `nbytes`, and a 16-bit product."""
         if self.options.json:
             return
         # A CPU without 16-bit instructions takes seconds for a product of 1,024.
         read, size = self.roofline.read(nbytes), 4096 if self.device.kind == "cuda" else 512
         self._out.print(
-            f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
+            f"{self.device.name}, {self.threads} threads. Rooflines at {nbytes / 2**20:.0f} MiB: "
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roofline.copy(nbytes):,.1f} GB/s, "
             f"bf16 product of {size} x {size}: {self.roofline.matmul(size):.3g} TFLOP/s",
             highlight=False,

@@ -21,7 +21,7 @@ def attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCal
     unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
     for b, length in enumerate(call.lengths.tolist()):
         own = slice(b, b + 1)
-        units = -(-max(length, 0) // max(unit, 1))  # nobody has looked at lengths in a GPU's memory
+        units = -(-max(length, 0) // max(unit, 1))  # the host does not know lengths in a GPU's memory
         tokens = None if table is not None else units * unit
         out, lse = attend(
             call._replace(

@@ -177,11 +177,11 @@ def attend(call: DecodeCall, unchecked: bool = False) -> Results:
 def _signature(call: DecodeCall) -> Signature | None:
     """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
     q, keys, values, _, _, _, o, impl, deterministic_batch = call
-    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon"):
+    if deterministic_batch or impl not in ("auto", "gluon"):
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):
         return None
-    options = (impl, o.window is None, o.softcap is None, keys.sink_tokens)
+    options = (impl, o.window is None, o.softcap is None, o.rotate_keys, keys.sink_tokens)
     return signature("decode_attention", options, (keys.format, values.format), call.tensors())
 
 
@@ -200,7 +200,7 @@ def decode_parts(
 ) -> torch.Tensor:
     """`decode_attention` as compiled code calls it, on the `stored` tensors of a contiguous cache and the names of its formats.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
     planes = (*parts[:4], *parts[5:9])  # without the counters
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)

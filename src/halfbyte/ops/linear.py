@@ -151,7 +151,7 @@ def projections(
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
     """`linear` as compiled code calls it: with the tensors of a weight in storage order and its format's name.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
     y: torch.Tensor = _linear_op(x, parts, bias, fmt, _level("linear", "auto", x))
     return y

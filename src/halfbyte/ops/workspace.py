@@ -1,8 +1,8 @@
-"""Memory that kernels scribble in: fp32 partial results that nobody clears, and counters that are zero between launches.
+"""Memory that kernels scribble in: fp32 partial results that are never cleared, and counters that are zero between launches.
 
-Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed beside anything else, so each
-call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a reserve that was cleared
-before.
+Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed concurrently with
+anything else, so each call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a
+reserve that was cleared before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RESERVE = 1 << 20
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 _reserves: dict[torch.device, tuple[torch.Tensor, int]] = {}
-#: Reserves that are used up. Graphs count in them, and nobody knows for how long.
+#: Reserves that are used up. Graphs count in them for an unknown time.
 _used_up: list[torch.Tensor] = []
 
 

@@ -42,7 +42,7 @@ def append_(
     page_table: torch.Tensor | None,
     rotate_keys: bool,
 ) -> None:
-    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. The planes change; advancing lengths is the caller's."""
+    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. Buffers change; the caller advances lengths."""
     new = torch.full_like(lengths, k.shape[2]) if counts is None else counts.to(lengths.dtype)
     if new.numel() and not 0 <= int(new.min()) <= int(new.max()) <= k.shape[2]:
         raise InvalidArgument(
@@ -65,6 +65,17 @@ def append_(
         writes += prepare(buffer, x, fresh, lengths, page_table, name)
     for write in writes:
         write()
+
+
+def append_slots_(
+    k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor, rotate_keys: bool
+) -> None:
+    """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative: it goes nowhere."""
+    pages, _, rows, _ = keys.codes.shape
+    last = int(slots.max()) if slots.numel() else -1
+    check(last < pages * rows, f"slot_mapping names slot {last}; {pages} pages of {rows} tokens have {pages * rows}")
+    everywhere = torch.arange(pages, device=slots.device).expand(len(slots), pages)
+    append_(k, v, (slots >= 0).int(), keys, values, slots.long().clamp_min(0), everywhere, rotate_keys)
 
 
 def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:

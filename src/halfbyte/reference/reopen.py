@@ -10,7 +10,7 @@ from halfbyte.reference.dequantize import decode
 
 
 def reopen(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """Where a sequence of `before` tokens is cut to `kept`, [B] each, copy the values of what becomes part of its tail into that."""
+    """Sequences of `before` tokens are cut to `kept`, [B] each: dequantize what belongs into their tails again into these."""
     if buffer.tail is None:
         return
     token = buffer.tail_tokens(kept)  # [B, rows]

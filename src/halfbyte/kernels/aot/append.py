@@ -21,14 +21,31 @@ _VALUES = {
     "int4_g32": "int4_g64",
     "int4_g64": "fp16",
     "int4_channel": "bf16",
+    "int2": "int2_g32",
+    "int2_g32": "int2_g64",
+    "int2_g64": "int2",
 }
 #: Keys that come in fp16; others come in bf16.
-_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64"}
+_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "int2"}
 
 
 def configurations() -> list[Configuration]:
-    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation."""
-    return [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
+    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to slots."""
+    found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
+    return found + [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
+
+
+def _by_slot(keys: str, values: str) -> Iterator[Configuration]:
+    """An engine's step: INT4 keys come as the projection leaves them, others are rotated with their queries."""
+    buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, values)]
+    k, table = empty(16, 8, 1, 128, dtype=torch.bfloat16), empty(16, 1, 64, dtype=torch.float32)
+    call = AppendCall(k, k, *buffers, lengths=empty(16, dtype=torch.int64), measure=False, by_slot=True)
+    q_out = None
+    if KV_FORMATS[keys].code.bits == 8:
+        q_out = empty(16, 32, 1, 128, dtype=torch.bfloat16)
+        call = call._replace(rope=(table, table), q=q_out)
+    for launch in launches(call, q_out, None, advance=False, use_pdl=False):
+        yield from recorded(f"{keys}-{values}-slots", launch)
 
 
 def _variant(keys: str, prompt: bool) -> Iterator[Configuration]:

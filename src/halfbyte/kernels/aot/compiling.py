@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of their first launch, on any machine: no GPU is asked for and none is needed.
+"""Kernels compiled ahead of their first launch, on any machine: no GPU is needed.
 
 Each module of kernels has a function `configurations()`: every variant it ships, as data. `build` turns one into what a GPU would
 load, and says what that costs: registers, spills, shared memory, and whether it adds floating-point numbers atomically.
@@ -175,7 +175,7 @@ def empty(*shape: int, dtype: Any = None) -> Any:
 
 
 def kv_buffer(fmt: Any, shape: tuple[int, ...], batch: int, dtype: Any) -> Any:
-    """A plane of keys or values [B or pages, H, T, D] without memory; `batch` and `dtype` are those of a tail."""
+    """A KV buffer [B or pages, H, T, D] without memory; `batch` and `dtype` are those of a tail."""
     import torch
 
     from halfbyte.kv_buffer import KVBuffer

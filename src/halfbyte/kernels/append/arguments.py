@@ -82,7 +82,7 @@ class StoredStrides(NamedTuple):
 
 
 def strides4(t: Any) -> Strides4:
-    """Four strides of a tensor of a buffer. Scales of tokens [B, T] have none for heads; what is not there has zeros."""
+    """Four strides of a tensor of a buffer. Per-token scales [B, T] have none for heads; what is not there has zeros."""
     if t is None or t.ndim == 1:
         return 0, 0, 0, 0
     if t.ndim == 2:

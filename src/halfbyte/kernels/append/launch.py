@@ -37,14 +37,14 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     (None: they are known). `advance`: the lengths should advance, which takes few tokens. `use_pdl`: programmatic dependent launch.
     q is rotated into q_out, contiguous.
     """
-    (batch, heads, tokens, dim), rows = c.k.shape, c.keys.codes.shape[2]
-    page, pages = (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
+    (batch, heads, tokens, dim), (pool, _, rows, _) = c.k.shape, c.keys.codes.shape
+    page, pages = (rows, pool) if c.by_slot else (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
     formats = c.keys.format.name, c.values.format.name
     window, dims = (c.values.sink_tokens, c.values.recent_tokens), (dim, c.v.shape[3])
     plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, c.rope is not None, advance, use_pdl)
     sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None))
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
-    paging = Paging(c.keys.codes.shape[0], *(0, 0) if c.page_table is None else c.page_table.stride())
+    paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())
     rope_stride = c.rope[0].stride(0) if c.rope is not None and c.rope[0].ndim == 3 else 0
     k_strides, v_strides = c.k.stride(), c.v.stride()
     (keys, keys_strides), (values, values_strides) = _stored(c.keys), _stored(c.values)

@@ -26,7 +26,7 @@ def code_copy_layout(C, words):
 def scale_copy_layout(C, S):
     """Scales of a token lie side by side; one lane copies 8 bytes (4 if a warp has only 64 scales).
 
-    In pairs, tokens lie apart: neighbouring lanes copy neighbouring tokens, 4 bytes at a time.
+    In pairs, tokens are not contiguous: neighbouring lanes copy neighbouring tokens, 4 bytes at a time.
     """
     columns = S.scale_columns
     per_lane = columns if S.paired else max(1, C.tokens * columns // 32)
@@ -87,7 +87,7 @@ def unpack_bytes(x):
 
 @gluon.jit
 def unpack(x, S: gl.constexpr):
-    """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
+    """16-bit words -> one fp16 (or bf16) tensor a code, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
     if S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
@@ -135,7 +135,7 @@ def unpack(x, S: gl.constexpr):
 
 @gluon.jit
 def _unpack_values(x, S: gl.constexpr):
-    """As `unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
+    """As `unpack`, with n2 + 16 n3 as the last tensor of int4: one instruction less, undone once at the end."""
     if S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
@@ -157,7 +157,7 @@ def _unpack_values(x, S: gl.constexpr):
 
 @gluon.jit
 def planes_of(x, S: gl.constexpr):
-    """The last axis of x, planes of a word, as tensors of their own."""
+    """The last axis of x, the codes of a word, as tensors of their own."""
     if S.codes_per_word == 2:
         return gl.split(x)
     else:
@@ -169,7 +169,7 @@ def planes_of(x, S: gl.constexpr):
 
 @gluon.jit
 def with_planes(like, S: gl.constexpr):
-    """A tensor with an axis for planes behind those of `like`, in the layout that splits into layouts of `like`."""
+    """A tensor with an axis for the codes of a word behind those of `like`, in the layout that splits into layouts of `like`."""
     like = gl.join(like, like)
     if S.codes_per_word == 4:
         like = gl.join(like, like)
@@ -220,7 +220,7 @@ def _value_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, T, n] as mma operands, group after group, plane after plane."""
+    """Words [W, T, n] as mma operands: by group, then by code of a word."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
@@ -239,7 +239,7 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, n, T] as mma operands, group after group. Paired planes have the same post-scale: 0 with 2, 1 with 3."""
+    """Words [W, n, T] as mma operands, by group. Codes 0 and 2 of a word share a post-scale, and so do 1 and 3."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
@@ -261,6 +261,18 @@ def first_dim(S, group, operand):
     """The first dim of an operand of keys."""
     words = 8 if S.halved else S.rows
     return group * words * S.codes_per_word + (2 * operand if S.halved else operand)
+
+
+@gluon.constexpr_function
+def step_of_bit(S, bit):
+    """The distance of dims that differ in one bit, (in operands of keys or queries, in rows of one); one of the two is 0."""
+    words = 8 if S.halved else S.rows
+    for step in (1 << k for k in range(8)):
+        if step < S.groups * S.operands and first_dim(S, step // S.operands, step % S.operands) == 1 << bit:
+            return step, 0
+        if step < S.rows and S.codes_per_word * (step % words) + step // words == 1 << bit:
+            return 0, step
+    raise ValueError(f"bit {bit} of a dim is not one of an operand")
 
 
 @gluon.constexpr_function

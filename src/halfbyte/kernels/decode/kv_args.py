@@ -3,7 +3,7 @@
     x = f_t UNIT c + o_t
 
 c is what `codes.unpack` gives, an exact 16-bit number; f and o, in fp32, belong to a token t. So scales of a token, of its heads,
-and offsets stay outside of the products. Scales of groups and channels do not: they are applied here, in fp32, and the numbers
+and offsets stay outside of the MMA. Group-wise and per-channel ones do not: they are applied here, in fp32, and the numbers
 rounded to 16 bits as eager attention would round them, relative to a power of two f_t under which no fp16 overflows. That will do
 for values. Of keys what rounding left over is kept, too, for products of its own: a single score has no other error to hide it in.
 
@@ -86,7 +86,7 @@ def _spread(small, N: tl.constexpr, x: KVArgs):
 
 @triton.jit
 def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: KVArgs, EXACT: tl.constexpr):
-    """Codes [N, WORDS] a part under scales of groups or channels: 16-bit parts, and the power of two [N] that they count in.
+    """Codes [N, WORDS] a part with group-wise or per-channel scales: 16-bit parts, and the power of two [N] that they count in.
 
     EXACT: as many parts again, of what rounding to 16 bits left over.
     """
@@ -131,7 +131,7 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.c
 
     EXACT: where numbers are rounded to x.DOT, x.PARTS more parts follow that make up for it.
 
-    Scales of tokens are read where `inside` is true, and those of unseen tokens dropped: `seen` starts and ends anywhere, and under
+    Per-token scales are read where `inside` is true, and those of unseen tokens dropped: `seen` starts and ends anywhere, and under
     such a mask 16-bit numbers would be copied one by one, which cannot be asynchronous.
     """
     word = tl.arange(0, x.WORDS)

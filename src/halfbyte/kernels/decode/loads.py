@@ -81,7 +81,7 @@ def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
 def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.constexpr, C: gl.constexpr):
     """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [runs, T, n].
 
-    What one thread copies lies a few distances apart, the same few for all threads: where the distance is known when compiling, one
+    The addresses of one thread differ by a few distances, the same for all threads: where the distance is known when compiling, one
     address is enough for all of it. Warps that copy a run for two heads divide its tokens: their distance is no constant.
     """
     w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -180,7 +180,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
                 d = first_dim(S, g, j) + S.codes_per_word * (i % words) + i // words
                 loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.codes_per_word), other=0.0),)
     else:
-        # The planes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
+        # The codes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
         la: gl.constexpr = with_planes(gl.full([C.kv_warps, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
         j = gl.arange(0, S.codes_per_word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.codes import INTERPRETED, exponent, nearest, power_of_two, rounded
 from halfbyte.kernels.decode.kv_args import MAX_EXPONENT, MIN_EXPONENT, TOP, KVArgs, kv_args, place_of, read
+from halfbyte.kernels.decode.portable_tail import accumulate_tail, tail_products
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.plans.decode_portable import TritonTiles
 from halfbyte.reference.hadamard import block_size
@@ -103,47 +104,6 @@ def _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: t
 
 
 @triton.jit
-def _tail_part(row, seen, sequence, head, PART: tl.constexpr, x: KVArgs):
-    """Part PART of rows [N] of the tail in fp32, [N, WORDS]; 0 where `seen` is false."""
-    d = tl.arange(0, x.WORDS).to(tl.int64) * x.PARTS + PART
-    at = x.tail + sequence * x.tail0 + head * x.tail1 + row.to(tl.int64)[:, None] * x.tail2 + d[None, :] * x.tail3
-    return tl.load(at, mask=seen[:, None] & (d < x.DIM)[None, :], other=0).to(tl.float32)
-
-
-@triton.jit
-def _tail_products(q, row, seen, sequence, head, M: tl.constexpr, N: tl.constexpr, x: KVArgs):
-    """q . k for rows q and rows [N] of the tail of keys, fp32 [M, N]."""
-    s = tl.zeros([M, N], tl.float32)
-    for j in tl.static_range(x.PARTS):
-        k = _tail_part(row, seen, sequence, head, j, x)
-        s = tl.dot(q[j].to(tl.float32), tl.trans(k), s, input_precision="tf32")
-    return s
-
-
-@triton.jit
-def _accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, x: KVArgs):
-    """`_accumulate` over rows [N] of the tail of values: as tokens whose f is near their largest number, c being their numbers."""
-    largest = tl.max(tl.abs(_tail_part(row, seen, sequence, head, 0, x)), 1)
-    for j in tl.static_range(1, x.PARTS):
-        largest = tl.maximum(largest, tl.max(tl.abs(_tail_part(row, seen, sequence, head, j, x)), 1))
-    unit = x.UNIT
-    if x.F.spread == "tensor":
-        scale = tl.load(x.scales).to(tl.float32)
-        unit = tl.where(scale == 0, 1.0, scale) * x.UNIT  # 0 as long as there were only zeros
-    ranked = s + tl.maximum(tl.minimum(exponent(largest / unit * x.UNIT), MAX_EXPONENT), MIN_EXPONENT).to(tl.float32)[None, :]
-    rise = tl.maximum(peak, tl.max(ranked, 1))
-    finite = tl.where(rise == -_INF, 0.0, rise)
-    keep = tl.exp2(peak - finite)
-    p = tl.exp2(s - finite[:, None])
-    w = nearest(p / unit, 13)
-    new = ()
-    for j in tl.static_range(x.PARTS):
-        v = _tail_part(row, seen, sequence, head, j, x)
-        new += (tl.dot(w, v, acc[j] * keep[:, None], input_precision="tf32"),)
-    return rise, total * keep + tl.sum(p, 1), shift * keep, new
-
-
-@triton.jit
 def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
     """Hadamard-rotate rows x, fp32 [M, D], in blocks of SIZE = 2^STEPS. Each step also turns the bits of the index by one."""
     for _ in tl.static_range(STEPS):
@@ -156,13 +116,15 @@ def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.
 def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
     """Rows [M, WORDS * PARTS] as PARTS tensors [M, WORDS]."""
     parts = (x,)
-    if PARTS == 2:
-        parts = tl.split(tl.reshape(x, (M, WORDS, 2)))
-    elif PARTS == 4:
-        even, odd = tl.split(tl.reshape(x, (M, WORDS, 2, 2)))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        parts = (a, b, c, d)
+    for bit in tl.static_range(3):
+        if 2**bit < PARTS:  # by one more bit of the dim, the lowest first
+            even = ()
+            odd = ()
+            for j in tl.static_range(len(parts)):
+                a, b = tl.split(tl.reshape(parts[j], (M, parts[j].shape[1] // 2, 2)))
+                even += (a,)
+                odd += (b,)
+            parts = even + odd
     return parts
 
 
@@ -290,20 +252,15 @@ def _decode(
             row = token
             if keys.RING > 0:
                 row = tl.where(token < keys.SINKS, token, keys.SINKS + token % keys.RING)
-            s = _tail_products(q_parts, row, seen, sequence, head, M, N, keys) * tail_scale[:, None]
+            s = tail_products(q_parts, row, seen, sequence, head, M, N, keys) * tail_scale[:, None]
             s = _scores(s, token, seen, position, low, tl.minimum(high, end), slope, softcap, SINGLE)
-            peak, total, shift, acc = _accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, values)
+            peak, total, shift, acc = accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, values)
     elif keys.tail is not None:  # noqa: SIM102
         if stop > finished:  # at most one block of them, in exact 16-bit numbers
             place_in_tail = tl.arange(0, BLOCK)
             token = finished + place_in_tail
             seen = (token >= tl.maximum(lo, begin)) & (token < stop)
-            s = tl.zeros([M, BLOCK], tl.float32)
-            for j in tl.static_range(keys.PARTS):
-                d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
-                at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
-                k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
-                s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
+            s = tail_products(q_parts, place_in_tail, seen, sequence, head, M, BLOCK, keys)
             s = _scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
             place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
             peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, BLOCK, values)

@@ -104,7 +104,7 @@ def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: 
 
 @gluon.jit
 def split_planes(o, S: gl.constexpr, C: gl.constexpr):
-    """Sums over the planes of values, each alone: the last one of int4 was n2 + 16 n3."""
+    """Sums over the codes of a word of values, each alone: the last one of int4 was n2 + 16 n3."""
     if S.bits != 4:
         return o
     else:

@@ -4,7 +4,7 @@
     p[r, t] = exp2(s - m)                  m: running maximum, by row
     o[r, d] += sum_t p[r, t] V[t, d]       p in registers, in fp16
 
-Query rows are the M axis of warp-group products (wgmma), 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
+Query rows are the M axis of wgmma, 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
 come as they are stored into a ring in shared memory (cp.async). There a tile becomes numbers in fp16, f c + o, relative to a power
 of two 2^e that follows from its largest scale (wgmma_operands.py); scores take 2^e as a factor, and weights in the exponent: with e
 of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size of scales fits, with one rounding of each number,
@@ -36,6 +36,7 @@ from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust
 from halfbyte.kernels.decode.wgmma_operands import (
     OPERAND,
@@ -150,6 +151,8 @@ def decode(
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
 
+        if C.rotate:
+            loaded = rotate_rows(loaded, KS, C)
         if C.softcap:
             post_scale = sm_scale / softcap
         else:

@@ -1,6 +1,6 @@
 """Decode attention for many query rows: layouts, and how queries and stored words become operands in shared memory.
 
-Columns of an operand are dims in the order in which threads unpack them: pieces of 8 words, then the planes of a word, then its
+Columns of an operand are dims in the order in which threads unpack them: pieces of 8 words, then the codes of a word, then its
 place among the 8. Queries and outputs are turned accordingly, once an item.
 
 Numbers of a tile are rounded to fp16 relative to a power of two 2^e, above all that its scales and offsets allow: x / 2^e is at
@@ -59,7 +59,7 @@ def bound_layout(S, C):
 
 @gluon.constexpr_function
 def code_step_of(S):
-    """What a code is over its fp16 number: n, x 2^-8, or n 2^-20, of which int4's even planes have a sixteenth."""
+    """What a code is over its fp16 number: n, x 2^-8, or n 2^-20, of which int4's even codes have a sixteenth."""
     return {"unsigned": 2.0**20, "signed": 1.0, "e4m3": 2.0**8}[S.kind]
 
 
@@ -77,7 +77,7 @@ def largest_of(S):
 
 @gluon.jit
 def _codes(words, S: gl.constexpr):
-    """Words -> one fp16 tensor a plane, exactly, over `code_step_of`."""
+    """Words -> one fp16 tensor per code of a word, exactly, over `code_step_of`."""
     if S.kind == "signed":  # 0x6480 ^ byte is 1024 + 128 + n
         a, b = gl.inline_asm_elementwise(
             """{

@@ -1,0 +1,114 @@
+"""What an inference engine needs besides a model's layers: packed pages in memory of its own, and views of them.
+
+An engine owns the memory and the page tables, and decides which token goes where. Nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfbyte.arguments import check_sizes
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
+from halfbyte.kv_buffer import KVBuffer, PagedView
+from halfbyte.ops.append_slots import append_slots
+from halfbyte.tensors import expected_parts
+
+__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView", "append_slots"]
+
+#: Why a format with scales of this granularity cannot live in a page.
+_HOMELESS = {
+    "tensor": "one scale for all pages lies in none of them",
+    "token": "one scale for all heads of a token takes a fraction of a byte a head, and changes when heads are sharded",
+    "channel": "the 16-bit tail of unfinished blocks belongs to a sequence, not to a page",
+}
+#: Formats of keys and values that live in a page: what a token needs lies with it.
+PAGE_FORMATS: dict[str, Format] = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.granularity not in _HOMELESS}
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where packed keys and values lie in a page: bytes [H, N, C] of H KV heads and N tokens, in one piece.
+
+    An engine like vLLM allocates uint8 [pages, H, N, C] and never looks inside. A page holds one array after another, each
+    [H, N, ...]: codes of keys, codes of values, scales and offsets of keys, scales and offsets of values. N is a multiple of 16, so
+    each array starts at a multiple of 16 bytes, as the tuned kernels need it, wherever the page does.
+
+    keys, values   names of `PAGE_FORMATS`; Unsupported for those whose scales do not belong to one head of one token
+    value_dim      size of a value head, if it differs from head_dim
+    """
+
+    keys: Format
+    values: Format
+    head_dim: int
+    value_dim: int
+
+    def __init__(self, keys: str | Format, values: str | Format, head_dim: int, value_dim: int | None = None) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        check_sizes(head_dim=head_dim, value_dim=value_dim)
+        for name, fmt, dim in (("keys", key_format(keys), head_dim), ("values", value_format(values), value_dim)):
+            if fmt.granularity in _HOMELESS:
+                why, fits = _HOMELESS[fmt.granularity], ", ".join(PAGE_FORMATS)
+                raise Unsupported(f"{name}={fmt.name!r} cannot live in a page: {why}; choose one of: {fits}")
+            fmt.check_shape((1, dim), name)
+            object.__setattr__(self, name, fmt)
+        object.__setattr__(self, "head_dim", head_dim)
+        object.__setattr__(self, "value_dim", value_dim)
+
+    @property
+    def token_head_bytes(self) -> int:
+        """C: bytes of one token of one KV head, keys and values together."""
+        return self.keys.nbytes((1, self.head_dim)) + self.values.nbytes((1, self.value_dim))
+
+    def buffers(self, memory: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
+        """Keys and values in an engine's `memory`, without a copy.
+
+        memory: int8 or uint8 [pages, H, N, C], each page in one piece of H * N * C bytes, heads and tokens in either order. Pages
+        start at multiples of 16 bytes; there may be gaps between them, as where a block holds all layers.
+        """
+        pages = self._pages(memory)
+        heads, tokens = memory.shape[1:3]
+        parts: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
+        at = 0
+        for side, name, shape, dtype in self._arrays(heads, tokens):
+            size = math.prod(shape) * dtype.itemsize
+            parts[side][name] = pages[:, at : at + size].view(dtype).unflatten(1, shape)
+            at += size
+        return KVBuffer(self.keys, **parts["keys"]), KVBuffer(self.values, **parts["values"])
+
+    def _arrays(self, heads: int, tokens: int) -> list[tuple[str, str, tuple[int, ...], torch.dtype]]:
+        """(keys or values, part, shape, dtype) of each array of a page, in the order of memory: codes first."""
+        sides = (("keys", self.keys, self.head_dim), ("values", self.values, self.value_dim))
+        found = [
+            (side, name, *stored) for side, fmt, dim in sides for name, stored in expected_parts(fmt, (heads, tokens, dim)).items()
+        ]
+        return sorted(found, key=lambda array: array[1] != "codes")
+
+    def _pages(self, memory: torch.Tensor) -> torch.Tensor:
+        """The memory as bytes [pages, H * N * C]."""
+        if not isinstance(memory, torch.Tensor) or memory.dtype not in (torch.int8, torch.uint8) or memory.ndim != 4:
+            found = f"{memory.dtype} {list(memory.shape)}" if isinstance(memory, torch.Tensor) else f"a {type(memory).__name__}"
+            raise InvalidArgument(f"memory is {found}; expected uint8 [pages, H, N, {self.token_head_bytes}]")
+        pages, heads, tokens, content = memory.shape
+        pair = f"{self.keys} keys of {self.head_dim} and {self.values} values of {self.value_dim}"
+        check(
+            content == self.token_head_bytes,
+            f"memory has {content} bytes a token and head; {pair} take {self.token_head_bytes} (token_head_bytes)",
+        )
+        check(
+            tokens > 0 and tokens % 16 == 0,
+            f"memory has pages of {tokens} tokens; expected a multiple of 16",
+        )
+        step, size = memory.stride(), heads * tokens * content
+        in_order = [(tokens * content, content, 1), (content, heads * content, 1)]
+        if heads == 1:
+            in_order = [(step[1], content, 1)]
+        dense = step[1:] in in_order and (pages <= 1 or step[0] >= size)
+        check(dense, f"memory has strides {list(step)}; a page must be one piece of {size} bytes, heads and tokens in either order")
+        aligned = memory.data_ptr() % 16 == 0 and (pages <= 1 or step[0] % 16 == 0)
+        check(aligned, "memory is not aligned to 16 bytes; start it, and each page, at a multiple of 16")
+        return memory.view(torch.uint8).as_strided((pages, size), (step[0], 1))
