@@ -198,7 +198,7 @@ def test_what_it_takes() -> None:
     ({"sink_tokens": 30, "recent_tokens": 67}, "capacity of 96"),
     ({"sink_tokens": 4, "keys": "bf16"}, "keys='bf16' is a 16-bit format"),
     ({"recent_tokens": 4, "values": "fp16"}, "values='fp16' is a 16-bit format"),
-    ({"recent_tokens": 4, "keys": "int4_channel"}, "keys='int4_channel' quantizes blocks of 32 tokens"),
+    ({"recent_tokens": 4, "keys": "int4_channel"}, "keys='int4_channel' quantizes 32 tokens at once"),
 ])  # fmt: skip
 @pytest.mark.parametrize("paged", [False, True])
 def test_bad_input(options: dict[str, Any], message: str, paged: bool) -> None:

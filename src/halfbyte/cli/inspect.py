@@ -117,6 +117,8 @@ def explain(
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
     page: Annotated[int, typer.Option(help="Page size in tokens; 0: contiguous.")] = 0,
+    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
+    recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
     dtype: Annotated[str, typer.Option(help="dtype of the queries or of x: bf16 or fp16.")] = "bf16",
     deterministic_batch: Annotated[bool, typer.Option(help="Batch-invariant attention.")] = False,
     sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,
@@ -139,7 +141,8 @@ def explain(
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
-        found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, **gpu)
+        shape, formats = (batch, q_heads, kv_heads, dim, capacity, queries), (keys, values, page, dtype)
+        found = explanation(*shape, *formats, deterministic_batch, **gpu, window=(sink_tokens, recent_tokens))
     if as_json:
         print(json.dumps(found, indent=2))
     else:

@@ -229,7 +229,7 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.sink_tokens or p.recent_tokens:
-        return "sink or recent tokens in 16 bits"
+        return f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}; only the portable kernel reads them"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
         return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from halfbyte.arguments import check_window
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, queries_of_a_block
@@ -30,10 +31,11 @@ def explanation(
     sm_count: int,
     capability: tuple[int, int],
     table: Table = NO_TABLE,
+    window: tuple[int, int] = (0, 0),
 ) -> dict[str, str]:
     """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
 
-    `table`: the measured plans of that GPU.
+    `table`: the measured plans of that GPU. `window`: sink and recent tokens.
     """
     check(0 < min(q_heads, kv_heads) <= q_heads < 2**31, f"heads={q_heads}/{kv_heads}; both must be above 0 and below 2^31")
     for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
@@ -44,9 +46,11 @@ def explanation(
     k, v = key_format(keys), value_format(values)
     for name, fmt in (("keys", k), ("values", v)):
         fmt.check_shape((1, 1, page or fmt.token_block or 1, dim), f"{name}={fmt.name!r}: a {'page' if page else 'head'}")
+    check_window(*window, k, v, capacity)
     p = dense_problem(
         dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
+    p = replace(p, sink_tokens=window[0], recent_tokens=window[1])
     facts = _gpu(sm_count, capability)
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32

@@ -52,10 +52,14 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
+#: Rotation is done before the first tile; sink and recent tokens are read beside the tiles.
+_NOT_IN_KEYS = {"rotate_keys", "sink_tokens", "recent_tokens"}
+
+
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """The fields of a problem, as one line of JSON, but for rotation: it is done before the tiles are read, whatever they are."""
+    """The fields of a problem, as one line of JSON, but for those that tiles do not depend on."""
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
-    fields = {name: value for name, value in asdict(problem).items() if name != "rotate_keys"}
+    fields = {name: value for name, value in asdict(problem).items() if name not in _NOT_IN_KEYS}
     return json.dumps({"op": op, **fields}, sort_keys=True)
 
 

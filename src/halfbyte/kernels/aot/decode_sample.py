@@ -13,7 +13,8 @@ from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
 #: (keys, values, D, query heads on a KV head, new tokens, page, options). Every head size and option is in it, the order of tokens
-#: and heads in memory, and "many" sequences, more than there are multiprocessors. `sample` adds the formats it leaves out.
+#: and heads in memory, "many" sequences, more than there are multiprocessors, and sink and
+#: "recent" tokens in 16 bits. `sample` adds the formats it leaves out.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -66,6 +67,9 @@ _SAMPLE = (
     ("int4", "int2", 128, 8, 1, 64, ""),
     ("int2_g64", "int2_g64", 128, 4, 4, 0, "window alibi softcap"),
     ("int2_g32", "int2_g32", 128, 8, 1, 0, ""),
+    ("int4", "int4", 128, 8, 1, 0, "recent"),
+    ("int8", "int4_g32", 128, 4, 4, 64, "rotate recent softcap"),
+    ("int2", "int2_g64", 128, 4, 1, 64, "recent"),
 )
 
 
@@ -92,7 +96,8 @@ def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int,
     dtype = torch.float16 if keys == values == "fp16" else torch.bfloat16
     batch, heads, capacity = 64 if "many" in options else 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
-    k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
+    exact = (4, 128) if "recent" in options else (0, 0)
+    k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype, exact) for name in (keys, values))
     if "tokens-first" in options:
         k, v = (_tokens_first(buffer) for buffer in (k, v))
     q = empty(batch, heads * group, queries, dim, dtype=dtype)

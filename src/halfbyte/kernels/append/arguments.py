@@ -35,10 +35,13 @@ class Stored(NamedTuple):
 
 
 class Tails(NamedTuple):
-    """Of keys and of values, where sink or recent tokens stay in 16 bits: the tails, or their strides."""
+    """Of keys and of values, where sink or recent tokens stay in 16 bits: the tails, or their strides.
 
-    keys: Any
-    values: Any
+    Not named `keys` and `values`: a tuple of Triton has a `values` of its own.
+    """
+
+    k: Any
+    v: Any
 
 
 class Sizes(NamedTuple):

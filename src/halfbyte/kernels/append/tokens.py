@@ -98,13 +98,9 @@ def append_tokens(
     where, row, paged = slot(b, position, coded, page_table, table_stride_b, table_stride_p, pages, C.page)
     k_top, v_top, k_scale, v_scale = 0, 0, 0, 0
     if WITH_KEYS and KEYS.spread == "token":
-        k_top = _top_of_tokens(
-            k, k_strides, tails.keys, tail_strides.keys, b, t, head, length, tokens, heads, rope, rope_stride, K, C
-        )
+        k_top = _top_of_tokens(k, k_strides, tails.k, tail_strides.k, b, t, head, length, tokens, heads, rope, rope_stride, K, C)
     if VALUES.spread == "token":
-        v_top = _top_of_tokens(
-            v, v_strides, tails.values, tail_strides.values, b, t, head, length, tokens, heads, rope, rope_stride, V, C
-        )
+        v_top = _top_of_tokens(v, v_strides, tails.v, tail_strides.v, b, t, head, length, tokens, heads, rope, rope_stride, V, C)
     if WITH_KEYS and KEYS.spread == "tensor":
         k_scale = tensor_scale(keys.scales, amax, 0, pid, KEYS)
     if VALUES.spread == "tensor":
@@ -114,15 +110,15 @@ def append_tokens(
         read = (t < tokens) & (h < heads)  # the length is on its way meanwhile; what does not fit is not stored
         ok = paged & (h < heads)
         if WITH_KEYS:
-            x = rows_to_encode(k, k_strides, tails.keys, tail_strides.keys, b, t, h, length, read, rope, rope_stride, K, C)
-        y = rows_to_encode(v, v_strides, tails.values, tail_strides.values, b, t, h, length, read, rope, rope_stride, V, C)
+            x = rows_to_encode(k, k_strides, tails.k, tail_strides.k, b, t, h, length, read, rope, rope_stride, K, C)
+        y = rows_to_encode(v, v_strides, tails.v, tail_strides.v, b, t, h, length, read, rope, rope_stride, V, C)
         if WITH_KEYS:
             store_rows(x, where, row, h, ok, k_top, k_scale, keys, keys_strides, K.dim, KEYS)
         store_rows(y, where, row, h, ok, v_top, v_scale, values, values_strides, V.dim, VALUES)
         if C.sinks + C.recent > 0:
             tl.debug_barrier()  # every warp has read what leaves
-            keep_rows(k, k_strides, tails.keys, tail_strides.keys, b, t, h, length, fit, read, rope, rope_stride, K, C)
-            keep_rows(v, v_strides, tails.values, tail_strides.values, b, t, h, length, fit, read, rope, rope_stride, V, C)
+            keep_rows(k, k_strides, tails.k, tail_strides.k, b, t, h, length, fit, read, rope, rope_stride, K, C)
+            keep_rows(v, v_strides, tails.v, tail_strides.v, b, t, h, length, fit, read, rope, rope_stride, V, C)
     if C.advance:  # one program a sequence: once all its warps have read the length
         tl.debug_barrier()
         tl.store(sequences.lengths + b * lengths_stride, length + new)

@@ -26,12 +26,14 @@ def _tail_rows(tail, s, b, h, row, wanted, HEAD: tl.constexpr):
 def rows_to_encode(x, s, tail, tail_s, b, t, h, length, wanted, rope, rope_stride, HEAD: tl.constexpr, C: tl.constexpr):
     """f32 rows [R, padded] of what is quantized when token t [R] arrives: the token itself, or the one that leaves the window."""
     RING: tl.constexpr = C.recent
+    WIDTH: tl.constexpr = HEAD.padded
     if tail is None:
-        return load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD)
-    result = tl.zeros([t.shape[0], HEAD.padded], tl.float32)
-    if C.through:
+        result = load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD)
+    elif C.through:
         new = load_rows(x, s, b, t - RING, h, wanted & (t >= RING), rope, rope_stride, HEAD)
         result = as_dtype(new, tail.dtype.element_ty).to(tl.float32)
+    else:
+        result = tl.zeros([t.shape[0], WIDTH], tl.float32)
     if RING > 0:
         in_ring = wanted & (t < RING) & (length + t >= RING + C.sinks)
         pointers, mask = _tail_rows(tail, tail_s, b, h, C.sinks + (length + t) % RING, in_ring, HEAD)

@@ -260,7 +260,12 @@ def _decode(
             place_in_tail = tl.arange(0, BLOCK)
             token = finished + place_in_tail
             seen = (token >= tl.maximum(lo, begin)) & (token < stop)
-            s = tail_products(q_parts, place_in_tail, seen, sequence, head, M, BLOCK, keys)
+            s = tl.zeros([M, BLOCK], tl.float32)
+            for j in tl.static_range(keys.PARTS):
+                d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
+                at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
+                k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
+                s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
             s = _scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
             place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
             peak, total, shift, acc = _accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, BLOCK, values)
