@@ -121,13 +121,13 @@ class DecodePlan:
         """The plan in words, in the order in which they are to be read."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
+        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         return {
-            "kernel": "gluon, the tuned one" + " for many query rows: wgmma" * wgmma,
+            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
-            "splits": "where shares meet inside a work item; the program that arrives last adds partial results, in their order",
+            "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
+            "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
         }
 
 
@@ -149,7 +149,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
         if not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
-            return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
+            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
         wgmma = wgmma_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
         if isinstance(wgmma, str):
             return wgmma
@@ -216,20 +216,20 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if p.deterministic_batch:
-        return "deterministic_batch: the tuned kernel shares the work of a whole batch"
+        return "deterministic_batch: the tuned kernel partitions the whole batch"
     if not p.aligned:
-        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
-        return codes + (", or the tail of the keys is not dense" if format_of(p.keys).token_block else "")
+        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
+        return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
-        return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
+        return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:
-        return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
+        return f"{p.batch} x {p.heads} x {p.capacity} tokens exceed the limit of {MOST_TOKENS}"
     if p.batch > MOST_SEQUENCES:
-        return f"{p.batch} sequences are more than a program looks through"
+        return f"{p.batch} sequences exceed the limit of {MOST_SEQUENCES}"
     return ""
 
 
