@@ -189,7 +189,7 @@ def _arguments(layout: dict[str, Any]) -> dict[str, Any]:
 def test_the_cache_holds_what_quantize_makes(keys: str, paged: bool) -> None:
     k, v = tokens(2, 2, 64, 64)
     k = k.bfloat16().float()  # the tail rounds
-    cache = make(paged, 2, 2, 64, 96, keys=keys, values="int4")
+    cache = make(paged, 2, 2, 64, 96, keys=keys, values="int4", rotate_keys=False)
     cache.append(k, v)
     got_k, got_v = cache.dequantized()
     assert torch.equal(got_k[:, :, :64], dequantize(quantize(k, key_format(keys))))
@@ -212,6 +212,40 @@ def test_rotated_keys_are_rotated_before_they_are_quantized(keys: str) -> None:
     expected = dequantize(quantize(rotate(k), key_format(keys)))
     assert torch.equal(cache.dequantized()[0], rotate(expected.double()).float())
     assert not torch.equal(expected, dequantize(quantize(k, key_format(keys))))
+
+
+#: Keys that a cache rotates unless it is requested otherwise: few bits, and outlier channels share scales with other channels.
+ROTATED = {"int4", "int4_g32", "int4_g64", "int2", "int2_g32", "int2_g64"}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_which_keys_are_rotated_by_default(keys: str, paged: bool) -> None:
+    for dim in (40, 64, 80, 96, 128, 256):
+        if fits(keys, dim):
+            cache = make(paged, 1, 2, dim, 64, keys=keys, values="int8")
+            assert cache.rotate_keys is (keys in ROTATED and dim != 40)
+            assert not make(paged, 1, 2, dim, 64, keys=keys, values="int8", rotate_keys=False).rotate_keys
+    cache = make(paged, 2, 2, 64, 64, keys=keys)
+    assert ("rotated" in repr(cache)) == (keys in ROTATED)
+    copies = [] if paged else [cache.select(torch.tensor([1])), cache.repeat_interleave(2), cache.grown(128)]
+    assert all(made.rotate_keys is (keys in ROTATED) for made in copies)
+    assert not KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table).rotate_keys
+
+
+@pytest.mark.parametrize("keys", ["int4", "int4_g32", "int2"])
+def test_rotation_is_what_outlier_channels_need(keys: str) -> None:
+    """One channel of 128 is 30 times larger in keys, and smaller in queries: exact attention does not change, INT4's does."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, count, 128, generator=generator) for count in (1, 200, 200))
+    k[..., 7], q[..., 7] = 30 * k[..., 7], q[..., 7] / 30
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    error = {}
+    for rotate_keys in (None, False):
+        cache = KVCache(1, 2, 128, 200, keys=keys, values="fp16", rotate_keys=rotate_keys)
+        cache.append(k, v)
+        error[rotate_keys] = (decode_attention(q, cache) - exact).norm()  # type: ignore[operator]
+    assert error[None] < error[False] / 2
 
 
 @pytest.mark.parametrize("paged", [False, True])
