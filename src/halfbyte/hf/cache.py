@@ -22,6 +22,9 @@ from halfbyte.settings import default_impl
 BUCKET = 64
 
 
+_CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
+
+
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """The packed keys and values of one layer. Allocated by the first `update`, when shapes and device are known."""
 
@@ -211,7 +214,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             if self._open and not self._level():
                 raise InvalidArgument(
                     "past_key_values: an earlier forward stopped half-way, and its tokens are in some layers only; "
-                    "call restore() on the cache to forget them, or reset()"
+                    f"call restore() on the cache to forget them, or reset(). {_CROSS}"
                 )
             self._open = True
         try:
@@ -262,6 +265,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         """The capacity, for PEFT's prefix tuning, which reads it and then passes a 16-bit cache with its prefix to the model."""
         warn_once("prefix tuning (PEFT) passes a 16-bit cache of its own to the model, in place of the packed one")
         return self.capacity
+
+    @property
+    def is_updated(self) -> Any:
+        """Of `EncoderDecoderCache`: a model with cross-attention reads it."""
+        raise Unsupported(f"past_key_values is a {type(self).__name__}. {_CROSS}")
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays in the cache, so any of them can be cropped."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from halfbyte.errors import CheckpointError, warn_once
 from halfbyte.hf.attention import NAME
@@ -51,7 +51,9 @@ class DefaultCache:
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
             generation_config, mode
         )
-        if isinstance(given := model_kwargs.get("past_key_values"), PackedCache):
+        given = model_kwargs.get("past_key_values")
+        given = getattr(given, "self_attention_cache", given)
+        if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
@@ -59,7 +61,9 @@ class DefaultCache:
             # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
-            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
+            made = self.settings.make(self.model, longest)
+            crosses = model_kwargs.get("encoder_hidden_states") is not None
+            model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)

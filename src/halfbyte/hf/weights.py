@@ -13,7 +13,7 @@ from torch import nn
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, Shape, weight_format
 from halfbyte.hf.mixtures import empty_stack, projections, quantize_stack, stack_shape, use_experts
-from halfbyte.hf.model_support import blocks, encoder_blocks
+from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
 from halfbyte.nn import QuantLayer, QuantLinear
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
@@ -77,6 +77,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
 
     A mixture stays as a whole: its projections are computed by one function.
     """
+    check_weights_support(model)
     within = blocks(model)
     if not within:
         raise Unsupported(
