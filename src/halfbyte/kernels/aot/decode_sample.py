@@ -12,9 +12,8 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every format of keys and of values that the tuned kernel
-#: takes is in it, every head size and option, the order of tokens and heads in memory, and "many" sequences, more than there are
-#: multiprocessors.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options): pairs of formats, every head dim and option, the order of
+#: tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -82,7 +81,15 @@ class Sample(NamedTuple):
 
 def sample() -> Iterator[Sample]:
     """The calls, each named by what it is."""
-    yield from (_call(*row) for row in _SAMPLE)
+    yield from (_call(*row) for row in (*_SAMPLE, *_others()))
+
+
+def _others() -> Iterator[tuple[str, str, int, int, int, int, str]]:
+    """A call of each format that is in no line above as keys, or as values."""
+    keys, values = ({row[i] for row in _SAMPLE} for i in (0, 1))
+    for name, fmt in KV_FORMATS.items():
+        if name not in keys or not (fmt.token_block or name in values):
+            yield name, "int8" if fmt.token_block else name, 128, 8, 1, 0, ""
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
