@@ -12,8 +12,8 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options): pairs of formats, every head dim and option, the order of
-#: tokens and heads in memory, and "many" sequences, more than there are multiprocessors.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every head size and option is in it, the order of tokens
+#: and heads in memory, and "many" sequences, more than there are multiprocessors. `sample` adds the formats it leaves out.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -80,16 +80,12 @@ class Sample(NamedTuple):
 
 
 def sample() -> Iterator[Sample]:
-    """The calls, each named by what it is."""
-    yield from (_call(*row) for row in (*_SAMPLE, *_others()))
-
-
-def _others() -> Iterator[tuple[str, str, int, int, int, int, str]]:
-    """A call of each format that is in no line above as keys, or as values."""
-    keys, values = ({row[i] for row in _SAMPLE} for i in (0, 1))
+    """The calls, each named by what it is: those above, and one for each format that is not among their keys or values."""
+    yield from (_call(*row) for row in _SAMPLE)
     for name, fmt in KV_FORMATS.items():
-        if name not in keys or not (fmt.token_block or name in values):
-            yield name, "int8" if fmt.token_block else name, 128, 8, 1, 0, ""
+        values = fmt.code.name if fmt.token_block else name
+        if name not in {row[0] for row in _SAMPLE} or values not in {row[1] for row in _SAMPLE}:
+            yield _call(name, values, 128, 8, 1, 0, "")
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
