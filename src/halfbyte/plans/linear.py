@@ -62,7 +62,8 @@ def gluon_linear(
 def _long(weight: WeightSpec, m: int, features: list[int], width: int, num_sms: int) -> bool:
     """Whether one program per SM is fastest: small M, large K, and about one tile of 64 rows for each SM.
 
-    With INT4 in larger groups, as measured (docs/internals/log/linear.md); two programs would take tiles of 32 rows and read x twice as often.
+    With INT4 in larger groups, as measured (docs/internals/log/linear.md);
+    two programs would take tiles of 32 rows and read x twice as often.
     """
     tiles = sum(-(-n // 64) for n in features)
     suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and m <= 8
