@@ -208,7 +208,8 @@ _RENAMED = {
 def _key(problem: Mapping[str, Any]) -> str:
     if problem["op"] not in _CHOICES:
         raise ValueError(f"op {problem['op']!r}")
-    return json.dumps({_RENAMED.get(name, name): value for name, value in problem.items()}, sort_keys=True)
+    newer = {"ragged": False} if problem["op"] == "decode_attention" else {}  # which older tables do not say
+    return json.dumps(newer | {_RENAMED.get(name, name): value for name, value in problem.items()}, sort_keys=True)
 
 
 _CHOICES: dict[str, type[Choice]] = {"linear": LinearChoice, "decode_attention": DecodeChoice}
