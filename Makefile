@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -33,6 +33,10 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
+
+# Every family of models and every saved folder, of which `make test` takes a sample.
+hf-suite: $(VENV)/.ready-test  ## transformers in full: all families of models against a cache and weights rounded in the same way
+	HALFBYTE_FAMILIES=all $(PYTEST) tests/hf
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

@@ -18,7 +18,7 @@ from halfbyte.checkpoints.adapters import ADAPTERS, make_adapter, read_quantizat
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
 from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.reference.dequantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
 
@@ -106,7 +106,7 @@ def by_hand(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Drawn:
 
 
 def codes_of(weight: QuantTensor) -> torch.Tensor:
-    return unpack_nibbles(weight.codes).int()
+    return unpack_codes(weight.codes, 4).int()
 
 
 def test_gptq_by_hand(tmp_path: Path) -> None:

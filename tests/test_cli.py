@@ -65,11 +65,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--capability", "7.5"], "capability='7.5'; the kernels run from 8.0 on"),
         (["explain", "--capability", "-1.-1"], "capability='-1.-1'"),
         (["explain", "--capability", ","], "--capability ','; give two whole numbers, such as 9.0"),
-        (["tune", "--dry-run", "--rows", ","], "--rows names nothing to measure"),
-        (["tune", "--dry-run", "--weights", ""], "--weights names nothing to measure"),
-        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
-        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
-        (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
         (["eval", "demo", "-o", "/proc/file"], "--output '/proc/file' cannot be written"),
         (["eval", "demo", "--windows", "0"], "windows=0"),
         (["bench", "decode", "--threads", "99999999"], "threads=99999999; expected 1 to 1024"),
@@ -83,6 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "study", "memory", "-o", "."], "`python -m benchmarks study` now"),
         (["bench", "all"], "`python -m benchmarks all` now"),
         (["bench", "qkv", "--weights", "x"], "`python -m benchmarks qkv` now"),
+        (["tune", "--quick"], "`halfbyte tune` is `python -m benchmarks tune` now"),
         (["bench", "overhead"], "`python -m benchmarks overhead` now"),
         (["bench", "decode", "--bars"], "`python -m benchmarks decode`"),
         (["bench", "linear", "--bars"], "`python -m benchmarks linear`"),
@@ -169,7 +165,7 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert page.read_text().startswith("<!doctype html>")
     assert run(*command) == 0
     shown = capsys.readouterr().out
-    assert "Roofs at" in shown
+    assert "Rooflines at" in shown
     assert "halfbyte cpu" in shown
     assert len(records.read(output).records) == 4  # appended
 
@@ -196,7 +192,7 @@ def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("brief")
 def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
-    assert "Roofs at 1 MiB: read " in capsys.readouterr().out
+    assert "Rooflines at 1 MiB: read " in capsys.readouterr().out
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     where = records.Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
     for file, seconds in ((before, 1e-3), (after, 2e-3)):

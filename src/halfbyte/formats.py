@@ -6,7 +6,7 @@ tests are derived from it; nothing else in the library names a format or tests f
 Two families share the description:
 
 * KV formats quantize keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
-* weight formats quantize a matrix [N, K] (out features, in features) along K.
+* weight formats quantize a matrix [N, K] (out features, in features) along K, or a stack [E, N, K] of experts' matrices.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4; NVIDIA's NVFP4 (blocks of 16, E4M3 block scales, one FP32 scale per tensor);
 QLoRA (arXiv 2305.14314) and bitsandbytes for NF4 and its FP4; GPTQ and AWQ for integer zero points; KIVI (arXiv 2402.02750) for
@@ -54,8 +54,8 @@ class Code:
 
     @property
     def per_byte(self) -> int:
-        """Codes in one byte of storage: 2 for 4-bit codes, else 1."""
-        return 2 if self.bits == 4 else 1
+        """Codes in one byte of storage: 2 of 4 bits, 4 of 2 bits, else 1."""
+        return max(1, 8 // self.bits)
 
     @property
     def is_e4m3(self) -> bool:
@@ -64,7 +64,7 @@ class Code:
 
     def codebook(self) -> torch.Tensor:
         """The value of every code, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
-        check(self.bits <= 8, f"code {self.name}: a codebook exists for 4 and 8 bits, not for {self.bits}")
+        check(self.bits <= 8, f"code {self.name}: a codebook exists for up to 8 bits, not for {self.bits}")
         if self.values is not None:
             return torch.tensor(self.values, dtype=torch.float32, device="cpu")
         raw = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
@@ -100,6 +100,7 @@ FP32 = Code("fp32", 32, "float", torch.float32)
 FP64 = Code("fp64", 64, "float", torch.float64)
 INT8 = Code("int8", 8, "affine", torch.int8, reach=127, lo=-127, hi=127)
 E4M3 = Code("e4m3", 8, "float", torch.float8_e4m3fn, reach=448)
+INT2 = Code("int2", 2, "affine", torch.uint8, reach=3, lo=0, hi=3)
 INT4 = Code("int4", 4, "affine", torch.uint8, reach=15, lo=0, hi=15)
 INT4_SYM = Code("int4_sym", 4, "affine", torch.uint8, reach=7.5, lo=-8, hi=7, bias=8)
 E2M1 = Code("e2m1", 4, "lookup", torch.uint8, reach=6, values=_signed(_E2M1))
@@ -144,7 +145,9 @@ class Format:
     """One number format: codes, their scales, and offsets.
 
     `offset`: `none`; `int`, a zero point z per scale, x = s*(q - z); `float`, an offset m per scale, x = s*q + m.
-    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4).
+    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4); of a stack [E, N, K], one for each row, so that every expert,
+    and its gate and up projection, keeps its own.
+    `clip`: the share of a block's span, around its middle, that codes with a float offset cover; values beyond it saturate.
     """
 
     name: str
@@ -152,6 +155,7 @@ class Format:
     scale: Scale | None = None
     offset: Literal["none", "int", "float"] = "none"
     tensor_scale: bool = False
+    clip: float = 1.0
 
     def __str__(self) -> str:
         return self.name
@@ -190,9 +194,9 @@ class Format:
         """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
         check(len(shape) >= 1, f"{name} is a scalar; {self.name} needs at least one axis")
         last = shape[-1]
-        if last % self.code.per_byte:
+        if last % (n := self.code.per_byte):
             raise InvalidArgument(
-                f"{name} has a last axis of {last}; {self.name} stores two codes in a byte and needs an even one; "
+                f"{name} has a last axis of {last}; {self.name} stores {n} codes in a byte and needs a multiple of {n}; "
                 f"use an 8-bit format"
             )
         if self.scale is None or self.scale.group is None:
@@ -239,16 +243,20 @@ class Format:
         total += scales * (self.offset_dtype.itemsize if self.offset_dtype else 0)
         if self.scale.nested is not None:
             total += 4 * math.ceil(scales / self.scale.nested) + 4
-        return total + (4 if self.tensor_scale else 0)
+        return total + (4 * math.prod(self.tensor_scale_shape(shape)) if self.tensor_scale else 0)
+
+    def tensor_scale_shape(self, shape: Shape) -> Shape:
+        """Shape of the FP32 factors of a tensor of shape `shape`."""
+        return shape[:-1] if len(shape) > 2 else (1,)
 
     def bits_per_element(self, shape: Shape) -> float:
         """Bits an element takes, scales and offsets included."""
         return 8 * self.nbytes(shape) / math.prod(shape)
 
 
-def _kv(name: str, code: Code, granularity: Granularity, group: int | None = None) -> Format:
-    offset: Literal["none", "float"] = "float" if code is INT4 else "none"
-    return Format(name, code, Scale("f16", granularity, group), offset)
+def _kv(name: str, code: Code, granularity: Granularity, group: int | None = None, clip: float = 1.0) -> Format:
+    offset: Literal["none", "float"] = "float" if code in (INT2, INT4) else "none"
+    return Format(name, code, Scale("f16", granularity, group), offset, clip=clip)
 
 
 def _weight(name: str, code: Code, group: int | None) -> Format:
@@ -277,6 +285,10 @@ KV_FORMATS: dict[str, Format] = _registry(
         _kv("int4_g32", INT4, "group", 32),
         _kv("int4_g64", INT4, "group", 64),
         _kv("int4_channel", INT4, "channel", 32),
+        # The clip with the least squared error of normal numbers in blocks of 128, 64 and 32: tests/test_clip.py derives it.
+        _kv("int2", INT2, "head", clip=19 / 32),
+        _kv("int2_g32", INT2, "group", 32, clip=23 / 32),
+        _kv("int2_g64", INT2, "group", 64, clip=21 / 32),
     ]
 )
 

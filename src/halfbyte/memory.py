@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -165,7 +165,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
     return model
 
 
-def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
+def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
     from halfbyte.hf.model_support import check_model_support, text_config

@@ -14,6 +14,7 @@ from halfbyte.evals.heads import Heads, recorded_heads
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import KV_FORMATS
 from halfbyte.measure import records
 from halfbyte.measure.checks import float64_attention
 from halfbyte.measure.records import Record
@@ -74,6 +75,7 @@ def test_errors_of_keys_are_ordered_as_their_bits() -> None:
         return error / norm
 
     assert 0 < relative(heads, "int8") < relative(heads, "int4_g32") < relative(heads, "int4") < 0.5
+    assert 2 * relative(heads, "int4") < min(relative(heads, "int2_g32"), relative(heads, "int2"))
     assert relative(biased, "int4_g32") > 5 * relative(heads, "int4_g32")
     assert relative(biased, "int4", True) < 0.95 * relative(biased, "int4")
     assert relative(biased, "int4_channel") < 2 * relative(heads, "int4_channel")
@@ -142,7 +144,7 @@ def test_the_front_gains_a_fifth_with_every_step() -> None:
 def test_every_format_is_in_the_full_study_and_some_in_a_quick_one() -> None:
     full = accuracy.jobs(Session(Options(threads=1), FAKE))
     assert len(full[0].settings) >= 15 and len(full[1].settings) == 17  # type: ignore[attr-defined]  # noqa: PT018
-    assert len(full[2].keys) == 24  # type: ignore[attr-defined]
+    assert len(full[2].keys) == 2 * sum(fmt.is_quantized for fmt in KV_FORMATS.values())  # type: ignore[attr-defined]
     small = accuracy.jobs(quick())
     assert {accuracy.formats_of(s) for job in small[:2] for s in job.settings} | {  # type: ignore[attr-defined]
         accuracy._name(*pair)

@@ -31,9 +31,7 @@ def _mask(batch: int, tokens: int, pads: tuple[int, ...]) -> torch.Tensor:
 def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family, kind):
     model, ids = build(family), prompt()
     model.set_attn_implementation("eager")  # the only one of transformers that has softcap and sinks
-    expected, logits = greedy(
-        model, ids, past_key_values=rounded(model, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[kind]))
-    )
+    expected, logits = greedy(model, ids, past_key_values=rounded(model, kind))
     assert len(set(expected[:, ids.shape[1] :].flatten().tolist())) > 3  # the text is no single token, or the test shows nothing
     hf.quantize(model, keys=kind, values=kind)
     got, own = greedy(model, ids)

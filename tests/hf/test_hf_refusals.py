@@ -10,8 +10,8 @@ from tiny_models import LLAMA, SIZES
 import halfbyte.hf as hf
 from halfbyte import errors
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.hf import attention
 from halfbyte.hf.attention import Handle, mask
-from halfbyte.hf.model_support import REFUSED, TESTED
 from halfbyte.nn import QuantLinear
 
 
@@ -40,9 +40,15 @@ def test_families(config, reason):
         hf.PackedCache(config(), 64)
 
 
-def test_families_that_run_are_not_refused():
-    assert not set(TESTED) & set(REFUSED)
+def test_gemma_without_its_images_is_not_refused():
     assert hf.PackedCache(tf.Gemma3TextConfig(), 64).capacity == 64
+
+
+def test_a_model_that_changes_its_weights_itself_is_refused():
+    model = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2))
+    with pytest.raises(Unsupported, match="weights of rwkv"):
+        hf.quantize(model, "int8_col")
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
 
 
 def test_refused_model_is_unchanged():
@@ -155,8 +161,9 @@ def test_handles_refuse():
             use()
 
 
-def test_window_that_the_model_keeps_to_itself():
+def test_window_that_the_model_keeps_to_itself(monkeypatch):
     """A model that masks a window but does not hand it to attention would silently attend to everything."""
+    monkeypatch.setattr(attention, "WINDOW_IN_MASK", frozenset())
     config = tf.PhimoeConfig(**{**SIZES, "num_key_value_heads": 2}, num_hidden_layers=1, intermediate_size=64, num_local_experts=2)
     config.sliding_window, config.pad_token_id = 4, 0
     model = tf.AutoModelForCausalLM.from_config(config).eval()

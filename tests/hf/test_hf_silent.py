@@ -121,7 +121,7 @@ def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy
     mask[1, :3] = 0
     with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
         patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
-        patch.setattr(DynamicLayer, "kind", torch.bfloat16, raising=False)
+        patch.setattr(DynamicLayer, "fmt", "bf16", raising=False)
         expected, _ = greedy(model, ids, attention_mask=mask)
     packed = hf.quantize(copy.deepcopy(model), keys="bf16", values="bf16")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

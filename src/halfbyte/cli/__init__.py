@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
-from halfbyte.cli.tune import tune
+from halfbyte.cli.calibrate import calibrate
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -28,10 +28,11 @@ app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("extract")(models.extract)
+app.command("calibrate")(calibrate)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-app.command("tune")(tune)
+bench.moved(app, "tune", "halfbyte tune", "tune")
 app.add_typer(bench.app, name="bench")
 
 

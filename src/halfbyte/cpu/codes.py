@@ -17,15 +17,19 @@ def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
     if code.is_e4m3:
         _e4m3_into(out, codes)
         return
-    out.copy_(_nibbles(codes) if code.bits == 4 else codes)
+    out.copy_(_one_a_byte(codes, code.bits) if code.per_byte > 1 else codes)
     if code.bias:
         out.sub_(code.bias)
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., D/2] -> uint8 [..., D]: a byte 0xHL becomes the word 0x0H0L, whose bytes are the two codes in order."""
-    words = packed.to(torch.int16, memory_format=torch.contiguous_format)
-    return words.bitwise_or_(words << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+def _one_a_byte(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., n] -> uint8 [..., 8 / bits * n]: a byte 0xHL becomes the word 0x0H0L, and so on with the halves of H and L."""
+    width = 8
+    while width > bits:
+        width //= 2
+        words = packed.to(torch.int16, memory_format=torch.contiguous_format)
+        packed = words.bitwise_or_(words << 8 - width).bitwise_and_(0x0101 * (2**width - 1)).view(torch.uint8)
+    return packed
 
 
 def _e4m3_into(out: torch.Tensor, codes: torch.Tensor) -> None:

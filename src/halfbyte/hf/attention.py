@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
-from halfbyte.hf.model_support import layer_window
+from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
 from halfbyte.ops.prefill_attention import prefill_attention
@@ -125,15 +125,17 @@ def attention(
 
 def _window(module: nn.Module, given: int | None) -> int | None:
     """The window to apply. Raises when the configuration has one for this layer and the model did not pass it on."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     expected = None if config is None else layer_window(config, getattr(module, "layer_idx", None))
-    if given is None and expected is not None:
+    if given is not None or expected is None:
+        return given
+    if config.model_type not in WINDOW_IN_MASK:
         raise Unsupported(
             f"{type(module).__name__}: layer {getattr(module, 'layer_idx', '?')} has a sliding window of {expected} in its "
             f"configuration, but the model does not pass it to attention (only a mask of it); "
             f"use transformers' own cache (keys=None, values=None)"
         )
-    return given
+    return expected
 
 
 def _starts(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:

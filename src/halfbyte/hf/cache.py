@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache, check_rotation
+from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
@@ -19,6 +20,9 @@ from halfbyte.settings import default_impl
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
+
+
+_CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -159,8 +163,8 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
-    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them
-    rotate_keys       Hadamard-rotate keys (and queries) against outliers
+    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
+    rotate_keys       Hadamard-rotate keys (and queries) against outliers; as for formats, one for all layers or one for each
     skip_layers       layers that keep 16 bits; negative numbers count from the end
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
@@ -172,9 +176,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         model_or_config: Any,
         capacity: int,
         *,
-        keys: str = "int8",
-        values: str = "int4_g32",
-        rotate_keys: bool = False,
+        keys: str | Sequence[str] = "int8",
+        values: str | Sequence[str] = "int4_g32",
+        rotate_keys: bool | Sequence[bool] = False,
         skip_layers: Iterable[int] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -183,9 +187,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)
-        check_rotation(rotate_keys, head_dims(config)[0])
+        rotated = layer_rotations(config, rotate_keys)
         self.capacity = _whole_buckets(capacity)
-        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        super().__init__(
+            layers=[PackedLayer(self.capacity, k, v, rotate, dtype) for (k, v), rotate in zip(formats, rotated, strict=True)]
+        )
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
                 layer.is_compileable = False
@@ -208,7 +214,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             if self._open and not self._level():
                 raise InvalidArgument(
                     "past_key_values: an earlier forward stopped half-way, and its tokens are in some layers only; "
-                    "call restore() on the cache to forget them, or reset()"
+                    f"call restore() on the cache to forget them, or reset(). {_CROSS}"
                 )
             self._open = True
         try:
@@ -260,6 +266,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         warn_once("prefix tuning (PEFT) passes a 16-bit cache of its own to the model, in place of the packed one")
         return self.capacity
 
+    @property
+    def is_updated(self) -> Any:
+        """Of `EncoderDecoderCache`: a model with cross-attention reads it."""
+        raise Unsupported(f"past_key_values is a {type(self).__name__}. {_CROSS}")
+
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays in the cache, so any of them can be cropped."""
 
@@ -291,15 +302,17 @@ def half_type(model_or_config: Any) -> torch.dtype:
 
 
 def layer_formats(
-    config: Any, keys: str | Format, values: str | Format, skip_layers: Iterable[int], dtype: torch.dtype
+    config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
 ) -> list[tuple[Format, Format]]:
     """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
     check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-    k, v = key_format(keys), value_format(values)
-    key_dim, value_dim = head_dims(config)
-    k.check_shape((1, 1, BUCKET, key_dim), f"keys={k.name!r}: a head of this model")
-    v.check_shape((1, 1, BUCKET, value_dim), f"values={v.name!r}: a head of this model")
     count = int(config.num_hidden_layers)
+    key_dim, value_dim = head_dims(config)
+    k_formats = [key_format(name) for name in one_each("keys", keys, count)]
+    v_formats = [value_format(name) for name in one_each("values", values, count)]
+    for side, formats, dim in (("keys", k_formats, key_dim), ("values", v_formats, value_dim)):
+        for fmt in dict.fromkeys(formats):
+            fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
     plain = key_format("fp16" if dtype is torch.float16 else "bf16")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     skipped = set()
@@ -309,7 +322,32 @@ def layer_formats(
             f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
         )
         skipped.add(layer % count)
-    return [(plain, plain) if i in skipped else (k, v) for i in range(count)]
+    return [(plain, plain) if i in skipped else (k_formats[i], v_formats[i]) for i in range(count)]
+
+
+def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool]) -> tuple[bool, ...]:
+    """Whether the keys of each layer are rotated; raises when a head cannot be."""
+    rotated = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
+    for rotate in rotated:
+        check_rotation(rotate, head_dims(config)[0] if rotate is True else 0)
+    return rotated
+
+
+def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:
+    """An option of every layer: a list or tuple with one entry for each, or one that is for all."""
+    if not isinstance(given, list | tuple):
+        return (given,) * layers
+    check(
+        len(given) == layers,
+        f"{name} has {len(given)} entries, and the model {layers} layers; pass one for all layers, or one for each",
+    )
+    return tuple(given)
+
+
+def model_sizes(config: Any) -> ModelSizes:
+    """What a cache plan must have in common with the model of this configuration."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
 
 
 def head_dims(config: Any) -> tuple[int, int]:

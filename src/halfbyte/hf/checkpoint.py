@@ -7,19 +7,20 @@ import math
 import os
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.external import ExternalCheckpoint
-from halfbyte.hf.model_support import read_config
+from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
@@ -96,12 +97,13 @@ def load(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Any:
-    """A causal language model from a folder or a Hub id, its files checked first, then quantized as asked.
+    """A language model from a folder or a Hub id, its files checked first, then quantized as asked.
 
+    It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read,
-    and no code from the folder runs.
+    installed: docs/guides/checkpoints.md. Without keys, values or plan the cache has the formats that were saved with the model.
+    dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
         raise InvalidArgument(
@@ -128,21 +130,21 @@ def load(
         if external is not None:
             model, found = external.load(dtype)
         else:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=read_config(folder),
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+            model, found = type(empty).from_pretrained(
+                folder, config=read_config(folder), dtype=dtype, use_safetensors=True, output_loading_info=True
             )
     except (HalfbyteError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    fuse = options.get("fuse_qkv") or options.get("fuse_gate_up")
-    if weights is not None or keys is not None or values is not None or fuse:
+    cached = any(x is not None for x in (keys, values, options.get("plan")))
+    if not cached and (saved := saved_settings(model.config)) is not None:
+        try:
+            quantize(model, **asdict(saved))
+        except InvalidArgument as error:
+            raise CheckpointError(f"{folder}: config.json has settings of the cache that do not fit: {error}") from error
+    if weights is not None or cached or options.get("fuse_qkv") or options.get("fuse_gate_up"):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
@@ -153,7 +155,7 @@ def load(
 _PACKED = {torch.uint8: 2, torch.int32: 8}
 
 
-def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
+def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
     """The model of config.json on the meta device, its weights not quantized.
 
     It must not be far more than the files hold: what is missing would be allocated and made up.
@@ -171,8 +173,8 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except CheckpointError:
+            model: Any = model_class(config)._from_config(config)
+    except (CheckpointError, Unsupported):
         raise
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error

@@ -7,36 +7,32 @@ overridden, on one model instance; the documented way, which needs no override, 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import warn_once
+from halfbyte.errors import CheckpointError, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
+
+#: The entry of config.json that holds the settings.
+SAVED = "halfbyte_cache"
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What the default cache of `generate()` is made of."""
+    """What the default cache of `generate()` is made of: the options of `PackedCache`. Formats are one, or one for each layer."""
 
-    keys: str
-    values: str
-    rotate_keys: bool
+    keys: str | tuple[str, ...]
+    values: str | tuple[str, ...]
+    rotate_keys: bool | tuple[bool, ...]
     skip_layers: tuple[int, ...]
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`."""
-        return PackedCache(
-            model,
-            capacity,
-            keys=self.keys,
-            values=self.values,
-            rotate_keys=self.rotate_keys,
-            skip_layers=self.skip_layers,
-        )
+        return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 class DefaultCache:
@@ -55,7 +51,9 @@ class DefaultCache:
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
             generation_config, mode
         )
-        if isinstance(given := model_kwargs.get("past_key_values"), PackedCache):
+        given = model_kwargs.get("past_key_values")
+        given = getattr(given, "self_attention_cache", given)
+        if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
@@ -63,7 +61,9 @@ class DefaultCache:
             # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
-            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
+            made = self.settings.make(self.model, longest)
+            crosses = model_kwargs.get("encoder_hidden_states") is not None
+            model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
@@ -137,6 +137,23 @@ def _beyond(generation_config: Any, mode: Any) -> int:
         return 0
     wanted = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
     return int(max(*wanted, BUCKET))
+
+
+def saved_settings(config: Any) -> CacheSettings | None:
+    """What a configuration from a file says about the cache; None when it says nothing. Formats are checked where they are used."""
+    found, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.keys() != names:
+        raise CheckpointError(f"config.json has {SAVED}={str(found)[:100]}; expected an object with {', '.join(sorted(names))}")
+    return CacheSettings(**{name: tuple(x) if isinstance(x, list) else x for name, x in found.items()})
+
+
+def use_packed_cache(model: Any, settings: CacheSettings) -> None:
+    """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
+    model.set_attn_implementation(NAME)
+    setattr(model.config, SAVED, asdict(settings))
+    make_default(model, settings)
 
 
 def make_default(model: Any, settings: CacheSettings) -> None:

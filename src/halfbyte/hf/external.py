@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from halfbyte.checkpoints.adapters import Checkpoint
@@ -24,7 +23,7 @@ from halfbyte.hf.weights import linear_size, warn_about_experts
 class ExternalCheckpoint:
     """The quantized layers of a folder by the names that the model has for them, and the tensors that are plain."""
 
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: nn.Module) -> None:
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: Any) -> None:
         """`model` is the empty (meta) model of the folder's configuration. Reads nothing but what zero biases hold."""
         self.folder, self.infos, self.adapter, self.model = checkpoint.folder, checkpoint.infos, adapter, model
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -56,9 +55,7 @@ class ExternalCheckpoint:
             del config.quantization_config
         if formats:
             config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
-        made, found = type(self.model).from_pretrained(  # type: ignore[attr-defined]
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
+        made, found = type(self.model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
         warn_about_experts(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)
         if (self.folder / "generation_config.json").is_file():

@@ -8,14 +8,14 @@ elsewhere).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfbyte.formats import Format, key_format
+from halfbyte.formats import Format
 from halfbyte.hf.model_support import blocks, text_config
 from halfbyte.nn import QuantLinear, dense_weight
 
@@ -53,26 +53,29 @@ def key_biases(model: nn.Module) -> list[KeyBias]:
     return found
 
 
-def check_key_bias(model: nn.Module, keys: str | Format, skip_layers: Iterable[int] = ()) -> list[KeyBias]:
-    """Warn when `keys` is a 4-bit format with scales per token and some layer's key bias will ruin it; returns those layers."""
-    fmt = key_format(keys)
-    if fmt.code.bits != 4 or fmt.token_block:
+def check_key_bias(model: nn.Module, keys: Sequence[Format]) -> list[KeyBias]:
+    """Warn about layers whose keys, by layer, have 4 bits or fewer and scales per token that their bias ruins; returns them."""
+    if not any(_is_ruined(fmt) for fmt in keys):
         return []
-    count = int(text_config(model).num_hidden_layers)
-    skipped = {layer % count for layer in skip_layers}
-    bad = [b for b in key_biases(model) if b.ratio > 1 and b.layer not in skipped]
+    bad = [b for b in key_biases(model) if b.ratio > 1 and _is_ruined(keys[b.layer])]
     if bad:
         worst = max(bad, key=lambda b: b.ratio)
+        fmt = keys[worst.layer]
         layers = ", ".join(str(b.layer) for b in bad)
         several = "s" if len(bad) > 1 else ""
         warnings.warn(
             f"keys={fmt.name!r}: the key bias of layer{several} {layers} is far out of line (norm {worst.norm:.0f} in layer "
-            f'{worst.layer}); 4-bit keys with one scale a token will ruin this model. Use keys="int8" or keys="int4_channel", or '
-            f"keep those layers in 16 bits with skip_layers=[{layers}]",
+            f'{worst.layer}); {fmt.code.bits}-bit keys with one scale a token will ruin this model. Use keys="int8" or '
+            f'keys="int4_channel", or keep those layers in 16 bits with skip_layers=[{layers}]',
             KeyBiasWarning,
             stacklevel=3,
         )
     return bad
+
+
+def _is_ruined(fmt: Format) -> bool:
+    """Whether a large bias ruins keys in this format."""
+    return fmt.code.bits <= 4 and not fmt.token_block
 
 
 def _key_projections(block: nn.Module, config: Any, heads: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:

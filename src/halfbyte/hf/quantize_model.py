@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from halfbyte.cache import check_rotation
+from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import weight_format
-from halfbyte.hf.attention import NAME
-from halfbyte.hf.cache import half_type, head_dims, layer_formats
-from halfbyte.hf.default_cache import CacheSettings, make_default
+from halfbyte.formats import Format, weight_format
+from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_sizes
+from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
 from halfbyte.hf.quantizer import mark_quantized
@@ -26,10 +26,11 @@ from halfbyte.reference.quantize import check_clip
 def quantize(
     model: Any,
     weights: str | None = None,
-    keys: str | None = None,
-    values: str | None = None,
+    keys: str | Sequence[str] | None = None,
+    values: str | Sequence[str] | None = None,
     *,
-    rotate_keys: bool = False,
+    plan: CachePlan | str | os.PathLike[str] | None = None,
+    rotate_keys: bool | Sequence[bool] = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -40,7 +41,9 @@ def quantize(
 
     weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
                   norms, routers and expert weights that are no linear modules stay as they are
-    keys, values  formats of the KV cache that `generate()` makes; one alone leaves the other in 16 bits, neither leaves the cache
+    keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
+                  other in 16 bits, neither leaves the cache
+    plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
     rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
@@ -54,21 +57,20 @@ def quantize(
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
     check(
-        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantized),
+        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
         "weights, keys and values are all None; name a format for at least one of them",
     )
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
-    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
+    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
         _check_weights_are_plain(inner, weights)
     if settings is not None:
-        check_key_bias(inner, settings.keys, settings.skip_layers)
+        check_key_bias(inner, [k for k, _ in _formats(inner, settings)])
     if weights is not None:
         mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
     if fuse_qkv and not _fuse_qkv(inner):
@@ -76,8 +78,7 @@ def quantize(
     if fuse_gate_up and not _fuse_gate_up(inner):
         warn_once("fuse_gate_up=True found no module with gate_proj and up_proj; nothing was fused")
     if settings is not None:
-        inner.set_attn_implementation(NAME)
-        make_default(inner, settings)
+        use_packed_cache(inner, settings)
     return model
 
 
@@ -104,18 +105,45 @@ def _check_model(model: Any) -> None:
 
 
 def _cache_settings(
-    model: Any, keys: str | None, values: str | None, rotate_keys: bool, skip_layers: tuple[int, ...]
+    model: Any,
+    keys: str | Sequence[str] | None,
+    values: str | Sequence[str] | None,
+    rotate_keys: bool | Sequence[bool],
+    skip_layers: tuple[int, ...],
+    plan: CachePlan | str | os.PathLike[str] | None,
 ) -> CacheSettings | None:
     """Checked settings of the cache; None when the cache stays transformers' own."""
-    if keys is None and values is None:
-        check(
-            not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
-        )
+    layer_rotations(text_config(model), _hashable(rotate_keys))
+    others = bool(rotate_keys or skip_layers)
+    if keys is None and values is None and plan is None:
+        check(not others, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well")
         return None
     check_model_support(model)
-    plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
-    layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
+    if plan is not None:
+        check(keys is None and values is None and not others, "plan says all about the cache; leave its other options out")
+        plan = read_plan(plan)
+        plan.check_model(model_sizes(text_config(model)))
+        settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, ())
+    else:
+        plain = "fp16" if half_type(model) is torch.float16 else "bf16"
+        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), _hashable(rotate_keys), skip_layers)
+    _formats(model, settings)
+    check_can_read_packed(model)
+    return settings
+
+
+def _hashable(given: Any) -> Any:
+    """A list with one entry for each layer as a tuple, anything else as it is."""
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]:
+    """(key format, value format) of every layer, checked."""
+    return layer_formats(text_config(model), settings.keys, settings.values, settings.skip_layers, half_type(model))
+
+
+def check_can_read_packed(model: Any) -> None:
+    """Raise `Unsupported` for a model or a transformers that would not read the packed cache that it is given."""
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         raise Unsupported(  # transformers would warn, and go on with 16 bits
             f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "
@@ -126,4 +154,3 @@ def _cache_settings(
             "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantize "
             "the weights only, and pass past_key_values=halfbyte.hf.PackedCache(...) to generate()"
         )
-    return settings

@@ -80,6 +80,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any) -> Any:
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
+        self._renames = infos is None
         config: HalfbyteConfig = self.quantization_config
         for name in infos or ():
             for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
@@ -121,6 +122,10 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         """What `save_pretrained` writes: the state dict, and what stops a loader that does not know halfbyte."""
         stops = {f"{name}.weight": torch.empty(STOP) for name in self.quantization_config.modules}
         return {**model.state_dict(), **stops}, {}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """How the names in files become those of the model. Those in folders of halfbyte are: `_keep_names`."""
+        return weight_conversions if self._renames else []
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """How the parts of a layer are shared out. Versions of transformers that do not ask fail on the shapes of shares."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.model_support import blocks, encoder_blocks
+from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
 from halfbyte.nn import QuantLinear
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
@@ -33,6 +33,7 @@ def linear_size(module: Any) -> tuple[int, int] | None:
 
 def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module]:
     """Name -> module of every linear layer in the transformer blocks, but those that must stay, and those of `skip_modules`."""
+    check_weights_support(model)
     within = blocks(model)
     if not within:
         raise Unsupported(

@@ -35,10 +35,10 @@ class TritonTiles:
         """The tiles in words, for a problem that they are for."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
-            "kernel": "triton, the portable one",
+            "kernel": "triton (portable)",
             "tile": f"{self.block_tokens} tokens by {self.block_rows} query rows, {self.num_warps} warps, {self.num_stages} stages",
             "programs": f"{p.batch * p.heads * self.splits * -(-p.rows // self.block_rows)}",
-            "splits": f"{self.splits} a work item, {share}; a second kernel adds them up in their order",
+            "splits": f"{self.splits} a work item, {share}; a second kernel reduces, in fixed order",
         }
 
 
@@ -87,9 +87,9 @@ def triton_tiles(
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
-    bits, channels = max(keys.code.bits, values.code.bits), keys.token_block is not None
+    bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     grouped = "group" in (keys.granularity, values.granularity)
-    wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
+    wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
     tiles = -(-rows // block_rows)

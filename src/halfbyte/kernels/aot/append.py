@@ -21,9 +21,12 @@ _VALUES = {
     "int4_g32": "int4_g64",
     "int4_g64": "fp16",
     "int4_channel": "bf16",
+    "int2": "int2_g32",
+    "int2_g32": "int2_g64",
+    "int2_g64": "int2",
 }
 #: Keys that come in fp16; others come in bf16.
-_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64"}
+_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "int2"}
 
 
 def configurations() -> list[Configuration]:

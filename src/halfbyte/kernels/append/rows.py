@@ -129,10 +129,10 @@ def slot(b, position, wanted, page_table, stride_b, stride_p, pages, PAGE: tl.co
 
 @triton.jit
 def store_codes(q, rows, s_d, ok, D: tl.constexpr, F: tl.constexpr):
-    """int32 codes [R, PAD] to `rows` [R], two a byte where the format has it so."""
-    if F.per_byte == 2:
+    """int32 codes [R, PAD] to `rows` [R], as many a byte as the format has."""
+    for i in tl.static_range(F.per_byte // 2):  # 1, 2 or 4 a byte: neighbours are joined never, once or twice
         low, high = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
-        q = low | (high << 4)
+        q = low | (high << (F.bits << i))
     d = tl.arange(0, q.shape[1])
     mask = ok[:, None] & (d < D // F.per_byte)[None, :]
     tl.store(rows[:, None] + d.to(tl.int64)[None, :] * s_d, q.to(rows.dtype.element_ty), mask=mask)

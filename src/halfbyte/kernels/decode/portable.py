@@ -118,13 +118,15 @@ def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.
 def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
     """Rows [M, WORDS * PARTS] as PARTS tensors [M, WORDS]."""
     parts = (x,)
-    if PARTS == 2:
-        parts = tl.split(tl.reshape(x, (M, WORDS, 2)))
-    elif PARTS == 4:
-        even, odd = tl.split(tl.reshape(x, (M, WORDS, 2, 2)))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        parts = (a, b, c, d)
+    for bit in tl.static_range(3):
+        if 2**bit < PARTS:  # by one more bit of the dim, the lowest first
+            even = ()
+            odd = ()
+            for j in tl.static_range(len(parts)):
+                a, b = tl.split(tl.reshape(parts[j], (M, parts[j].shape[1] // 2, 2)))
+                even += (a,)
+                odd += (b,)
+            parts = even + odd
     return parts
 
 
