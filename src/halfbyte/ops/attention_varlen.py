@@ -1,4 +1,4 @@
-"""`attention_varlen`: attention of a mixed batch, prompts in chunks beside decodes, over pages that already hold their tokens."""
+"""`attention_varlen`: attention of a mixed batch, chunks of prompts and decodes, over pages that already hold their tokens."""
 
 from __future__ import annotations
 

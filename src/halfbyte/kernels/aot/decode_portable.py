@@ -16,7 +16,7 @@ from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 
 
 def configurations() -> list[Configuration]:
-    """Those of every call of the sample, and of ragged queries: a prompt beside decodes, and few tokens, which are split."""
+    """Those of every call of the sample, and of ragged queries: a prompt with decodes, and few tokens, which are split."""
     found = [c for one in sample() for c in _configurations(one)]
     return found + [
         c
