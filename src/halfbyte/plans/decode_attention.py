@@ -47,6 +47,7 @@ class DecodeProblem:
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
     rotate_keys     keys are stored rotated, so that queries are to be
+    ragged          `queries` are those of all sequences together, however many each has
     """
 
     dtype: str
@@ -70,6 +71,7 @@ class DecodeProblem:
     k_scale_stride: int = 1
     v_scale_stride: int = 1
     rotate_keys: bool = False
+    ragged: bool = False
 
     @property
     def rows(self) -> int:
@@ -216,6 +218,8 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes equally many of each sequence, T = B * max_query_len"
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel partitions the whole batch"
     if not p.aligned:
