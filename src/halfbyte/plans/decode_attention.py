@@ -14,7 +14,7 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
-from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.hadamard import block_size, rotated
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
@@ -91,13 +91,12 @@ def dense_problem(
     values: str,
     page: int = 0,
     deterministic_batch: bool = False,
-    rotate_keys: bool = False,
 ) -> DecodeProblem:
-    """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
+    """A call without options on a cache as `KVCache` makes it: aligned, nothing between what lies side by side."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
-        rotate_keys=rotate_keys,
+        rotate_keys=rotated(None, KV_FORMATS[keys], dim),
     )
 
 
