@@ -293,7 +293,7 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, n, T] as mma operands, by section. Codes that share an operand have the same place in their bytes: one post-scale."""
+    """Words [W, n, T] as mma operands, by section. Codes in one operand have the same place in their bytes, so one post-scale."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
