@@ -71,6 +71,11 @@ def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) 
             formats[name].check_shape(size, f"{name}.weight {list(size)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
+
+
+def check_loaded(modules: Mapping[str, nn.Module]) -> None:
+    """Raise for a module whose weight is not there."""
+    for name, module in modules.items():
         check(
             not any(p.is_meta for p in module.parameters()),
             f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
@@ -83,17 +88,23 @@ def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable
     chosen = weight_format(fmt)
     modules = select(model, skip_modules)
     check_fits(modules, dict.fromkeys(modules, chosen))
+    check_loaded(modules)
     made: dict[int, QuantLinear] = {}
     for name, module in modules.items():
         if id(module) not in made:
-            try:
-                made[id(module)] = QuantLinear.from_linear(module, chosen, clip=clip)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"{name}: {error}") from error
+            made[id(module)] = quantized_layer(name, module, chosen, clip)
     for name, module in modules.items():
         replace(model, name, made[id(module)])
     warn_about_experts(model)
     return dict.fromkeys(modules, chosen.name)
+
+
+def quantized_layer(name: str, module: nn.Module, fmt: Format, clip: str | None) -> QuantLinear:
+    """The layer that takes the place of a linear one; an error names it."""
+    try:
+        return QuantLinear.from_linear(module, fmt, clip=clip)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from error
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
