@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.tune_cli import tune
 from halfbyte.cli import run_app
 from halfbyte.cli.bench import Against, Files, PageFile, Title
 from halfbyte.cli.options import Impls, Output, RunOptions, Where, measures, run_suites, write_report
@@ -128,6 +129,9 @@ def run_baselines(
     for row in rows:
         table.add_row(*map(escape, row))
     print_table(table)
+
+
+app.command("tune")(tune)
 
 
 @app.command("report")

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part 
 
 import make_tables as tables
 from docgen import hero, performance, reference, summary
+from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
 
@@ -75,7 +76,7 @@ def stale_pages() -> dict[Path, str]:
     for path in pages():
         page = str(path.relative_to(ROOT))
         before = path.read_text(encoding="utf-8")
-        after = fill(before, BLOCKS.get(page, {}), summary.FIGURES, page)
+        after = fill(before, BLOCKS.get(page, {}), FIGURES, page)
         if after != before:
             stale[path] = after
     return stale

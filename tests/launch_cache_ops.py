@@ -133,9 +133,9 @@ def buffer(fmt: str) -> KVBuffer:
     return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
 
 
-def cache(capacity: int = 64, paged: bool = False, keys: str = "int8", lengths: torch.Tensor | None = None) -> KVCache:
+def cache(capacity: int = 64, paged: bool = False, lengths: torch.Tensor | None = None, **options: Any) -> KVCache:
     with cuda_tensors(False):
-        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, keys=keys)
+        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, **options)
     made.lengths = made.lengths if lengths is None else lengths
     return made
 
@@ -164,9 +164,9 @@ ATTENTION = Op(
         "no window": changed("options.window", None),
         "no softcap": changed("options.softcap", None),
         "impl": changed("impl", "gluon"),
+        "rotated keys": changed("options.rotate_keys", True),
     },
     never={
-        "rotated keys": changed("options.rotate_keys", True),
         "deterministic": changed("deterministic_batch", True),
         "the portable kernel": changed("impl", "triton"),
         "impl a list": changed("impl", ["auto"]),
@@ -183,6 +183,7 @@ ATTENTION = Op(
         "gluon": lambda: {"impl": "gluon"},
         "a tail": lambda: {"cache": cache(keys="int4_channel")},
         "pages": lambda: {"cache": cache(paged=True)},
+        "rotated": lambda: {"cache": cache(rotate_keys=True)},
         "all": lambda: {
             "alibi_slopes": torch.rand(8),
             "sinks": torch.rand(8),

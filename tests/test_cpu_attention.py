@@ -43,11 +43,13 @@ class Case:
             )
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise."""
-        k = reference.read(self.keys, self.lengths, self.page_table).to(dtype)
-        v = reference.read(self.values, self.lengths, self.page_table).to(dtype)
-        q = rotate(self.q.double()) if self.options.rotate_keys else self.q
-        return reference.attend(q.to(dtype), k, v, self.lengths, self.query_start, self.options)
+        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise.
+
+        Rotated keys are rotated back: both know of no rotation.
+        """
+        k, v = (reference.read(side, self.lengths, self.page_table) for side in (self.keys, self.values))
+        k = rotate(k.double()) if self.options.rotate_keys else k
+        return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), self.lengths, self.query_start, self.options)
 
     def check(self, block: int = cpu.BLOCK) -> None:
         """Within the promise."""

@@ -28,6 +28,7 @@ STAND_INS = (__file__, launch_cache_ops.__file__, pretended_gpu.__file__)
 #: (Python instructions, calls of Python functions, calls of C functions), torch and the standard library included.
 LIMITS = {
     "attention": (1095, 27, 68),
+    "attention over rotated keys": (1095, 27, 68),
     "append": (1093, 33, 63),
     "append with rope and q": (1172, 33, 72),
     "append_slots": (941, 19, 64),
@@ -70,6 +71,7 @@ def counted(call: Callable[[], object]) -> tuple[int, int, int]:
 
 CALLS: dict[str, Callable[[], Callable[[], object]]] = {
     "attention": lambda: partial(decode_attention, **ATTENTION.plain()),
+    "attention over rotated keys": lambda: partial(decode_attention, **ATTENTION.plain() | ATTENTION.options["rotated"]()),
     "append": lambda: partial(run_append, **APPEND.plain()),
     "append with rope and q": lambda: partial(run_append, **APPEND.plain() | rotation()),
     "append_slots": lambda: partial(run_append_slots, **APPEND_SLOTS.plain()),

@@ -55,7 +55,7 @@ def shipped_plans(gpu: str) -> Path:
 
 
 def own_plans(gpu: str) -> Path:
-    """Where `halfbyte tune` stores the plans of GPUs of this name: below XDG_CACHE_HOME, which is ~/.cache unless set."""
+    """Where measured plans of GPUs of this name are stored: below XDG_CACHE_HOME, which is ~/.cache unless set."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
     return folder / "halfbyte" / "plans" / _plans_name(gpu)

@@ -33,13 +33,13 @@ def as_set() -> tuple[object, object]:
 
 
 def stored_plans() -> str:
-    """HALFBYTE_PLANS: a file of `halfbyte tune`, the only one to take measured plans from; "0": none; unset or empty is "", those
+    """HALFBYTE_PLANS: a file of measured plans, the only one to take measured plans from; "0": none; unset or empty is "", those
     that are stored for the GPU and those that come with the library. Read when a problem is planned for the first time.
     """
     value = os.environ.get("HALFBYTE_PLANS", "")
     if value not in ("", "0") and not os.path.isfile(value):
         raise InvalidArgument(
-            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `halfbyte tune` wrote, or 0 for none"
+            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `python -m benchmarks tune` wrote, or 0 for none"
         )
     return value
 

@@ -243,6 +243,13 @@ STATE = [
         launches("test_what_is_never_like_another[linear: act-order]"),
     ),
     Mutant(
+        "rotated keys are no fact of attention",
+        DECODE_OP,
+        "_signature",
+        Rewrite("(*_b, _o.rotate_keys)", "(*_b,)"),
+        launches("test_every_fact_makes_another_call[attention: rotated keys]"),
+    ),
+    Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",

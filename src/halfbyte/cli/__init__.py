@@ -14,7 +14,6 @@ import typer
 
 from halfbyte.cli import bench, inspect, models
 from halfbyte.cli.calibrate import calibrate
-from halfbyte.cli.tune import tune
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -33,7 +32,7 @@ app.command("calibrate")(calibrate)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-app.command("tune")(tune)
+bench.moved(app, "tune", "halfbyte tune", "tune")
 app.add_typer(bench.app, name="bench")
 
 

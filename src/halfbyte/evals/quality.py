@@ -12,7 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
+from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.nn import QuantLinear
 from halfbyte.reference.quantize import check_clip
@@ -68,10 +69,20 @@ class Setting:
         skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
         return both + (" rotated" if self.rotate_keys else "") + skipped
 
+    @property
+    def name(self) -> str:
+        """The formats: of the cache, of the weights, or of both."""
+        if self.weights is None:
+            return self.kv
+        return f"{self.weights} weights" if self.kv == "bf16" else f"{self.kv} + {self.weights}"
+
 
 @dataclass
 class Quality:
-    """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity."""
+    """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity.
+
+    `kl_by_third` is the mean over the first, the second and the last third of each window; `model` names an outlier variant.
+    """
 
     setting: Setting
     tokens: int = 0
@@ -85,6 +96,8 @@ class Quality:
     seconds: float = 0.0
     layer_error: list[float] = field(default_factory=list)
     plain_weights: str = "bf16"
+    kl_by_third: list[float] = field(default_factory=list)
+    model: str = ""
 
 
 Step = Callable[[], None]
@@ -132,15 +145,28 @@ def steps(settings: Sequence[Setting], windows: torch.Tensor, chunk: int = 16, b
 
 
 def run_evaluation(
-    model: Any, settings: Sequence[Setting], windows: torch.Tensor, chunk: int, console: Console, batch: int = 8
+    model: Any,
+    settings: Sequence[Setting],
+    windows: torch.Tensor,
+    chunk: int,
+    console: Console,
+    *,
+    batch: int = 8,
+    outliers: Outliers | None = None,
 ) -> list[Quality]:
-    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB."""
+    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB.
+
+    outliers: evaluate the model with these.
+    """
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
     with progress(console) as bar:
-        task = bar.add_task("evaluating", total=steps(settings, windows, chunk, batch))
-        return evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
+        name = "" if outliers is None else outliers.name
+        task = bar.add_task(f"evaluating {name}", total=steps(settings, windows, chunk, batch))
+        used = model if outliers is None else with_outliers(model, outliers)
+        results = evaluate(used, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
+    return [replace(result, model=name) for result in results]
 
 
 def progress(console: Console) -> Progress:
@@ -163,37 +189,39 @@ class _Tally:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._kl: list[torch.Tensor] = []
+        self._kl: list[torch.Tensor] = []  # of each batch of windows [B, T - 1]
         self._error: list[list[float]] = []  # [layer][squared error, squared norm]
 
     def run(self, model: Any, part: torch.Tensor, chunk: int, base: list[_Outputs], on_step: Step) -> None:
         """Feed one batch of windows. The first setting fills `base`; the others are compared with it, chunk by chunk."""
-        first = not base
+        first, kl = not base, list[torch.Tensor]()
         started = time.perf_counter()
         for i, outputs in enumerate(_outputs(model, self.setting, part, chunk)):
             self._seconds += time.perf_counter() - started
             if first:
                 base.append(outputs)
-            self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1])
+            kl.append(self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1]))
             on_step()
             started = time.perf_counter()
+        self._kl.append(torch.cat(kl, 1).double().clamp_min(0))
 
-    def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> None:
-        """`following` [B, n] are the true next tokens; the last position of a window has none."""
+    def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> torch.Tensor:
+        """`following` [B, n] are the true next tokens; the last position of a window has none. Returns KL [B, n]."""
         n = following.shape[1]
         ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
         self._nll -= float(ours.gather(-1, following.unsqueeze(-1)).sum(dtype=torch.float64))
         self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self._tokens += following.numel()
-        self._kl.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
         for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
             if layer == len(self._error):
                 self._error.append([0.0, 0.0])
             self._error[layer][0] += float((a - b).square().sum())
             self._error[layer][1] += float(b.square().sum())
+        return (theirs.exp() * (theirs - ours)).sum(-1)
 
     def result(self) -> Quality:
-        kl = torch.cat(self._kl).double().clamp_min(0)
+        thirds = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(3, 1) for kl in self._kl), strict=True)]
+        kl = torch.cat(thirds)
         rank = max(math.ceil(0.99 * kl.numel()), 1)
         return Quality(
             self.setting,
@@ -204,6 +232,7 @@ class _Tally:
             top1=self._agreed / self._tokens,
             seconds=self._seconds,
             layer_error=[math.sqrt(e / max(n, 1e-30)) for e, n in self._error],
+            kl_by_third=[float(third.sum() / max(third.numel(), 1)) for third in thirds],
         )
 
 

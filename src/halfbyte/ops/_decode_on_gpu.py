@@ -22,7 +22,6 @@ from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
 from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
-from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import pair_launches
 
 Plan = DecodePlan | TritonTiles
@@ -61,8 +60,8 @@ def run(call: DecodeCall, *, compiled: bool = False, signature: Signature | None
 def _run_block(call: DecodeCall, compiled: bool) -> Pair:
     """`run` of blocks, launched like earlier ones where there were any."""
     o, known = call.options, None
-    if not (compiled or o.rotate_keys or call.deterministic_batch):
-        options = ("block", call.impl, o.window is None, o.softcap is None)
+    if not (compiled or call.deterministic_batch):
+        options = ("block", call.impl, o.window is None, o.softcap is None, o.rotate_keys)
         known = signature("decode_attention", options, (call.keys.format, call.values.format), call.tensors())
     found: Pair | None = None if known is None else replay(known, o)
     return run(call, compiled=compiled, signature=known, block=True) if found is None else found
@@ -130,15 +129,8 @@ def _launch_tuned(c: DecodeCall, plan: DecodePlan, out: torch.Tensor, lse: torch
     from halfbyte.kernels.decode.arguments import Results
     from halfbyte.kernels.decode.launch import launch
 
-    q = c.q
-    if c.options.rotate_keys:
-        # To fp32, where keys are codes: the kernel rounds once. In float64, which neither autocast nor TF32 touches.
-        keep = not own and not (q.is_cuda and torch.cuda.is_current_stream_capturing())  # else it would lie in memory of a graph
-        matrix = (_hadamard if keep else _hadamard.__wrapped__)(q.shape[3], q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            q = (q.double() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
-    workspace = floats(q.device, plan.floats, own), counters(q.device, plan.semaphores, own)
-    return launch(c._replace(q=q), plan, Results(out, lse, *workspace))
+    workspace = floats(c.q.device, plan.floats, own), counters(c.q.device, plan.semaphores, own)
+    return launch(c, plan, Results(out, lse, *workspace))
 
 
 def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -182,9 +174,3 @@ def _launch_portable(c: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: 
         _launch_portable(piece, tiles, made[0], made[1], own)
         for t, part in zip(into, made, strict=True):
             t.copy_(part)
-
-
-@functools.cache
-def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """The matrix of `reference.hadamard.rotate`."""
-    return rotate(torch.eye(dim, dtype=torch.float64, device=device))

@@ -35,6 +35,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         _token_stride(values),
         _scale_stride(keys),
         _scale_stride(values),
+        options.rotate_keys,
     )
 
 

@@ -171,11 +171,11 @@ def attend(call: DecodeCall, unchecked: bool = False) -> Results:
 def _signature(call: DecodeCall) -> Signature | None:
     """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
     q, keys, values, _, _, _, o, impl, deterministic_batch = call
-    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon"):
+    if deterministic_batch or impl not in ("auto", "gluon"):
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):
         return None
-    options = (impl, o.window is None, o.softcap is None)
+    options = (impl, o.window is None, o.softcap is None, o.rotate_keys)
     return signature("decode_attention", options, (keys.format, values.format), call.tensors())
 
 

@@ -14,6 +14,7 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
+from halfbyte.reference.hadamard import block_size
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
@@ -45,6 +46,7 @@ class DecodeProblem:
     page            tokens of a page; 0: contiguous
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
+    rotate_keys     keys are stored rotated, so that queries are to be
     """
 
     dtype: str
@@ -67,6 +69,7 @@ class DecodeProblem:
     v_token_stride: int = 1
     k_scale_stride: int = 1
     v_scale_stride: int = 1
+    rotate_keys: bool = False
 
     @property
     def rows(self) -> int:
@@ -86,11 +89,13 @@ def dense_problem(
     values: str,
     page: int = 0,
     deterministic_batch: bool = False,
+    rotate_keys: bool = False,
 ) -> DecodeProblem:
     """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
+        rotate_keys=rotate_keys,
     )
 
 
@@ -117,13 +122,13 @@ class DecodePlan:
         """The plan in words, in the order in which they are to be read."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
+        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         return {
-            "kernel": "gluon, the tuned one" + " for many query rows: wgmma" * wgmma,
+            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
-            "splits": "where shares meet inside a work item; the program that arrives last adds partial results, in their order",
+            "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
+            "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
         }
 
 
@@ -141,12 +146,15 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows, limit = max(8, padded(p.rows)), block_shared_memory(capability)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "use_pdl": use_pdl and supports_pdl(capability)}
+    rotate = block_size(p.dim) if p.rotate_keys else 0
     if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
         if not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
-            return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
+            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
         wgmma = wgmma_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
-        return wgmma if isinstance(wgmma, str) else _wgmma_plan(*wgmma, p.batch * p.heads, num_sms)
+        if isinstance(wgmma, str):
+            return wgmma
+        return _wgmma_plan(replace(wgmma[0], rotate=rotate), wgmma[1], p.batch * p.heads, num_sms)
     lean = p.queries == 1 and not p.alibi and not p.softcap
     even = not (p.page or p.window) and all(s.token_stride == 1 and s.scale_stride == 1 for s in (keys, values))
     heads = _heads(keys, values, p.heads)
@@ -160,7 +168,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         alone = _many_partials(spec, items, p.capacity, num_sms, limit)
     spec, per_sm = alone or (_filled(spec, per_sm, limit), per_sm)
     count = programs(items, num_sms * per_sm)
-    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items)))
+    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items), rotate=rotate))
     if spec.shared_bytes > limit:
         return EQUAL_PARTS
     return DecodePlan(spec, count, items, _why(spec, count, items))
@@ -209,20 +217,20 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if p.deterministic_batch:
-        return "deterministic_batch: the tuned kernel shares the work of a whole batch"
+        return "deterministic_batch: the tuned kernel partitions the whole batch"
     if not p.aligned:
-        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
-        return codes + (", or the tail of the keys is not dense" if format_of(p.keys).token_block else "")
+        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
+        return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
-        return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
+        return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:
-        return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
+        return f"{p.batch} x {p.heads} x {p.capacity} tokens exceed the limit of {MOST_TOKENS}"
     if p.batch > MOST_SEQUENCES:
-        return f"{p.batch} sequences are more than a program looks through"
+        return f"{p.batch} sequences exceed the limit of {MOST_SEQUENCES}"
     return ""
 
 

@@ -35,10 +35,10 @@ class TritonTiles:
         """The tiles in words, for a problem that they are for."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
-            "kernel": "triton, the portable one",
+            "kernel": "triton (portable)",
             "tile": f"{self.block_tokens} tokens by {self.block_rows} query rows, {self.num_warps} warps, {self.num_stages} stages",
             "programs": f"{p.batch * p.heads * self.splits * -(-p.rows // self.block_rows)}",
-            "splits": f"{self.splits} a work item, {share}; a second kernel adds them up in their order",
+            "splits": f"{self.splits} a work item, {share}; a second kernel reduces, in fixed order",
         }
 
 

@@ -264,6 +264,18 @@ def first_dim(S, group, operand):
 
 
 @gluon.constexpr_function
+def step_of_bit(S, bit):
+    """The distance of dims that differ in one bit, (in operands of keys or queries, in rows of one); one of the two is 0."""
+    words = 8 if S.halved else S.rows
+    for step in (1 << k for k in range(8)):
+        if step < S.groups * S.operands and first_dim(S, step // S.operands, step % S.operands) == 1 << bit:
+            return step, 0
+        if step < S.rows and S.codes_per_word * (step % words) + step // words == 1 << bit:
+            return 0, step
+    raise ValueError(f"bit {bit} of a dim is not one of an operand")
+
+
+@gluon.constexpr_function
 def post_scale_of(S, operand):
     """What sums over an operand of values are to be multiplied by; every second one of int4 holds 16 times its codes."""
     return S.step / 16 if S.bits == 4 and operand % 2 == 1 else S.step

@@ -48,6 +48,7 @@ from halfbyte.kernels.decode.loads import (
 )
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_operands
 from halfbyte.kernels.decode.softmax import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
 
@@ -110,6 +111,8 @@ def decode(
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
 
+        if C.rotate:
+            loaded = rotate_operands(loaded, KS, C)
         operands, sums, factor = query_operands(loaded, KS, C)
         if C.softcap:
             post_scale = sm_scale / softcap

@@ -36,6 +36,7 @@ from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust
 from halfbyte.kernels.decode.wgmma_operands import (
     OPERAND,
@@ -150,6 +151,8 @@ def decode(
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
 
+        if C.rotate:
+            loaded = rotate_rows(loaded, KS, C)
         if C.softcap:
             post_scale = sm_scale / softcap
         else:

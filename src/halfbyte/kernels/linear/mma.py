@@ -177,7 +177,7 @@ def linear(
             at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
-    if S.kind == "codebook":
+    if S.kind == "table":
         make_codebook(rings[0], S, C)
     select = ()
     if S.groups_per_mma(C) > 1:

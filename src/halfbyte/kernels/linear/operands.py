@@ -129,14 +129,14 @@ def x_operands(x, S: gl.constexpr, C: gl.constexpr):
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     R: gl.constexpr = C.x_rows
     x = gl.reshape(gl.permute(x, [0, 1, 3, 2, 4]), [C.k_slices, R, 128])
-    if S.kind == "bytes":
+    if S.kind == "signed":
         x = gl.reshape(x, [C.k_slices, R, 2, 2, 8, 2, 2])  # block, w3 and t, r1, r0
         x = gl.permute(x, [0, 4, 5, 1, 2, 3, 6])
     else:
         x = gl.reshape(x, [C.k_slices, R, 2, 2, 4, 2, 2, 2])  # block, w3, t, r2, r1, r0
-        if S.kind != "codebook" and S.halved(C):
+        if S.kind != "table" and S.halved(C):
             x = gl.permute(x, [0, 7, 4, 5, 1, 2, 3, 6])
-        elif S.kind != "codebook":
+        elif S.kind != "table":
             x = gl.permute(x, [0, 3, 4, 5, 1, 2, 6, 7])
         elif S.halved(C):
             x = gl.permute(x, [0, 5, 4, 7, 1, 2, 3, 6])

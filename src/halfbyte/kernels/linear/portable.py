@@ -62,14 +62,14 @@ _TOGETHER = tl.constexpr(16)
 @triton.jit
 def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
     """Scales (fp32) and zero points (int16) of columns k .. k + C.k: [n, 1] of one group, or [n, C.k / GROUP]."""
-    group = k // w.GROUP
-    if C.k > w.GROUP:
-        group += tl.arange(0, C.k // w.GROUP)[None, :]
+    group = k // w.F.group
+    if C.k > w.F.group:
+        group += tl.arange(0, C.k // w.F.group)[None, :]
     seen = None
-    if not C.even and C.k > w.GROUP:
-        seen = group * w.GROUP < end
+    if not C.even and C.k > w.F.group:
+        seen = group * w.F.group < end
     scale = read_scale(w, row[:, None], group, groups, seen)
-    zero = tl.full([1, 1], w.ZERO, tl.int16)
+    zero = tl.full([1, 1], w.F.centre, tl.int16)
     if w.offsets is not None:
         zero = read_zero(w, row[:, None], group, seen)
     return scale, zero
@@ -78,8 +78,8 @@ def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
 @triton.jit
 def _spread(small, w: Weight, C: tl.constexpr):
     """[n, k / GROUP] over the columns of its groups, [n, k]; what one group has stays [n, 1]."""
-    if w.GROUP > 0 and C.k > w.GROUP and small.shape[1] > 1:
-        small = tl.reshape(tl.broadcast_to(small[:, :, None], (C.n, C.k // w.GROUP, w.GROUP)), (C.n, C.k))
+    if w.F.group > 0 and C.k > w.F.group and small.shape[1] > 1:
+        small = tl.reshape(tl.broadcast_to(small[:, :, None], (C.n, C.k // w.F.group, w.F.group)), (C.n, C.k))
     return small
 
 
@@ -89,13 +89,13 @@ def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
 
     C: a `TileSpec`, or what else has its n, m, k, stages, even and fold. Row numbers are int64.
     """
-    PER: tl.constexpr = 8 // w.BITS
-    FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or C.k > w.GROUP)
+    PER: tl.constexpr = w.F.per_byte
+    FOLD: tl.constexpr = w.F.group > 0 and (C.fold or C.k > w.F.group)
     column, byte = tl.arange(0, C.k).to(tl.int64), tl.arange(0, C.k // PER).to(tl.int64)
     x_rows, codes = w.x + m[:, None] * w.x0, w.codes + row[:, None] * w.codes0
-    groups = K // w.GROUP if w.GROUP > 0 else 1
-    row_zero = tl.full([1, 1], w.ZERO, tl.int16)
-    if w.GROUP == 0 and w.offsets is not None:
+    groups = K // w.F.group if w.F.group > 0 else 1
+    row_zero = tl.full([1, 1], w.F.centre, tl.int16)
+    if w.F.group == 0 and w.offsets is not None:
         row_zero = read_zero(w, row[:, None], 0, None)
     acc = tl.full([C.n, C.m], 0.0, tl.float32)
     for k in tl.range(begin, end, C.k, num_stages=C.stages):
@@ -111,7 +111,7 @@ def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
             stored = tl.load(at, mask=(k + byte * PER < K)[None, :], other=0)
             values = tl.load(x_rows + where * w.x1, mask=(k + column < K)[None, :], other=0)
         values = tl.trans(values.to(w.DOT))
-        if w.GROUP == 0:
+        if w.F.group == 0:
             acc = tl.dot(numbers(stored, row_zero, w, C.n, C.k), values, acc, input_precision="ieee")
         else:
             scale, zero = _of_step(k, row, end, groups, w, C)
@@ -128,7 +128,7 @@ def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
 def row_factor(row, w: Weight):
     """fp32 [n] or [1]: what finished sums of weight rows are multiplied with, besides the scale of the whole tensor."""
     factor = tl.full([1], w.UNIT, tl.float32)
-    if w.GROUP == 0:
+    if w.F.group == 0:
         factor = read_scale(w, row, 0, 1, None) * w.UNIT
     return factor
 

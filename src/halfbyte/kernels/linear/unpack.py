@@ -260,11 +260,11 @@ def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     words = ring.slice(block * 16, 16, dim=2).load(la)
     if S.bias_in_unpack(C):
         planes = unpack_exact(words, S, C)
-    elif S.kind == "nibbles":
+    elif S.kind == "unsigned":
         planes = unpack_nibbles(words, C)
-    elif S.kind == "floats":
+    elif S.kind == "e2m1":
         planes = unpack_e2m1(words, C)
-    elif S.kind == "bytes":
+    elif S.kind == "signed":
         planes = unpack_int8(words, C)
     else:
         planes = look_up(words, S, C)

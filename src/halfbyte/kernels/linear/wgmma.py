@@ -238,7 +238,7 @@ def linear(
             at = fetch_weight(rings, i, at, next_step, K, S, C)
         async_copy.commit_group()
         next_tile, next_block, next_step, at = _next(next_tile, next_block, next_step, at, steps, blocks, weights, K, S, C)
-    if S.kind == "codebook":
+    if S.kind == "table":
         make_codebook(rings[0], S, C)
     zero_next = _load_zeros(tile, step, weights, K, S, C)
     if C.use_pdl:
