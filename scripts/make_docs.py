@@ -34,6 +34,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
+    "docs/internals/decisions.md": {"decisions": reference.decisions},
     "docs/reference/formats.md": {"formats": tables.formats},
     "docs/reference/models.md": {"models": tables.models},
     "docs/reference/api.md": {"names": reference.public_names},

@@ -312,7 +312,7 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
 
     That leaves half as many partial results, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a
     program. As measured for heads of 128 and 8 rows: from 16 partial results an item on, with INT4 from 4; groups of keys gained
-    nothing, and per-channel scales lost (docs/decode_attention.md).
+    nothing, and per-channel scales lost (docs/internals/log/attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
