@@ -17,7 +17,7 @@ from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.paths import shipped_model
 
 OPTIONS = {"weights": "int4_sym_g32", "keys": "int8", "values": "int4_g32", "rotate_keys": True, "skip_layers": (0,)}
-pytestmark = pytest.mark.filterwarnings("ignore:halfbyte. .* keeps its experts")
+pytestmark = pytest.mark.filterwarnings("ignore:halfbyte. .* stay in 16 bits")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_every_family(plain, family):
     assert not any(p.is_meta for p in made.parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "bart", "mllama", "llava", "persimmon"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "bart", "mllama", "llava", "persimmon"])
 def test_weights_that_transformers_renames_merges_or_ties(tmp_path, family):
     torch.manual_seed(0)
     config = tiny_config(family)
@@ -90,7 +90,7 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
     held, convert = [], QuantizeWhileLoading.convert
 
     def watched(self, input_dict, *, model, **kwargs):
-        held.append(sum(p.nbytes for p in (*model.parameters(), *(m.weight for m in self.layers.values())) if not p.is_meta))
+        held.append(sum(p.nbytes for p in (*model.parameters(), *(t.owner.weight for t in self.targets.values())) if not p.is_meta))
         return convert(self, input_dict, model=model, **kwargs)
 
     monkeypatch.setattr(QuantizeWhileLoading, "convert", watched)

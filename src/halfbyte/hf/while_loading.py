@@ -14,11 +14,11 @@ from transformers.core_model_loading import ConversionOps
 
 from halfbyte.errors import Unsupported, check
 from halfbyte.formats import weight_format
+from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.hf.quantize_model import quantize
-from halfbyte.hf.weights import check_fits, linear_size, quantized_layer, replace, select, warn_about_experts
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.weights import Target, check_fits, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
 
 #: Options of `quantize` that are carried out layer by layer; the others when all layers are there.
@@ -41,11 +41,18 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
                 "weights are not quantized while tensor parallelism shares them out; quantize on one process, save, and load that "
                 "folder with tp_plan"
             )
-        self.layers = {} if weights is None else select(model, options.get("skip_modules", ("lm_head",)))
+        self.targets = {} if weights is None else select(model, options.get("skip_modules", ("lm_head",)))
+        #: Name of a parameter -> that of its target.
+        self.awaited = {
+            f"{name if not target.projection else name.rpartition('.')[0]}.{parameter}": name
+            for name, target in self.targets.items()
+            for parameter in target.parameters
+        }
+        self.done: set[Target] = set()
         if weights is not None:
             self.format = weight_format(weights)
             check_clip(self.clip, self.format)
-            check_fits(self.layers, dict.fromkeys(self.layers, self.format))
+            check_fits(self.targets, self.format)
         if self.rest or weights is None:
             quantize(self._rehearsal(model), **self.rest)
 
@@ -53,11 +60,8 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         """The empty model with quantized layers that are empty, too."""
         made = copy.deepcopy(model)
         with torch.device("meta"):
-            for name, layer in self.layers.items():
-                bias = getattr(layer, "bias", None)
-                size = linear_size(layer)
-                assert size is not None
-                replace(made, name, QuantLinear.empty(*size, self.format, None if bias is None else bias.dtype))
+            for name, target in self.targets.items():
+                replace(made, name, target.empty(self.format))
         return made
 
     @torch.no_grad()
@@ -65,33 +69,42 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         """{name of a parameter: its tensor, or a list of it} -> the same, or the parts of the layer that took its place."""
         made: dict[str, torch.Tensor] = {}
         for name, found in input_dict.items():
-            tensor, module = found[0] if isinstance(found, list) else found, name.removesuffix(".weight")
-            if module not in self.layers:
-                made[name] = tensor
-                continue
-            layer = self.layers[module]
-            layer.weight = nn.Parameter(tensor, requires_grad=False)
-            self._quantize(model, layer, kwargs.get("missing_keys") or set())
-            made |= {f"{module}.{part}": p for part, p in model.get_submodule(module).named_parameters() if not p.is_meta}
+            tensor = found[0] if isinstance(found, list) else found
+            made |= self._take(model, name, tensor, kwargs.get("missing_keys") or set()) if name in self.awaited else {name: tensor}
         return made
 
-    def _quantize(self, model: nn.Module, layer: nn.Module, missing: set[str]) -> None:
-        """Put the quantized layer where `layer` is, under all of its names."""
-        names = [name for name, other in self.layers.items() if other is layer]
-        made = quantized_layer(names[0], layer, self.format, self.clip)
-        for name in names:
-            replace(model, name, made)
-            missing.discard(f"{name}.weight")
-        layer.weight = nn.Parameter(made.weight.codes.new_empty(0), requires_grad=False)  # free the 16 bits
+    def _take(self, model: nn.Module, parameter: str, tensor: torch.Tensor, missing: set[str]) -> dict[str, torch.Tensor]:
+        """Quantize a weight once it is complete: experts may have biases, which arrive right after."""
+        name = self.awaited[parameter]
+        target = self.targets[name]
+        if target in self.done:  # a layer of two names
+            return {}
+        setattr(target.owner, parameter.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+        if any(getattr(target.owner, own).is_meta for own in target.parameters):
+            return {}
+        self._quantize(model, name, target)
+        missing -= {given for given, other in self.awaited.items() if self.targets[other] == target}
+        layer = model.get_submodule(name)
+        return {f"{name}.{part}": p for part, p in layer.named_parameters() if not p.is_meta}
+
+    def _quantize(self, model: nn.Module, name: str, target: Target) -> None:
+        """Put the quantized layer where the weight is, under all of its names."""
+        made = quantized(name, target, self.format, self.clip)
+        for other, same in self.targets.items():
+            if same == target:
+                replace(model, other, made)
+        self.done.add(target)
+        if not target.projection:
+            target.owner.weight = nn.Parameter(made.weight.codes.new_empty(0), requires_grad=False)  # free the 16 bits
 
     def finish(self, model: Any) -> None:
-        """Quantize the layers whose weights did not arrive under their own names, and do what is not about single layers."""
-        for name in self.layers:
-            layer = model.get_submodule(name)
-            if not isinstance(layer, QuantLinear):
-                self._quantize(model, layer, set())
-        if self.layers:
-            warn_about_experts(model)
-            mark_quantized(model, dict.fromkeys(self.layers, self.format.name))
+        """Quantize the weights that did not arrive under their own names, and do what is not about single layers."""
+        for name, target in self.targets.items():
+            if target not in self.done:
+                self._quantize(model, name, target)
+        if self.targets:
+            use_experts(model)
+            warn_about_rest(model)
+            mark_quantized(model, dict.fromkeys(self.targets, self.format.name))
         if self.rest:
             quantize(model, **self.rest)
