@@ -65,7 +65,8 @@ def test_a_page_holds_what_a_cache_holds(keys: str, values: str, order: str) -> 
     buffers = layout.buffers(memory)
     table = torch.tensor([[3, 7, 1], [0, 11, 5]], dtype=torch.int32)
     view = engine.PagedView(*buffers, torch.zeros(2, dtype=torch.int32), table)
-    cache = PagedKVCache(2, 2, 64, 48, keys=keys, values=values, value_dim=128, page_size=16)
+    # the page of an engine says itself whether it is rotated: not by default
+    cache = PagedKVCache(2, 2, 64, 48, keys=keys, values=values, value_dim=128, page_size=16, rotate_keys=False)
     k, v = torch.randn(2, 2, 40, 64), torch.randn(2, 2, 40, 128)
     cache.append(k, v)
     append_(k, v, *buffers, view.lengths, page_table=table)

@@ -14,7 +14,7 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
-from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.hadamard import block_size, rotated
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
@@ -47,6 +47,7 @@ class DecodeProblem:
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
     rotate_keys     keys are stored rotated, so that queries are to be
+    ragged          `queries` are those of all sequences together, however many each has
     """
 
     dtype: str
@@ -70,6 +71,7 @@ class DecodeProblem:
     k_scale_stride: int = 1
     v_scale_stride: int = 1
     rotate_keys: bool = False
+    ragged: bool = False
 
     @property
     def rows(self) -> int:
@@ -89,13 +91,12 @@ def dense_problem(
     values: str,
     page: int = 0,
     deterministic_batch: bool = False,
-    rotate_keys: bool = False,
 ) -> DecodeProblem:
-    """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
+    """A call without options on a cache as `KVCache` makes it: aligned, nothing between what lies side by side."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
-        rotate_keys=rotate_keys,
+        rotate_keys=rotated(None, KV_FORMATS[keys], dim),
     )
 
 
@@ -216,6 +217,8 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes equally many of each sequence, T = B * max_query_len"
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel partitions the whole batch"
     if not p.aligned:
