@@ -329,6 +329,7 @@ def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = targets.shares(gpu_records())
     if reached:
+        reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
         svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
     for svg in linear_targets.figures(every_gpu_record()):

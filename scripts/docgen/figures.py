@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
-from docgen.sources import DATA, LOG, Record, attention, cpu, demo, linear, tables
+from docgen.sources import DATA, LOG, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, demo, linear, tables
 from docgen.summary import find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
@@ -138,6 +138,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "roofline_int8": lambda: _roofline("int8"),
     "rows_64": lambda: _many_rows(64),
     "rows_128": lambda: _many_rows(128),
+    "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
+    "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
     "step_bytes": lambda: _whole_model("gb"),
     "step_least": lambda: _whole_model("least"),
     "step_packed": lambda: _whole_model("packed"),

@@ -1,4 +1,4 @@
-"""Reference pages that come from code: the command line from typer, the public names, the environment variables."""
+"""Reference pages: the command line from typer, public names and environment variables from code, decisions from DESIGN.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import typer.main
 
 import halfbyte
-from docgen.sources import tables
+from docgen.sources import ROOT, tables
 from halfbyte import settings
 from halfbyte.cli import app
 
@@ -87,4 +87,10 @@ def environment() -> str:
     return markdown(("variable", "meaning"), sorted(rows))
 
 
-__all__ = ["command_line", "environment", "public_names"]
+def decisions() -> str:
+    """The last section of DESIGN.md, a paragraph a line."""
+    _, _, section = (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("\n## Decisions\n\n")
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", section.strip())
+
+
+__all__ = ["command_line", "decisions", "environment", "public_names"]

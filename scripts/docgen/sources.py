@@ -8,9 +8,10 @@ import make_tables as tables
 
 from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS
+from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.measure.records import Record
 
-__all__ = ["DATA", "LOG", "QUESTIONS", "Record", "attention", "cpu", "demo", "linear", "tables"]
+__all__ = ["DATA", "LOG", "MEAN_GAIN", "PEAK_GAIN", "QUESTIONS", "ROOT", "Record", "attention", "cpu", "demo", "linear", "tables"]
 
 ROOT = Path(__file__).parents[2]
 #: What ships with the library, and the notes of runs that left no record.

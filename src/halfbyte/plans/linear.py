@@ -62,7 +62,8 @@ def gluon_linear(
 def _long(weight: WeightSpec, m: int, features: list[int], width: int, num_sms: int) -> bool:
     """Whether one program per SM is fastest: small M, large K, and about one tile of 64 rows for each SM.
 
-    With INT4 in larger groups, as measured (docs/linear.md); two programs would take tiles of 32 rows and read x twice as often.
+    With INT4 in larger groups, as measured (docs/internals/log/linear.md);
+    two programs would take tiles of 32 rows and read x twice as often.
     """
     tiles = sum(-(-n // 64) for n in features)
     suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and m <= 8
@@ -102,7 +103,7 @@ def scale_copy_width(columns: int, row: int, size: int) -> int:
 
 
 def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: int, dtype: str) -> LinearSpec:
-    """Tiles, warps and chunks, with one stage; found by measuring (docs/linear.md).
+    """Tiles, warps and chunks, with one stage; found by measuring (docs/internals/log/linear.md).
 
     Memory is fastest in runs of 128 bytes of a row. Warps do best with 64 rows of the weight, which share the work on x, as long
     as every program gets a tile; otherwise with 32. With M above 8 two warps divide a tile. x of 2 to 4 rows comes through the

@@ -52,12 +52,12 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
-#: Rotation is done before the first tile; sink and recent tokens are read beside the tiles.
-_NOT_IN_KEYS = {"rotate_keys", "sink_tokens", "recent_tokens"}
+#: Queries are rotated before the first tile is read, whatever tiles there are; the others have no tuned kernel.
+_NOT_IN_KEYS = {"rotate_keys", "ragged", "sink_tokens", "recent_tokens"}
 
 
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """The fields of a problem, as one line of JSON, but for those that tiles do not depend on."""
+    """The fields of a problem, as one line of JSON, but for those that no choice depends on."""
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
     fields = {name: value for name, value in asdict(problem).items() if name not in _NOT_IN_KEYS}
     return json.dumps({"op": op, **fields}, sort_keys=True)
