@@ -16,7 +16,7 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantizer import mark_quantized
+from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
@@ -57,15 +57,15 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    check(
-        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
+    check(
+        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
+        "weights, keys and values are all None; name a format for at least one of them",
+    )
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
