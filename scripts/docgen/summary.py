@@ -65,7 +65,7 @@ def choice() -> str:
     rows = [
         ("Safe", "`int8` keys, `int8` values", *_quality("int8"), _cached("int8")),
         ("Default", "`int8` keys, `int4_g32` values", *_quality("int8 / int4_g32"), _cached("int8+int4_g32")),
-        ("Smallest", "`int4` keys, `int4` values", *_quality("int4"), _cached("int4")),
+        ("Smallest", "`int4` keys, `int4` values", *_quality("int4 rotated"), _cached("int4")),
         ("Weights", "`int4_g128`", *_quality("bf16", "int4_g128"), _layer("int4_g128")),
     ]
     return markdown(("", "format", "smaller", "perplexity", "faster"), rows)

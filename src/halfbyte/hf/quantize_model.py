@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantizer import HalfbyteConfig, mark_quantized
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
@@ -30,7 +31,7 @@ def quantize(
     values: str | Sequence[str] | None = None,
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
-    rotate_keys: bool | Sequence[bool] = False,
+    rotate_keys: bool | Sequence[bool] | None = None,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -44,7 +45,7 @@ def quantize(
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
-    rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -56,21 +57,22 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    check(
-        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
+    check(
+        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
+        "weights, keys and values are all None; name a format for at least one of them",
+    )
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
         _check_weights_are_plain(inner, weights, skip_modules)
     if settings is not None:
-        check_key_bias(inner, [k for k, _ in _formats(inner, settings)])
+        by_layer = [k for k, _ in _formats(inner, settings)]
+        check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
     if weights is not None:
         before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
         kept = before.modules if isinstance(before, HalfbyteConfig) else {}
@@ -112,12 +114,11 @@ def _cache_settings(
     model: Any,
     keys: str | Sequence[str] | None,
     values: str | Sequence[str] | None,
-    rotate_keys: bool | Sequence[bool],
+    rotate_keys: bool | Sequence[bool] | None,
     skip_layers: tuple[int, ...],
     plan: CachePlan | str | os.PathLike[str] | None,
 ) -> CacheSettings | None:
     """Checked settings of the cache; None when the cache stays transformers' own."""
-    layer_rotations(text_config(model), _hashable(rotate_keys))
     others = bool(rotate_keys or skip_layers)
     if keys is None and values is None and plan is None:
         check(not others, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well")
@@ -130,7 +131,8 @@ def _cache_settings(
         settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, ())
     else:
         plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), _hashable(rotate_keys), skip_layers)
+        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skip_layers)
+        settings = replace(settings, rotate_keys=_rotations(model, rotate_keys, settings))
     _formats(model, settings)
     check_can_read_packed(model)
     return settings
@@ -139,6 +141,12 @@ def _cache_settings(
 def _hashable(given: Any) -> Any:
     """A list with one entry for each layer as a tuple, anything else as it is."""
     return tuple(given) if isinstance(given, list) else given
+
+
+def _rotations(model: Any, rotate_keys: Any, settings: CacheSettings) -> bool | tuple[bool, ...]:
+    """Which layers rotate keys, without None: what is saved must not change its meaning. One answer where all layers agree."""
+    each = layer_rotations(text_config(model), rotate_keys, [k for k, _ in _formats(model, settings)])
+    return each[0] if len(set(each)) == 1 else each
 
 
 def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]:

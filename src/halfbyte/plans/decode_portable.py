@@ -44,12 +44,22 @@ class TritonTiles:
 
 def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> TritonTiles:
     """How the portable kernel runs a problem."""
+    if not p.ragged:
+        return _tiles(p, p.batch, p.rows, num_sms, capability)
+    few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (16, 32))
+    return (
+        few if p.deterministic_batch or many.splits > 1 else many
+    )  # tiles that no number of queries changes, or that fill the GPU
+
+
+def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Capability) -> TritonTiles:
+    """Of `batch` blocks of `rows` query rows for each KV head."""
     return triton_tiles(
         format_of(p.keys),
         format_of(p.values),
-        batch=p.batch,
+        batch=batch,
         heads=p.heads,
-        rows=p.rows,
+        rows=rows,
         capacity=p.capacity,
         dim=max(p.dim, p.value_dim),
         num_sms=num_sms,
