@@ -96,9 +96,9 @@ class Adapter(ABC):
         """The stacks of experts among the tensor names, by the names of the parameters that they stand for."""
         return []
 
-    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
-        """The values of a stack in `dtype`, as the model holds them; they fit exactly, or this raises."""
-        raise Unsupported(f"{stack}: {type(self).__name__} has no stacks of experts")
+    def stack(self, name: str, infos: Mapping[str, TensorInfo]) -> QuantTensor:
+        """The weights [E, N, K] of a stack of experts, code for code; gate and up rows alternate."""
+        raise Unsupported(f"{name}: {type(self).__name__} has no stacks of experts")
 
     def consumed(self, layer: str) -> set[str]:
         """The names of the tensors that `convert` reads, or leaves out, for this layer."""
