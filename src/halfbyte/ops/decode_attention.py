@@ -31,10 +31,10 @@ _SCHEMA = (
     "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor? v_tail, Tensor lengths, Tensor? query_start, Tensor? page_table, "
     "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
     "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
-    "Tensor? cu_seqlens_q=None, int sink_tokens=0) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens_q=None, int max_query_len=0, int sink_tokens=0) -> (Tensor, Tensor)"
 )
 #: What the last arguments are where torch leaves them out.
-_DEFAULTS = (False, None, 0)
+_DEFAULTS = (False, None, 0, 0)
 
 
 #: Of a call's flat arguments, so many are tensors.
@@ -49,7 +49,7 @@ def _flat(call: DecodeCall) -> tuple[Any, ...]:
     o = call.options
     numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
     names = (call.keys.format.name, call.values.format.name)
-    ragged = (call.deterministic_batch, call.cu_seqlens_q)
+    ragged = (call.deterministic_batch, call.cu_seqlens_q, call.max_query_len)
     return (*call.tensors(), *numbers, *names, call.impl, *ragged, call.keys.sink_tokens)
 
 
@@ -59,14 +59,14 @@ def _call(*flat: Any) -> DecodeCall:
     lengths, query_start, page_table, starts, ends, slopes, sinks = flat[9:_TENSORS]
     sm_scale, softcap, window, rotate_keys, keys, values, level, *rest = flat[_TENSORS:]
     last: tuple[Any, ...] = (*rest, *_DEFAULTS[len(rest) :])
-    deterministic_batch, cu_seqlens_q, sink_tokens = last
+    *ragged, sink_tokens = last
     return DecodeCall(
         q,
         KVBuffer(format_of(keys), *k, sink_tokens=sink_tokens),
         KVBuffer(format_of(values), *v, sink_tokens=sink_tokens),
         *(lengths, query_start, page_table),
         AttentionOptions(sm_scale, softcap, slopes, window, starts, ends, sinks, rotate_keys),
-        *(level, deterministic_batch, cu_seqlens_q),
+        *(level, *ragged),
     )
 
 
@@ -199,7 +199,7 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
 
 def _signature(call: DecodeCall) -> Signature | None:
     """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
-    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged = call
+    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged, _ = call
     if deterministic_batch or ragged is not None or impl not in ("auto", "gluon"):
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):
@@ -227,7 +227,8 @@ def decode_parts(
     """
     planes = (*parts[:4], *parts[5:9])  # without the counters
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
-    out: torch.Tensor = _op(q, *planes, parts[-1], None, None, *options, *formats, level_of("auto", q), False, None, sink_tokens)[0]
+    last = (level_of("auto", q), *_DEFAULTS[:-1], sink_tokens)
+    out: torch.Tensor = _op(q, *planes, parts[-1], None, None, *options, *formats, *last)[0]
     return out
 
 
