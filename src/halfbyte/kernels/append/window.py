@@ -34,7 +34,7 @@ def rows_to_encode(x, s, tail, tail_s, b, t, h, length, wanted, rope, rope_strid
         result = as_dtype(new, tail.dtype.element_ty).to(tl.float32)
     else:
         result = tl.zeros([t.shape[0], WIDTH], tl.float32)
-    if RING > 0:
+    if tail is not None and RING > 0:
         in_ring = wanted & (t < RING) & (length + t >= RING + C.sinks)
         pointers, mask = _tail_rows(tail, tail_s, b, h, C.sinks + (length + t) % RING, in_ring, HEAD)
         result = tl.where(in_ring[:, None], tl.load(pointers, mask=mask, other=0.0).to(tl.float32), result)
