@@ -24,6 +24,7 @@ QUESTIONS = {
     "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
     "fused-qkv": "weights dequantized inside the projection of q, k and v: the four published variants, launch by launch",
     "accuracy": "error and perplexity against bits an element on the shipped model, keys rotated and with a bias",
+    "quality-per-bit": "divergence and attention error against bits by format and method, with and without outliers",
     "memory": "what fits: the longest context by model, card, weights, batch and KV format",
     "prompts": "attention of a prompt's tokens, over themselves and over a packed past, against 16 bits",
     "decode-70b": "a decode step of one of eight ranks of Llama 2 70B: BF16 against INT4 caches by batch and context",

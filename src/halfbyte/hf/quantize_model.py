@@ -22,6 +22,10 @@ from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
 
+#: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
+#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md).
+WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
+
 
 def quantize(
     model: Any,
@@ -37,7 +41,8 @@ def quantize(
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
+    already, and a cache of int4_channel keys and int8 values.
 
     weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
                   norms, routers and expert weights that are no linear modules stay as they are
@@ -56,10 +61,8 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    check(
-        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
+    if weights is keys is values is plan is None and not (quantized and (fuse_qkv or fuse_gate_up)):
+        weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
@@ -84,9 +87,7 @@ def quantize(
 
 def _check_weights_are_plain(model: Any, weights: str) -> None:
     """Raise for a model whose weights another quantizer of transformers still holds."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    config = getattr(quantizer, "quantization_config", None)
-    if quantizer is None or getattr(config, "dequantize", False):
+    if not _held_quantizer(model):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
@@ -95,6 +96,12 @@ def _check_weights_are_plain(model: Any, weights: str) -> None:
         "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
     }.get(method, "leave weights out")
     raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
+
+
+def _held_quantizer(model: Any) -> bool:
+    """Whether another quantizer of transformers holds the model's weights."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and not getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
 
 
 def _check_model(model: Any) -> None:
