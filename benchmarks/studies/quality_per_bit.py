@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.studies import Study
@@ -105,7 +105,7 @@ class PlansJob:
         with fixed_threads(session.threads), tempfile.TemporaryDirectory() as folder:
             store = Measurements(Path(folder) / "measured.jsonl", fingerprint(model, cut[1::2], CHUNK))
             made = calibrate(Divergence(model, cut[1::2], CHUNK), candidates(model, FORMATS), store, self.bits)
-            wanted = [Setting.of_plan(one.plan) for one in made]
+            wanted = [replace(Setting.of_plan(m.plan), plan=f"within {b:g} bits") for m, b in zip(made, self.bits, strict=True)]
             results = evaluate(model, [Setting(), *wanted], cut[::2], chunk=CHUNK, batch=self.count)
         for result in results[1:]:
             yield quality_record(session, self.op, self.name, (self.count, self.length), model, result, results[0])
@@ -115,7 +115,7 @@ class PlansJob:
 
 
 def _by_formats(measured: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
-    """(what was measured, formats) to the records by model. A plan goes by its size and comes from another plan in each model."""
+    """(what was measured, formats) to the records by model. A plan goes by the size that it must keep to."""
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for r in measured:
         if r.bits is not None and r.error is not None and not r.refused and r.formats != "bf16":
@@ -150,12 +150,9 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def _worst(measured: Sequence[Record], models: int) -> list[Record]:
-    """The largest divergence of each setting that was measured on all models; plans, which differ by model, are all kept."""
-    whole = [r for r in measured if r.op == BY_LAYER and r.bits and r.error]
-    for (op, _), mine in _by_formats(measured).items():
-        if op == QUALITY and len(mine) == models:
-            whole.append(max(mine.values(), key=lambda r: r.error or 0.0))
-    return whole
+    """The largest divergence of each cache that was measured on all models."""
+    by_formats = [mine for (op, _), mine in _by_formats(measured).items() if op in (QUALITY, BY_LAYER) and len(mine) == models]
+    return [max(mine.values(), key=lambda r: r.error or 0.0) for mine in by_formats]
 
 
 def _method(r: Record) -> str:
@@ -166,19 +163,20 @@ def _method(r: Record) -> str:
 
 def says(measured: Sequence[Record]) -> list[str]:
     """The default and the plans, each compared with the best uniform choice of no more bits."""
-    parts, gains = [], []
+    parts, gains = [], dict[str, float]()
     for what, op, default in (("cache", QUALITY, DEFAULT.kv), ("weights", OF_WEIGHTS, DEFAULT_WEIGHTS)):
         if compared := _compared([r for r in measured if r.op == op], default):
             parts.append(f"KL of the default {what}, {default}, and of the best other choice of no more bits: {compared}.")
     for plan in (r for r in measured if r.op == BY_LAYER and r.error):
         others = [r.error or 0.0 for r in measured if r.case == plan.case and r.op == QUALITY and r.error and _fits(r, plan)]
         if others:
-            gains.append(min(others) / (plan.error or 1.0))
-    if gains:
-        better = sum(g > 1 for g in gains)
+            gains[f"{plan.case} {plan.formats}"] = min(others) / (plan.error or 1.0)
+    if better := [gain for gain in gains.values() if gain > 1]:
+        worse = "; ".join(f"{name}: {gain:.2f}" for name, gain in gains.items() if gain <= 1)
         parts.append(
-            f"Formats by layer diverge less than the best uniform choice of no more bits in {better} of {len(gains)} cases, by a "
-            f"factor of {min(gains):.2f} to {max(gains):.2f}, on text that they were not calibrated on."
+            "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
+            f"bits in {len(better)} of {len(gains)} cases, by a factor of {min(better):.2f} to {max(better):.2f}"
+            f"{f' (not {worse})' if worse else ''}."
         )
     return parts
 
