@@ -29,32 +29,29 @@ def tune(
     linear: Annotated[
         str,
         typer.Option(
-            help="Linear layers, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 is q, k and v in one launch, "
-            "14336,14336x4096 gate and up. "
-            "Default, without --attention: those of Llama-3-8B and 70B."
+            help="Linear layers, out x in features, such as 4096x4096,6144x4096; fused q, k and v 4096,1024,1024x4096, "
+            "fused gate and up 14336,14336x4096. Default without --attention: the layers of Llama-3-8B and 70B."
         ),
     ] = "",
     rows: Annotated[
         str,
-        typer.Option(help=f"Batch sizes M, default {_ROWS}. A plan holds up to the next power of two: 3 and 4 share one."),
+        typer.Option(help=f"Batch sizes M, default {_ROWS}. A plan serves M up to the next power of two: 3 and 4 share one."),
     ] = "",
-    weights: Annotated[str, typer.Option(help="Formats of the weights, such as int4_g128,mxfp4.")] = "int4_sym_g128",
+    weights: Annotated[str, typer.Option(help="Weight formats, such as int4_g128,mxfp4.")] = "int4_sym_g128",
     attention: Annotated[
-        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")
+        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head dim x tokens, such as 8x64/8x128x16384.")
     ] = "",
     formats: Annotated[str, typer.Option(help="Formats of the cache, such as int8,int8+int4_g32 (keys+values).")] = "int8",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Few choices of each plan; without --linear and --attention one layer with 1 and 16 rows."),
+        typer.Option("--quick", help="Fewer candidates; without --linear and --attention one layer with M = 1 and 16."),
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Store the plans in this file, for HALFBYTE_PLANS, and not where halfbyte looks by itself."
-        ),
+        typer.Option("--output", "-o", help="Store the plans in this file, for HALFBYTE_PLANS, instead of the default place."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be measured; where there is no GPU, on an H200.")
+        bool, typer.Option("--dry-run", help="Only list what would be measured; without a GPU, for an H200.")
     ] = False,
     device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N; default: the first GPU.")] = None,
     as_json: Json = False,
@@ -170,5 +167,5 @@ def _steps(text: str) -> list[tuple[int, int, int, int, int]]:
     """8x64/8x128x16384 as batch, query heads, KV heads, head size, tokens."""
     found = [re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+)", word) for word in words(text)]
     if None in found:
-        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head size x tokens: 8x64/8x128x16384")
+        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head dim x tokens: 8x64/8x128x16384")
     return [(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5])) for m in found if m]

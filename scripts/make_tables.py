@@ -33,6 +33,11 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def case_name(case: str) -> str:
+    """A case as readers know it: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`, `64 rows, 64/1` is `64 query rows, 64/1`."""
+    return re.sub(r"^(\d+) rows, ", r"\1 query rows, ", re.sub(r", (\d+) rows?$", r", M = \1", case.removeprefix("prefill, ")))
+
+
 def formats() -> str:
     """Every format: where it applies, what its codes are, what shares a scale, bits an element."""
     rows = [_format_row(f, "keys" if f.token_block else "keys, values", KV_SHAPE) for f in KV_FORMATS.values()]
@@ -113,7 +118,7 @@ def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:
 
 
 def speed() -> str:
-    """The CPU benchmark's records, each beside the fastest 16-bit operator of torch on the same shape in the same run."""
+    """The CPU benchmark's records, each with the fastest 16-bit operator of torch on the same shape in the same run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in json_lines("cpu.jsonl"):
         if record["seconds"] is not None:
@@ -149,11 +154,11 @@ CHART = "docs/performance/attention.svg"
 
 
 def all_bars() -> str:
-    """Every bar with what was measured, and the 16-bit peers."""
+    """Every target with what was measured, and the 16-bit baselines."""
     measured = gpu_records()
     if not measured:
         return NOTHING
-    rows = [[cell.replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+    rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
     left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
     missing = f"; {left} more are not in these records" if left > 0 else ""
     return f"{where_text(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
@@ -181,7 +186,7 @@ OURS = "halfbyte auto"
 
 
 def linear() -> str:
-    """Each layer and number of rows: our times by format, and those of the peers."""
+    """Each layer and batch size M: our times by format, and those of the baselines."""
     measured = [r for r in linear_targets.latest(every_gpu_record()) if r.seconds]
     cases = [
         case
@@ -215,11 +220,11 @@ def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
     names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantize, then cuBLAS")
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
-    return [case, *cells, *(peers.get(name, "") for name in names), best]
+    return [case_name(case), *cells, *(peers.get(name, "") for name in names), best]
 
 
 def quoted_figures() -> str:
-    """The literature values that ours stand beside."""
+    """The literature values that ours are compared with."""
     rows = [
         (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
         for (n, k), found in literature.MICROSECONDS.items()
@@ -235,7 +240,7 @@ def linear_verdicts() -> str:
     if not measured:
         return NOTHING
     missed = [(r, v) for r in measured for v in r.bars if not v.met]
-    rows = [(r.case, r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
+    rows = [(case_name(r.case), r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
     left = len(linear_targets.every_target()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
     missing = f"; {left} more are not in these records" if left > 0 else ""
     table = f"\n\n{markdown(('case', 'format', 'target', 'measured'), rows)}" if rows else ""
@@ -285,7 +290,7 @@ def _marked(r: Record) -> Record:
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
     headers, rows = found.table(measured)
-    table = markdown(headers, [[cell.replace("\n", "<br>") for cell in row] for row in rows])
+    table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
     told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
@@ -324,6 +329,7 @@ def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = targets.shares(gpu_records())
     if reached:
+        reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
         svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
     for svg in linear_targets.figures(every_gpu_record()):

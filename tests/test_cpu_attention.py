@@ -18,6 +18,7 @@ from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
+from sizes import head_dim
 
 HEADS = [(1, 1), (8, 1), (8, 8), (32, 8), (6, 2), (7, 1)]
 VALUE_FORMATS = [name for name, f in KV_FORMATS.items() if not f.token_block]
@@ -151,13 +152,13 @@ def shuffled(batch: int, pages: int) -> torch.Tensor:
 @pytest.mark.parametrize("keys", KV_FORMATS)
 @pytest.mark.parametrize("block", [1, cpu.BLOCK])
 def test_every_key_format(keys: str, block: int) -> None:
-    case(keys=keys, values="fp16", queries=3, lengths=[37, 64, 31, 0]).check(block)
+    case(dim=head_dim(keys), keys=keys, values="fp16", queries=3, lengths=[37, 64, 31, 0]).check(block)
 
 
 @pytest.mark.parametrize("values", VALUE_FORMATS)
 @pytest.mark.parametrize("block", [1, cpu.BLOCK])
 def test_every_value_format(values: str, block: int) -> None:
-    case(keys="bf16", values=values, queries=3, lengths=[37, 64, 31, 0]).check(block)
+    case(dim=head_dim(values), keys="bf16", values=values, queries=3, lengths=[37, 64, 31, 0]).check(block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

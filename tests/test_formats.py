@@ -35,6 +35,7 @@ from halfbyte.packing import pack_codes, unpack_codes
 from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
 from halfbyte.reference.quantize import encode_unit, quantize
 from halfbyte.tensors import QuantTensor, expected_parts
+from sizes import head_dim
 
 CODES = {
     "int8": INT8,
@@ -361,11 +362,12 @@ def test_nbytes_of_weight_formats_are_real_bytes(name: str, shape: tuple[int, ..
 
 @pytest.mark.parametrize("keys", KV_FORMATS)
 def test_nbytes_of_a_cache_are_real_bytes(keys: str) -> None:
-    cache = KVCache(3, 2, 64, 96, keys=keys, values="int4_g32", value_dim=96)
+    dim = head_dim(keys)
+    cache = KVCache(3, 2, dim, 96, keys=keys, values="int4_g32", value_dim=96)
     scales_and_codes = [t for t in cache.tensors() if t.dtype not in (torch.int32, torch.int64)]
     assert cache.nbytes == sum(t.numel() * t.element_size() for t in scales_and_codes)
-    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, 64), (cache.values.format, 96))) + (
-        0 if cache.keys.tail is None else 3 * 2 * 32 * 64 * 2
+    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, dim), (cache.values.format, 96))) + (
+        0 if cache.keys.tail is None else 3 * 2 * 32 * dim * 2
     )
     per_token = 3 * 96 * cache.bytes_per_token
     constant = (2 if keys.endswith("tensor") else 0) + (0 if cache.keys.tail is None else cache.keys.tail.nbytes)

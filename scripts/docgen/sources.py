@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import make_tables as tables
 
 from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS
+from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.measure.records import Record
 
-__all__ = ["QUESTIONS", "Record", "attention", "cpu", "demo", "linear", "tables"]
+__all__ = ["DATA", "LOG", "MEAN_GAIN", "PEAK_GAIN", "QUESTIONS", "ROOT", "Record", "attention", "cpu", "demo", "linear", "tables"]
 
-#: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is held against.
+ROOT = Path(__file__).parents[2]
+#: What ships with the library, and the notes of runs that left no record.
+DATA, LOG = ROOT / "src" / "halfbyte" / "data", ROOT / "docs" / "internals" / "log" / "runs.md"
+
+#: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is compared with.
 OURS = "halfbyte auto"
 
 

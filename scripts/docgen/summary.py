@@ -1,11 +1,11 @@
-"""Short tables for the README, the home page and the guides, and single figures for sentences."""
+"""Short tables for the README, the home page and the guides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from docgen.sources import Record, attention, cpu, demo, linear, tables
+from docgen.sources import Record, attention, demo, linear, tables
 
 markdown = tables.markdown
 
@@ -50,7 +50,7 @@ def results() -> str:
     cached = [
         (name, f"`{formats.replace('+', '` / `')}`", *_cells(find(attention(), case, formats))) for case, formats, name in ATTENTION
     ]
-    layers = [(case_name(case), f"`{formats}`", *_cells(find(linear(), case, formats))) for case, formats in LINEAR]
+    layers = [(tables.case_name(case), f"`{formats}`", *_cells(find(linear(), case, formats))) for case, formats in LINEAR]
     return "\n\n".join(
         (
             markdown(("decode attention", "KV cache", *heads), cached),
@@ -58,12 +58,6 @@ def results() -> str:
             f"{tables.where_text([*attention(), *linear()])}",
         )
     )
-
-
-def case_name(case: str) -> str:
-    """A case of a linear layer in the words of a GEMM: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`."""
-    size, _, rows = case.rpartition(", ")
-    return f"{size.removeprefix('prefill, ')}, M = {rows.split()[0]}"
 
 
 def choice() -> str:
@@ -89,51 +83,3 @@ def _cached(formats: str) -> str:
 
 def _layer(formats: str) -> str:
     return f"{speedup(find(linear(), '8192 x 8192, 1 row', formats)):.2f}x"
-
-
-# ------------------------------------------------------------------------------------------------------- figures in sentences
-
-
-def _range(ratios: Iterable[float], digits: int = 1) -> str:
-    found = sorted(ratios)
-    return f"{found[0]:.{digits}f}-{found[-1]:.{digits}f}x"
-
-
-def _cpu_slowdown(op: str) -> str:
-    """How many times as long as torch's fastest 16-bit operator halfbyte takes on a CPU."""
-    timed: list[dict[str, Any]] = [r for r in cpu() if r["op"] == op]
-    shapes = {str(r["shape"]) for r in timed}
-    ratios: list[float] = []
-    for shape in shapes:
-        same = [r for r in timed if str(r["shape"]) == shape]
-        best = min(r["seconds"] for r in same if r["implementation"].startswith("torch"))
-        ratios += [r["seconds"] / best for r in same if not r["implementation"].startswith("torch")]
-    return _range(ratios)
-
-
-def _demo_minutes() -> str:
-    """Time of the evaluations of `halfbyte demo`, as its own records have it."""
-    measured: list[dict[str, Any]] = demo()
-    return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
-
-
-def _roofline(formats: str) -> str:
-    """Share of the read roofline in the cases of the README's chart."""
-    shares = sorted(100 * (find(attention(), f"batch {batch} x 8,192", formats).roof_share or 0.0) for batch in (32, 128, 512))
-    return f"{shares[0]:.0f}-{shares[-1]:.0f} %"
-
-
-def _host_time() -> str:
-    """Host time of an eager call, from the fastest op to the slowest."""
-    times = sorted(1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds)
-    return f"{times[0]:.0f}-{times[-1]:.0f} us"
-
-
-FIGURES: dict[str, Callable[[], str]] = {
-    "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
-    "cpu_linear": lambda: _cpu_slowdown("linear"),
-    "demo_minutes": _demo_minutes,
-    "roofline_int4": lambda: _roofline("int4"),
-    "roofline_int8": lambda: _roofline("int8"),
-    "host_us": _host_time,
-}

@@ -51,7 +51,8 @@ class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
     Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. A cache that one thread changes no other may change or read without a lock: tokens would be lost in silence.
+    up to whole blocks. Not thread-safe: threads that
+    share a cache need a lock, or tokens are lost silently.
     """
 
     page_table: torch.Tensor | None = None

@@ -15,9 +15,10 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, PagedView
 from halfbyte.ops.append_slots import append_slots
+from halfbyte.ops.attention_varlen import attention_varlen
 from halfbyte.tensors import expected_parts
 
-__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView", "append_slots"]
+__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView", "append_slots", "attention_varlen"]
 
 #: Why a format with scales of this granularity cannot live in a page.
 _HOMELESS = {

@@ -92,6 +92,8 @@ class DecodeCall(NamedTuple):
 
     q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
     query_start None: the newest tokens, lengths - L. `impl`: what was requested, and then the level that runs.
+    cu_seqlens_q, int32 [B + 1]: q is [1, Hq, T, D], and its tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] are the newest ones of
+    sequence b. What lies behind all of them is padding: out = 0 and lse = -inf.
     """
 
     q: torch.Tensor
@@ -103,6 +105,15 @@ class DecodeCall(NamedTuple):
     options: AttentionOptions
     impl: str = "auto"
     deterministic_batch: bool = False
+    cu_seqlens_q: torch.Tensor | None = None
+
+    def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; of ragged queries heads of a token lie side by side."""
+        batch, heads, length, _ = self.q.shape
+        ragged = self.cu_seqlens_q is not None
+        out = self.q.new_empty((length, heads, self.values.dim) if ragged else (batch, heads, length, self.values.dim))
+        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
+        return (out.transpose(0, 1)[None], lse.t()[None]) if ragged else (out, lse)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Every tensor, in the order in which the op and the kernels take them."""

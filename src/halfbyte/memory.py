@@ -210,16 +210,15 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
 
 def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
     """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
-    from halfbyte.hf.weights import linear_size, select
+    from halfbyte.hf.weights import select
 
     if fmt is None:
         return 0, 0
     saved = parameters = 0
-    for name, module in select(model, ("lm_head",)).items():
-        n, k = linear_size(module) or (0, 0)
-        fmt.check_shape((n, k), f"{name}.weight [{n}, {k}]")
-        saved += 2 * n * k - fmt.nbytes((n, k))
-        parameters += n * k
+    for name, target in select(model, ("lm_head",)).items():
+        fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
+        saved += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
+        parameters += math.prod(target.shape)
     return saved, parameters
 
 
@@ -237,7 +236,4 @@ def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method
         notes.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
-    experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)
-    if experts and fmt is not None:
-        notes.append(f"{experts:,} expert parameters are not in linear layers and are counted in 16 bits")
     return tuple(notes)

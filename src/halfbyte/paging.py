@@ -27,8 +27,8 @@ class PagedKVCache(KVCache):
     page_size  tokens in a page: 16, 32, 64, 128 or 256; a multiple of 32 for per-channel keys
     pages      pages in the pool; None: enough for every sequence at full capacity
 
-    One thread at a time, as a `KVCache`: all sequences share the pool, so threads that append to different sequences need the lock
-    too. An append that is refused changes no sequence; a page that it had copied is free again, and what it holds is never read.
+    Not thread-safe, even for threads that append to different sequences: all share the pool. An append that is refused changes no
+    sequence; a page that it had copied is free again.
     """
 
     page_table: torch.Tensor

@@ -23,8 +23,8 @@ class QuantTensor:
     tensor_scale  float32 [1]: the second-level scale of NVFP4; of a stack [E, N, K], [E, N]
     nested        float32 [ceil(scales / 256) + 1]: with double quantization, the absmax of each block of scales, then their mean
     perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are neighbours as stored.
-                  Of a stack [E, N, K]: [E, K]. None: each column where it belongs. That it is a permutation is not looked at
-                  here, as that would wait for a GPU: what reads one from a file checks it (`checkpoints/`)
+                  Of a stack [E, N, K]: [E, K]. None: columns in order. Not checked to be a permutation, which would wait
+                  for the GPU; loaders check it
     """
 
     format: Format

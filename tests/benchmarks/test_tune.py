@@ -426,7 +426,7 @@ def test_explain_says_where_the_plan_is_from(capsys: pytest.CaptureFixture[str],
     halfbyte_app(["explain", "--linear", "4096x4096", "--weights", "int4_sym_g128", "--json"], standalone_mode=False)
     facts = json.loads(capsys.readouterr().out)
     assert facts["plan"].startswith(f"tuned for NVIDIA H200 ({own_plans(gpu)}, 2026-11-22)")
-    assert facts["programs"] == "192, 2 at once on a multiprocessor"
+    assert facts["programs"] == "192, 2 per multiprocessor"
 
 
 # ---------------------------------------------------------------------------------------------------------------- measuring
@@ -683,7 +683,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     assert run(*command, "--formats", "int8,int8+fp16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
-    assert "300 rows; wgmma takes 17 to 256" in lines[1]
+    assert "M = 300; wgmma takes 17 to 256" in lines[1]
     assert "bf16 queries over fp16 keys or values" in lines[5]
     assert lines[-1].startswith("6 problems, ")
 

@@ -19,8 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.model_support import model_class
-from halfbyte.hf.weights import linear_size, packed_share, replace, select
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.weights import packed_share, replace, select
 
 #: Every model type for which transformers has a causal language model.
 FAMILIES: tuple[str, ...] = tuple(sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -164,10 +163,8 @@ def default_share(family: str) -> float | None:
     try:
         with torch.device("meta"):
             model = tf.AutoModelForCausalLM.from_config(CONFIG_MAPPING[family]())
-            for name, module in select(model, ("lm_head",)).items():
-                bias = getattr(module, "bias", None)
-                empty = QuantLinear.empty(*linear_size(module), WEIGHT_FORMATS["int8_col"], None if bias is None else bias.dtype)
-                replace(model, name, empty)
+            for name, target in select(model, ("lm_head",)).items():
+                replace(model, name, target.empty(WEIGHT_FORMATS["int8_col"]))
         return round(packed_share(model), 3)
     except Exception:
         return None

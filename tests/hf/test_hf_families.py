@@ -18,13 +18,13 @@ import pytest
 import torch
 import transformers as tf
 from families import FAMILIES, OTHERS, default_share, tiny_config, tiny_model
+from mixtures import expand
 from rounded_cache import rounded_cache
 from tiny_models import VOCAB
 from transformers import DynamicCache
 
 import halfbyte.hf as hf
 from halfbyte.errors import HalfbyteError
-from halfbyte.nn import QuantLinear
 
 RECORD = Path(__file__).parents[2] / "results" / "families.jsonl"
 KV, WEIGHTS = ("bf16", "int8", "int4"), ("int8_col", "int4_g32", "nf4")
@@ -91,14 +91,6 @@ def weights_outcome(family: str) -> str | None:
             logits, wanted = (m(ids, use_cache=False).logits for m in (packed, plain))
         assert (logits - wanted).abs().max() < CLOSE["weights"] * wanted.std(), fmt
     return reasons[0] if len(reasons) == len(WEIGHTS) else None
-
-
-def expand(packed: Any, plain: Any) -> None:
-    """Give the plain model the values of the quantized weights."""
-    for name, layer in packed.named_modules(remove_duplicate=False):
-        if isinstance(layer, QuantLinear):
-            target, values = plain.get_submodule(name), layer.weight.dequantize(torch.float32)
-            target.weight.data = values.T if type(target).__name__ == "Conv1D" else values
 
 
 def outcome(family: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ LAYERS = (
     {"hf", "measure", "evals", "report", "doctor", "memory"},
     {"engine"},
     {"checkpoints"},
-    {"cache", "paging", "nn"},
+    {"cache", "paging", "nn", "experts"},
     {"ops"},
     {"kernels", "cpu"},
     {"plans", "settings", "device"},

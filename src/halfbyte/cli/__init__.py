@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:
     """Run a command. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
     # OpenMP threads spin long while they wait, unless set otherwise before torch is loaded. On two cores with anything else
-    # running that made the demo up to fifty times slower; a short spin costs nothing (MEASURED.md).
+    # running that made the demo up to fifty times slower; a short spin costs nothing (docs/internals/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number, and the command goes on
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

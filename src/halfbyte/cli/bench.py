@@ -13,15 +13,15 @@ from halfbyte.cli.shared import integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
-    help="Time what runs on this machine; results that fail their accuracy promise get no time.", no_args_is_help=True
+    help="Benchmark the kernels on this machine. A result that fails its accuracy check gets no time.", no_args_is_help=True
 )
 
-Files = Annotated[list[Path], typer.Argument(help="Records, as --output writes them.")]
+Files = Annotated[list[Path], typer.Argument(help="Files of records, written by --output.")]
 Against = Annotated[
-    list[Path] | None, typer.Option("--against", help="Records of before: what changed beyond the noise is marked. Repeatable.")
+    list[Path] | None, typer.Option("--against", help="Earlier records: changes beyond the noise are marked. Repeatable.")
 ]
-PageFile = Annotated[Path, typer.Option("--output", "-o", help="The page.")]
-Title = Annotated[str, typer.Option(help="What the page is of.")]
+PageFile = Annotated[Path, typer.Option("--output", "-o", help="The HTML page to write.")]
+Title = Annotated[str, typer.Option(help="Title of the page.")]
 #: Commands that left the wheel, and what each is called now.
 MOVED = {"all": "all", "qkv": "qkv", "study": "study", "peers": "baselines", "overhead": "overhead"}
 
@@ -43,13 +43,13 @@ def bench_decode(
     options: RunOptions,
     batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
-    dim: Annotated[str, typer.Option(help="Head sizes.")] = "",
+    dim: Annotated[str, typer.Option(help="Head dims.")] = "",
     context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "",
     formats: Formats = "",
     impl: Impls = "",
     bars: Bars = False,
 ) -> None:
-    """Attention of one new token over a cache, compared with torch's own in 16 bits."""
+    """Decode attention, one new token, compared with torch's 16-bit attention."""
     from halfbyte.measure import suite
     from halfbyte.measure.decode import DecodeShape
 
@@ -74,7 +74,7 @@ def bench_linear(
     impl: Impls = "",
     bars: Bars = False,
 ) -> None:
-    """Linear layers with low-bit weights, compared with torch's own in 16 bits."""
+    """Linear layers with packed weights, compared with torch's 16-bit GEMM."""
     from halfbyte.measure import suite
     from halfbyte.measure.linear import LinearShape
 
@@ -89,10 +89,10 @@ def bench_linear(
 
 @app.command("roofline")
 def bench_roofline(
-    mib: Annotated[str, typer.Option("--mib", help="MiB that are read and copied, separated by commas.")] = "64",
+    mib: Annotated[str, typer.Option("--mib", help="Sizes of the buffer in MiB, separated by commas.")] = "64",
     device: Where = None,
 ) -> None:
-    """How fast this machine reads, copies and multiplies 16-bit matrices: what times are compared with."""
+    """The roofline of this machine: bandwidth of reading and copying, and 16-bit GEMM throughput."""
     session = RunOptions(device=device).session()
     for size in integers(mib, "mib"):
         session.show_roofline(size * 2**20)
@@ -100,17 +100,17 @@ def bench_roofline(
 
 @app.command("report")
 def bench_report(files: Files, against: Against = None, output: PageFile = Path("report.html"), title: Title = "report") -> None:
-    """Any set of records as one HTML page: tables, charts, environments and commands; with --against also what changed."""
+    """Write records as one HTML page: tables, charts, environments, commands; with --against also changes."""
     write_report(files, against or [], output, title)
 
 
 @app.command("compare")
 def bench_compare(
-    before: Annotated[Path, typer.Argument(help="Records of before.")],
+    before: Annotated[Path, typer.Argument(help="Earlier records.")],
     after: Annotated[Path, typer.Argument(help="Records to compare with them.")],
-    full: Annotated[bool, typer.Option("--full", help="Also what did not change beyond the noise.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="List unchanged cases too.")] = False,
 ) -> None:
-    """What became faster or slower, by more than the samples vary, between two files of records."""
+    """List what became faster or slower, beyond the noise, between two files of records."""
     from rich.table import Table
 
     from halfbyte.measure.compare import changes

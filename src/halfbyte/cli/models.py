@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
     from halfbyte.cache_plan import CachePlan
 
-Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that comes with halfbyte.")]
-Keys = Annotated[str, typer.Option(help="Format of cached keys.")]
-Values = Annotated[str, typer.Option(help="Format of cached values.")]
-Weights = Annotated[str, typer.Option(help="Format of the linear layers; bf16 leaves them.")]
-Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, against outliers.")]
+Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that ships with halfbyte.")]
+Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
+Values = Annotated[str, typer.Option(help="Format of the cached values.")]
+Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
+Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, which spreads outlier channels.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
-Clip = Annotated[str | None, typer.Option(help="search: per group, the share of the range with the least error; slower.")]
+Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
 Plan = Annotated[
-    Path | None, typer.Option(help="A cache plan (halfbyte calibrate writes one), instead of --keys, --values and the like.")
+    Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
 def demo(
-    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("halfbyte-report.html"), output: Output = None
+    report: Annotated[Path, typer.Option(help="The HTML report to write.")] = Path("halfbyte-report.html"), output: Output = None
 ) -> None:
-    """Run the shipped model with every KV and weight format: a table, three texts, an HTML report."""
+    """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
     from halfbyte.evals.present import append_records
 
@@ -54,9 +54,9 @@ def evaluate(
     skip_layers: Skip = "",
     clip: Clip = None,
     plan: Plan = None,
-    every: Annotated[bool, typer.Option("--every", help="Every KV and weight format instead of the one named.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
-    windows: Annotated[int | None, typer.Option(help="At most so many windows, spread over the text; default: all.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
     long: Annotated[
@@ -66,7 +66,7 @@ def evaluate(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, KL divergence and agreement of a quantized model with its 16-bit self, and a check against transformers."""
+    """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
     from halfbyte.evals.present import append_records, long_table, records, table, write_report
@@ -111,11 +111,11 @@ def generate(
     weights: Weights = "bf16",
     rotate_keys: Rotate = False,
     skip_layers: Skip = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the sampling.")] = 0,
 ) -> None:
-    """Continue a prompt with a packed cache, printing as it goes."""
+    """Generate text with a packed cache, printing tokens as they come."""
     from halfbyte.evals.model import load, write
     from halfbyte.evals.quality import Setting, parse_layers, with_weights
 
@@ -154,16 +154,16 @@ def _text(prompt: str) -> str:
 def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     model: Annotated[str | None, typer.Argument(help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Format of the linear layers.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
     source: Annotated[
-        str | None, typer.Option("--from", help="A model that is quantized already (GPTQ, AWQ, ...): saved anew, code for code.")
+        str | None, typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.")
     ] = None,
     clip: Clip = None,
 ) -> None:
-    """Quantize a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
+    """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantized
+    MODEL --weights FORMAT quantizes 16-bit weights; --from DIR converts a checkpoint of another library
     (docs/guides/checkpoints.md).
     """
     import torch
@@ -196,7 +196,7 @@ def extract(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
-    head: Annotated[int | None, typer.Option(help="Only this query head, and the KV head that it reads.")] = None,
+    head: Annotated[int | None, typer.Option(help="Only this query head and its KV head.")] = None,
 ) -> None:
     """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
     from halfbyte.hf.extract import load_layer

@@ -31,13 +31,11 @@ class RunOptions:
     """What a command measures on, how much, and where its records go."""
 
     output: Output = None
-    quick: Annotated[bool, typer.Option("--quick", help="Few cases, few repeats.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats.")] = False
     pattern: Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")] = ""
     device: Where = None
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")] = None
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="On a GPU also the kernels' own times, by CUPTI; it slows what is timed later.")
-    ] = False
+    kernels: Annotated[bool, typer.Option("--kernels", help="On a GPU, also kernel times by CUPTI; slows later timings.")] = False
     html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
     as_json: Json = False
 

@@ -23,7 +23,7 @@ from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.nn import QuantLinear
+from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.quantize import check_clip
 
 
@@ -258,7 +258,7 @@ def with_weights(model: Any, weights: str | None, clip: str | None = None) -> An
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
-    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLinear) for p in m.weight.parts().values()}
+    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
     return sum(stored.get(id(p), 2 * p.numel()) for p in model.parameters())
 
 

@@ -17,7 +17,7 @@ from halfbyte.checkpoints.safetensors_files import read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.hf.model_support import read_config
 from halfbyte.hf.quantizer import HalfbyteConfig
-from halfbyte.hf.weights import linear_size, warn_about_experts
+from halfbyte.hf.weights import linear_size, warn_about_rest
 
 
 class ExternalCheckpoint:
@@ -56,7 +56,7 @@ class ExternalCheckpoint:
         if formats:
             config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
         made, found = type(self.model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
-        warn_about_experts(made)
+        warn_about_rest(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)
         if (self.folder / "generation_config.json").is_file():
             made.generation_config = GenerationConfig.from_pretrained(self.folder)

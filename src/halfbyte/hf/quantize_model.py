@@ -44,8 +44,8 @@ def quantize(
     """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
     already, and a cache of int4_channel keys and int8 values.
 
-    weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
-                  norms, routers and expert weights that are no linear modules stay as they are
+    weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
+                  lm_head, norms and routers stay as they are
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)

@@ -4,8 +4,8 @@ A folder is what transformers writes, with the parts of each quantized weight un
 config.json the weight format of every quantized module.
 
 Where halfbyte is not imported, transformers skips a quant_method that it does not know and makes up random weights. So the files
-also hold an empty tensor under each weight's plain name (`layer.weight`, shape [0]): every loader that does not know halfbyte stops
-at its shape.
+also hold an empty tensor, of shape [0], under each weight's plain name (`layer.weight`, `experts.down_proj`): every loader that
+does not know halfbyte stops at its shape.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.adapters import OWN, STOP
-from halfbyte.checkpoints.safetensors_files import check_parts, check_perm, check_scales, read_files
+from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, check_perm, check_scales, read_files
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.adapters import register_lora
+from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of, update_plan
-from halfbyte.hf.weights import linear_size, replace
-from halfbyte.nn import QuantLinear
+from halfbyte.hf.weights import Target, replace, targets
+from halfbyte.nn import QuantLayer, QuantLinear
 
 FORMAT_VERSION = 1
 
@@ -86,32 +87,41 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
                 if name.endswith(suffix) and name.removesuffix(suffix) not in named:
                     raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
-        modules = dict(model.named_modules(remove_duplicate=False))
-        made: dict[int, QuantLinear] = {}
-        for name, fmt_name in config.modules.items():
-            module, fmt, act_order = modules.get(name), WEIGHT_FORMATS[fmt_name], name in config.act_order
-            size = None if module is None else linear_size(module)
-            if module is None or size is None:
-                raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer of {type(model).__name__}")
-            try:
-                fmt.check_shape(size, f"{name}.weight {list(size)}")
-            except InvalidArgument as error:
-                raise CheckpointError(str(error)) from error
-            if infos is not None:
-                check_parts(name, fmt, size, infos, act_order=act_order)
-            bias = getattr(module, "bias", None)
-            if id(module) not in made:
-                made[id(module)] = QuantLinear.empty(*size, fmt, None if bias is None else bias.dtype, act_order=act_order)
-            replace(model, name, made[id(module)])
+        known = targets(model)
+        for name in config.modules:
+            self._check_named(name, known, infos)
+        made: dict[Target, QuantLayer] = {}
+        for name, target in known.items():
+            if name in config.modules:
+                if target not in made:
+                    made[target] = target.empty(WEIGHT_FORMATS[config.modules[name]], name in config.act_order)
+                replace(model, name, made[target])
         stops = {rf"^{re.escape(name)}$" for name, info in (infos or {}).items() if info.shape == STOP}
         model._keys_to_ignore_on_load_unexpected = stops | set(model._keys_to_ignore_on_load_unexpected or ())
         return model
 
+    def _check_named(self, name: str, known: dict[str, Target], infos: dict[str, TensorInfo] | None) -> None:
+        """Raise unless a name of `modules` is a weight of the model that fits its format and lies in the files."""
+        config: HalfbyteConfig = self.quantization_config
+        target, fmt = known.get(name), WEIGHT_FORMATS[config.modules[name]]
+        if target is None:
+            raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer and no experts of the model")
+        whole = [other for other, t in known.items() if target.projection and t.owner is target.owner]
+        if missing := [other for other in whole if other not in config.modules]:
+            raise CheckpointError(f"quantization_config names {name!r} and not {missing[0]!r}; experts are quantized as a whole")
+        try:
+            fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
+        except InvalidArgument as error:
+            raise CheckpointError(str(error)) from error
+        if infos is not None:
+            check_parts(name, fmt, target.shape, infos, act_order=name in config.act_order)
+
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         register_lora()
         _keep_names(model)
+        use_experts(model)
         for name, module in model.named_modules():
-            if isinstance(module, QuantLinear) and not any(p.is_meta for p in module.parameters()):
+            if isinstance(module, QuantLayer) and not any(p.is_meta for p in module.parameters()):
                 weight = module.weight  # under tensor parallelism, this rank's share
                 check_scales(name, module.format, weight.parts())
                 if weight.perm is not None:
@@ -120,8 +130,9 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What `save_pretrained` writes: the state dict, and what stops a loader that does not know halfbyte."""
-        stops = {f"{name}.weight": torch.empty(STOP) for name in self.quantization_config.modules}
-        return {**model.state_dict(), **stops}, {}
+        linear = [name for name in self.quantization_config.modules if isinstance(model.get_submodule(name), QuantLinear)]
+        plain = [f"{name}.weight" if name in linear else name for name in self.quantization_config.modules]
+        return {**model.state_dict(), **{name: torch.empty(STOP) for name in plain}}, {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         """How the names in files become those of the model. Those in folders of halfbyte are: `_keep_names`."""

@@ -91,7 +91,7 @@ def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: M
 
 
 def marked_bars(
-    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "bar"
+    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "target"
 ) -> str:
     """Horizontal bars from the top down, each with a tick where it should reach (`marks`, by the same names). An <svg> element."""
     check(len(values) > 0, "values is empty; a chart needs at least one")

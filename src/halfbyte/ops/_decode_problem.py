@@ -16,7 +16,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
     q, keys, values, options = call.q, call.keys, call.values, call.options
     return DecodeProblem(
         DTYPES.get(q.dtype, str(q.dtype)),
-        q.shape[0],
+        len(call.lengths),
         keys.heads,
         q.shape[1] // keys.heads,
         q.shape[2],
@@ -36,6 +36,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         _scale_stride(keys),
         _scale_stride(values),
         options.rotate_keys,
+        call.cu_seqlens_q is not None,
     )
 
 

@@ -47,6 +47,7 @@ class DecodeProblem:
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
     rotate_keys     keys are stored rotated, so that queries are to be
+    ragged          `queries` are those of all sequences together, however many each has
     """
 
     dtype: str
@@ -70,6 +71,7 @@ class DecodeProblem:
     k_scale_stride: int = 1
     v_scale_stride: int = 1
     rotate_keys: bool = False
+    ragged: bool = False
 
     @property
     def rows(self) -> int:
@@ -122,13 +124,13 @@ class DecodePlan:
         """The plan in words, in the order in which they are to be read."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
+        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         return {
-            "kernel": "gluon, the tuned one" + " for many query rows: wgmma" * wgmma,
+            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
-            "splits": "where shares meet inside a work item; the program that arrives last adds partial results, in their order",
+            "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
+            "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
         }
 
 
@@ -150,7 +152,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
         if not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
-            return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
+            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
         wgmma = wgmma_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
         if isinstance(wgmma, str):
             return wgmma
@@ -216,21 +218,23 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes equally many of each sequence, T = B * max_query_len"
     if p.deterministic_batch:
-        return "deterministic_batch: the tuned kernel shares the work of a whole batch"
+        return "deterministic_batch: the tuned kernel partitions the whole batch"
     if not p.aligned:
-        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
-        return codes + (", or the tail of the keys is not dense" if format_of(p.keys).token_block else "")
+        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
+        return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
-        return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
+        return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:
-        return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
+        return f"{p.batch} x {p.heads} x {p.capacity} tokens exceed the limit of {MOST_TOKENS}"
     if p.batch > MOST_SEQUENCES:
-        return f"{p.batch} sequences are more than a program looks through"
+        return f"{p.batch} sequences exceed the limit of {MOST_SEQUENCES}"
     return ""
 
 
@@ -312,7 +316,7 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
 
     That leaves half as many partial results, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a
     program. As measured for heads of 128 and 8 rows: from 16 partial results an item on, with INT4 from 4; groups of keys gained
-    nothing, and per-channel scales lost (docs/decode_attention.md).
+    nothing, and per-channel scales lost (docs/internals/log/attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)

@@ -35,21 +35,31 @@ class TritonTiles:
         """The tiles in words, for a problem that they are for."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
-            "kernel": "triton, the portable one",
+            "kernel": "triton (portable)",
             "tile": f"{self.block_tokens} tokens by {self.block_rows} query rows, {self.num_warps} warps, {self.num_stages} stages",
             "programs": f"{p.batch * p.heads * self.splits * -(-p.rows // self.block_rows)}",
-            "splits": f"{self.splits} a work item, {share}; a second kernel adds them up in their order",
+            "splits": f"{self.splits} a work item, {share}; a second kernel reduces, in fixed order",
         }
 
 
 def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> TritonTiles:
     """How the portable kernel runs a problem."""
+    if not p.ragged:
+        return _tiles(p, p.batch, p.rows, num_sms, capability)
+    few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (16, 32))
+    return (
+        few if p.deterministic_batch or many.splits > 1 else many
+    )  # tiles that no number of queries changes, or that fill the GPU
+
+
+def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Capability) -> TritonTiles:
+    """Of `batch` blocks of `rows` query rows for each KV head."""
     return triton_tiles(
         format_of(p.keys),
         format_of(p.values),
-        batch=p.batch,
+        batch=batch,
         heads=p.heads,
-        rows=p.rows,
+        rows=rows,
         capacity=p.capacity,
         dim=max(p.dim, p.value_dim),
         num_sms=num_sms,

@@ -87,11 +87,11 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1)
     words = dim * codec.bits // 16
     groups = dim // (codec.group or dim)
     if dim * codec.bits % 128:
-        return f"rows of {dim * codec.bits / 8:g} bytes are not whole 16-byte pieces"
+        return f"heads of {dim * codec.bits / 8:g} bytes are not a multiple of 16"
     if groups & (groups - 1) or (groups > 1 and padded(words) != words):
-        return f"{groups} groups in a head are not a power of two"
+        return f"{groups} groups a head is not a power of two"
     if padded(words) < 16 or dim > 256:
-        return f"a head of {dim} is outside of what the tuned kernel holds in registers"
+        return f"head dim {dim} is outside the range of the tuned kernel"
     if codec.block and scale_stride == 0:
         return f"scales of {fmt.name} do not have the stride of a head or a token, or are no whole aligned 16-byte pieces"
     strides = {"token_stride": token_stride, "scale_stride": 1 if codec.spread in ("none", "tensor") else scale_stride}

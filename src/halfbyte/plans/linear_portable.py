@@ -58,13 +58,13 @@ class LinearTiles:
     def describe(self, features: Sequence[int], m: int) -> dict[str, str]:
         """The launch in words, as `halfbyte explain` prints it."""
         count = self.count(features, m)
-        split = f"{self.splits} a tile, {self.share} steps each; the program that arrives last adds them up"
+        split = f"{self.splits} a tile, {self.share} steps each; the last program to arrive reduces, in fixed order"
         return {
-            "kernel": "triton, the portable one; one launch",
-            "tile": f"{self.block_n} rows of the weight by {self.block_m} of x; {self.num_warps} warps",
-            "ring": f"{self.num_stages} steps of {self.block_k} k",
+            "kernel": "triton (portable); one launch",
+            "tile": f"{self.block_n} output channels by {self.block_m} of M; {self.num_warps} warps",
+            "ring": f"{self.num_stages} steps of {self.block_k} of K",
             "programs": f"{count * self.splits} for {count} tiles",
-            "cut": self.why,
+            "schedule": self.why,
             "partial sums": "none" if self.splits == 1 else split,
         }
 
@@ -132,7 +132,7 @@ def _large_m(features: list[int], m: int, width: int, num_sms: int, capability: 
     whole = [LinearTiles(128, block_m, 64, 1, steps, True, 8, 3) for block_m in ((64, 128, 256) if wide else (64, 128))]
     shapes = [_split(shape, n) for shape in whole for n in (1, 2, 4, 8) if n == 1 or steps >= 8 * n]
     best = min(shapes, key=cost)
-    return replace(best, why=f"{m} rows: each weight tile is decoded for {best.block_m} of them{best.why}")
+    return replace(best, why=f"M = {m}: each weight tile is decoded once for {best.block_m} of M{best.why}")
 
 
 def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str]:
@@ -142,7 +142,7 @@ def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str
     buffer = 2 * min(step, max(features)) * width
     return {
         "kernel": "cuBLAS, over parts of the weights that another kernel dequantizes",
-        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
-        "cut": f"{m} rows: the tensor cores are busy longer than dequantizing takes",
+        "parts": f"{slabs} of at most {step} output channels, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
+        "schedule": f"M = {m}: compute-bound, so dequantizing first is faster",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

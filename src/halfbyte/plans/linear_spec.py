@@ -116,7 +116,7 @@ def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightS
     if codec.group not in (0, 16, 32, 64, 128) or codec.nested:
         return f"{fmt.name} is read by the portable kernel only"
     if codec.zero and not codec.group:
-        return "zero points of whole rows are read by the portable kernel only"
+        return "per-channel zero points are read by the portable kernel only"
     if e2m1_codebook and codec.kind == "e2m1":
         codec = replace(codec, kind="table")
     codebook, unit = tuple[int, ...](), 1.0
@@ -342,16 +342,16 @@ class LinearPlan:
     def describe(self, m: int) -> dict[str, str]:
         """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
         spec = self.spec
-        there = f"of which {m} are there" if m <= spec.block_m else f"in {-(-m // spec.block_m)} blocks"
+        blocks = f", in {-(-m // spec.block_m)} blocks" * (m > spec.block_m)
         small = isinstance(spec, LinearSpec)
-        launches = "one launch" if small else "wgmma; two launches, the first brings x into order"
-        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the program that arrives last adds them up"
+        launches = "one launch" if small else "wgmma; two launches, the first permutes x"
+        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
         return {
-            "kernel": f"gluon, the tuned one; {launches}",
-            "tile": f"{spec.tile} rows of the weight by {spec.block_m} of x, {there}; {spec.warps} warps",
-            "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}, {self.programs_per_sm} at once on a multiprocessor",
-            "cut": self.why,
+            "kernel": f"gluon (tuned); {launches}",
+            "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
+            "ring": f"{spec.stages} steps of {spec.step} of K, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+            "programs": f"{self.programs}, {self.programs_per_sm} per multiprocessor",
+            "schedule": self.why,
             "partial sums": partials if self.split_tiles else "none",
         }
 

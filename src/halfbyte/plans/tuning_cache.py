@@ -53,9 +53,12 @@ class LinearProblem:
 
 
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """The fields of a problem, as one line of JSON, but for rotation: it is done before the tiles are read, whatever they are."""
+    """The fields of a problem, as one line of JSON, but for two that no choice depends on.
+
+    Rotation is done before the tiles are read, whatever they are, and ragged queries have no tuned kernel.
+    """
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
-    fields = {name: value for name, value in asdict(problem).items() if name != "rotate_keys"}
+    fields = {name: value for name, value in asdict(problem).items() if name not in ("rotate_keys", "ragged")}
     return json.dumps({"op": op, **fields}, sort_keys=True)
 
 

@@ -36,6 +36,35 @@ def decode_attention(
     return out.to(q.dtype), lse.float()
 
 
+def chunk_attention(
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    start: int,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [L, Hq, D], consecutive queries of one sequence from position `start` on; lengths int32 [1].
+
+    out [L, Hq, Dv] in q's dtype, lse float32 [L, Hq]. A query's sums have the keys that it sees and no other, whatever the chunk.
+    """
+    limit, starts = options.limit(lengths), 0 if options.starts is None else int(options.starts)
+    k, v = (read(buffer, lengths, page_table, torch.full_like(lengths, starts), limit) for buffer in (keys, values))  # [1, H, T, D]
+    wide = rotate(q.double()) if options.rotate_keys else q.double()
+    plain = options._replace(starts=None, ends=None, window=None)
+    out, lse = q.new_zeros(*q.shape[:2], values.dim), torch.full(q.shape[:2], -torch.inf, device=q.device)
+    for i, position in enumerate(range(start, start + len(q))):
+        oldest = max(starts, 0 if options.window is None else position - options.window + 1)
+        count = min(position + 1, int(limit)) - oldest
+        if count > 0:
+            keys_seen, values_seen = (x[:, :, oldest : oldest + count] for x in (k, v))
+            where = lengths.new_tensor([count]), lengths.new_tensor([position - oldest])
+            own = attend(wide[i, None, :, None], keys_seen, values_seen, *where, plain)
+            out[i], lse[i] = own[0][0, :, 0], own[1][0, :, 0]
+    return out, lse
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,

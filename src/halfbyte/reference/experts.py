@@ -42,16 +42,17 @@ def experts_linear(
     gates: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: Activation | None,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """x [T, K] or [T, top_k, K] times weight [E, N, K] of expert ids[t, i], in float64; an id out of range gives zeros.
+    """x [T, K] or [T, top_k, K] times weight [E, N, K] of expert ids[t, i], computed in `dtype`; an id out of range gives zeros.
 
     [T, top_k, N], or N / 2 with an activation; with gates [T, top_k] their weighted sum, [T, N]; in x's dtype.
     """
-    rows = x.double() if x.ndim == 3 else x.double().unsqueeze(1).expand(-1, ids.shape[1], -1)
+    rows = x.to(dtype) if x.ndim == 3 else x.to(dtype).unsqueeze(1).expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
     for expert in hit(ids, weight.shape[0]):
         here = ids == expert
-        y[here] = rows[here] @ expert_values(weight, expert, torch.float64).T + (0 if bias is None else bias[expert].double())
+        y[here] = rows[here] @ expert_values(weight, expert, dtype).T + (0 if bias is None else bias[expert].to(dtype))
     return combined(y, ids, gates, activation, weight.shape[0]).to(x.dtype)
 
 

@@ -12,9 +12,8 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every format of keys and of values that the tuned kernel
-#: takes is in it, every head size and option, the order of tokens and heads in memory, and "many" sequences, more than there are
-#: multiprocessors.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every head size and option is in it, the order of tokens
+#: and heads in memory, and "many" sequences, more than there are multiprocessors. `sample` adds the formats it leaves out.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -81,8 +80,12 @@ class Sample(NamedTuple):
 
 
 def sample() -> Iterator[Sample]:
-    """The calls, each named by what it is."""
+    """The calls, each named by what it is: those above, and one for each format that is not among their keys or values."""
     yield from (_call(*row) for row in _SAMPLE)
+    for name, fmt in KV_FORMATS.items():
+        values = fmt.code.name if fmt.token_block else name
+        if name not in {row[0] for row in _SAMPLE} or values not in {row[1] for row in _SAMPLE}:
+            yield _call(name, values, 128, 8, 1, 0, "")
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:

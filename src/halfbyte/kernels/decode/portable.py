@@ -13,6 +13,9 @@ the values. Every part of a word is a product of its own: part j of word w is di
 Products take 16-bit operands and add in fp32; where queries and cache mix fp16 and bf16 they take TF32, which holds both exactly.
 
 Splits leave (M, sum p, unnormalised out) in a workspace; `_combine` adds them in their order. No floating-point atomics.
+
+Ragged queries [T, Hq, D] come with their bounds: sequence b has tokens bounds[b] .. bounds[b + 1] and begins with block
+bounds[b] G // M + b, so that every block of M rows belongs to one sequence, and the host need not know which.
 """
 
 from __future__ import annotations
@@ -127,12 +130,36 @@ def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _ragged(block, bounds, sequences, tokens, group, M: tl.constexpr):
+    """Of a block of M rows its sequence (`sequences`: the padding behind them all), that one's first token and how many it has, and
+    the block's first row.
+
+    The last sequence whose first block is not behind this one. Bounds out of order lead to some sequence and to no token outside.
+    """
+    count = 0
+    for first in tl.range(0, sequences + 1, 128):
+        number = first + tl.arange(0, 128)
+        begin = tl.minimum(tl.maximum(tl.load(bounds + number, mask=number <= sequences, other=0).to(tl.int64), 0), tokens)
+        count += tl.sum(((number <= sequences) & (begin * group // M + number <= block)).to(tl.int32), 0)
+    sequence = tl.maximum(count - 1, 0)
+    begin = tl.minimum(tl.maximum(tl.load(bounds + sequence).to(tl.int64), 0), tokens)
+    end = tl.load(bounds + sequence + 1, mask=sequence < sequences, other=tokens).to(tl.int64)
+    end = tl.maximum(tl.minimum(end, tokens), begin)
+    first = tl.maximum(block - begin * group // M - sequence, 0) * M
+    return sequence.to(tl.int64), begin, (end - begin).to(tl.int32), first.to(tl.int32)
+
+
 # Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
-@triton.jit(do_not_specialize=["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window"])
+_UNSPECIALIZED = ["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window", "sequences", "tokens"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _decode(
     q, q0, q1, q2, q3,
     keys: KVArgs, values: KVArgs,
     lengths, query_start, page_table, table0, table1, pages, starts, ends, slopes, sinks,
+    bounds, sequences, tokens,  # of ragged queries: int32 [sequences + 1], and how many tokens there are
     out, lse, partial, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
     PAGE: tl.constexpr, ROTATE: tl.constexpr, ROTATE_STEPS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -146,11 +173,21 @@ def _decode(
 
     # Rows: which query of which head, and which tokens each can see.
     first = tl.program_id(1) * M
+    padding = False
+    if bounds is not None:
+        sequence, from_token, queries, first = _ragged(sequence, bounds, sequences, tokens, group, M)
+        padding = sequence == sequences
+        sequence = tl.minimum(sequence, sequences - 1)
     index = first + tl.arange(0, M)
     query, query_head = index // group, head * group + index % group
     valid = index < queries * group
-    start = tl.load(query_start + sequence).to(tl.int64)
+    if query_start is not None:
+        start = tl.load(query_start + sequence).to(tl.int64)
+    else:
+        start = tl.load(lengths + sequence).to(tl.int64) - queries
     limit = tl.minimum(tl.load(lengths + sequence), capacity)
+    if bounds is not None:
+        limit = tl.where(padding, 0, limit)
     oldest = 0
     if ends is not None:
         limit = tl.minimum(limit, tl.load(ends + sequence))
@@ -166,7 +203,7 @@ def _decode(
 
     # Its own share of them, from a multiple of 16 on (of whole blocks that share scales).
     BLOCK: tl.constexpr = keys.F.block
-    ALIGN: tl.constexpr = BLOCK if BLOCK > 0 else 16
+    ALIGN: tl.constexpr = N if bounds is not None else BLOCK if BLOCK > 0 else 16
     begin = lo // ALIGN * ALIGN
     stop = hi
     if SPLIT:
@@ -175,8 +212,12 @@ def _decode(
         else:
             share = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), splits), N) * N
             begin, stop = begin + split * share, tl.minimum(hi, begin + (split + 1) * share)
-    row_index = (sequence * heads * group + query_head) * queries + query  # [M] of [B, Hq, L]
-    rows = (tl.num_programs(0) // splits).to(tl.int64) * group * queries  # B * Hq * L
+    if bounds is None:
+        row_index = (sequence * heads * group + query_head) * queries + query  # [M] of [B, Hq, L]
+        rows = (tl.num_programs(0) // splits).to(tl.int64) * group * queries  # B * Hq * L
+    else:
+        row_index = from_token * heads * group + (query * heads * group + query_head)  # [M] of [T, Hq]
+        rows = tokens.to(tl.int64) * heads * group  # T * Hq
     state = partial + rows * splits * values.DIM + (row_index * splits + split) * 2
     if SPLIT:  # noqa: SIM102 (a constant and a condition of the device do not mix)
         if begin >= stop:
@@ -187,7 +228,10 @@ def _decode(
     # The query in parts, brought to a power of two below fp16's limit where products take fp16: bf16 may be of any size.
     WIDTH: tl.constexpr = keys.WORDS * keys.PARTS
     dim = tl.arange(0, WIDTH)
-    pointers = q + sequence * q0 + (query_head * q1 + query.to(tl.int64) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
+    if bounds is None:
+        pointers = q + sequence * q0 + (query_head * q1 + query.to(tl.int64) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
+    else:
+        pointers = q + (query_head * q1 + (from_token + query) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
     x = tl.load(pointers, mask=valid[:, None] & (dim < keys.DIM)[None, :], other=0).to(tl.float32)
     if ROTATE:
         x = _rotated(x, M, WIDTH, ROTATE, ROTATE_STEPS)
@@ -313,7 +357,8 @@ def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.T
     """q [B, Hq, L, D], fp16 or bf16, any strides; out [B, Hq, L, Dv] and lse fp32 [B, Hq, L], contiguous, all written.
 
     Tensors of one axis are contiguous; a query_start is given. `workspace`: `workspace_floats` fp32, only with tiles.splits > 1; it
-    may hold anything.
+    may hold anything. Ragged queries need no query_start, but one sequence at least; their results are [1, Hq, T, Dv] and
+    [1, Hq, T] with the memory of [T, Hq, Dv] and [T, Hq].
     """
     q, keys, values, lengths, query_start, page_table, options = call[:7]
     batch, query_heads, queries, dim = q.shape
@@ -323,18 +368,23 @@ def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.T
     rotate = block_size(dim) if options.rotate_keys else 0
     pdl = {"launch_pdl": True} if tiles.pdl else {}
     split = tiles.splits > 1
-    _decode[(batch * keys.heads * tiles.splits, triton.cdiv(group * queries, tiles.block_rows))](
+    bounds, sequences, tokens = call.cu_seqlens_q, None, None
+    grid = (batch * keys.heads * tiles.splits, triton.cdiv(group * queries, tiles.block_rows))
+    if bounds is not None:
+        sequences, tokens = len(lengths), queries
+        grid = ((tokens * group // tiles.block_rows + sequences + 1) * keys.heads * tiles.splits, 1)
+    _decode[grid](
         q, *q.stride(), kv_args(keys, q.dtype), kv_args(values, q.dtype),
         lengths, query_start, page_table, *((0, 0) if page_table is None else page_table.stride()), pages,
-        options.starts, options.ends, options.alibi_slopes, None if split else options.sinks,
+        options.starts, options.ends, options.alibi_slopes, None if split else options.sinks, bounds, sequences, tokens,
         out, lse, workspace, keys.heads, queries, group, capacity, tiles.splits, tiles.chunk,
         options.sm_scale, options.softcap, options.window,
         PAGE=0 if page_table is None else page, ROTATE=rotate, ROTATE_STEPS=rotate.bit_length() - 1,
-        SINGLE=queries == 1, SPLIT=split, M=tiles.block_rows, N=tiles.block_tokens, STAGES=tiles.num_stages,
+        SINGLE=queries == 1 and bounds is None, SPLIT=split, M=tiles.block_rows, N=tiles.block_tokens, STAGES=tiles.num_stages,
         PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=tiles.num_warps, **pdl,
     )  # fmt: skip
     if split:
         _combine[(batch * query_heads * queries,)](
-            workspace, options.sinks, out, lse, tiles.splits, queries, query_heads, DIM=values.dim,
+            workspace, options.sinks, out, lse, tiles.splits, 1 if bounds is not None else queries, query_heads, DIM=values.dim,
             WIDTH=triton.next_power_of_2(values.dim), AT_ONCE=8, PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=2, **pdl,
         )  # fmt: skip
