@@ -413,11 +413,11 @@ def test_prefill_reads_the_past_as_it_is_stored() -> None:
     cache = KVCache(1, 1, 64, 64, keys="int4", values="int4")
     past, new = torch.randn(1, 1, 20, 64), torch.randn(1, 1, 6, 64)
     cache.append(past, past)
-    k = cache.dequantized()[0][:, :, :20]
+    held = [x[:, :, :20] for x in cache.dequantized()]
     cache.append(new, new)
     q = torch.randn(1, 1, 6, 64).double()
-    both = torch.cat([k, new], 2).double()
-    expected, _ = reference.attend(q, both, both, torch.tensor([26]), torch.tensor([20]), AttentionOptions(0.125))
+    k, v = (torch.cat([x, new], 2).double() for x in held)
+    expected, _ = reference.attend(q, k, v, torch.tensor([26]), torch.tensor([20]), AttentionOptions(0.125))
     torch.testing.assert_close(prefill_attention(q, new, new, cache), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_the_cache_holds_what_quantize_makes(keys: str, paged: bool) -> None:
     dim = head_dim(keys)
     k, v = tokens(2, 2, 64, dim)
     k = k.bfloat16().float()  # the tail rounds
-    cache = make(paged, 2, 2, dim, 96, keys=keys, values="int4")
+    cache = make(paged, 2, 2, dim, 96, keys=keys, values="int4", rotate_keys=False)
     cache.append(k, v)
     got_k, got_v = cache.dequantized()
     assert torch.equal(got_k[:, :, :64], dequantize(quantize(k, key_format(keys))))
@@ -214,6 +215,40 @@ def test_rotated_keys_are_rotated_before_they_are_quantized(keys: str) -> None:
     expected = dequantize(quantize(rotate(k), key_format(keys)))
     assert torch.equal(cache.dequantized()[0], rotate(expected.double()).float())
     assert not torch.equal(expected, dequantize(quantize(k, key_format(keys))))
+
+
+#: Keys that a cache rotates unless it is requested otherwise: few bits, and outlier channels share scales with other channels.
+ROTATED = {name for name in KEYS if re.fullmatch(r"int[24](_g\d+)?", name)}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_which_keys_are_rotated_by_default(keys: str, paged: bool) -> None:
+    for dim in (40, 64, 80, 96, 128, 256):
+        if fits(keys, dim):
+            cache = make(paged, 1, 2, dim, 64, keys=keys, values="int8")
+            assert cache.rotate_keys is (keys in ROTATED and dim != 40)
+            assert not make(paged, 1, 2, dim, 64, keys=keys, values="int8", rotate_keys=False).rotate_keys
+    cache = make(paged, 2, 2, head_dim(keys), 64, keys=keys, values="int8")
+    assert ("rotated" in repr(cache)) == (keys in ROTATED)
+    copies = [] if paged else [cache.select(torch.tensor([1])), cache.repeat_interleave(2), cache.grown(128)]
+    assert all(made.rotate_keys is (keys in ROTATED) for made in copies)
+    assert not KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table).rotate_keys
+
+
+@pytest.mark.parametrize("keys", ["int4", "int4_g32", "int2"])
+def test_rotation_is_what_outlier_channels_need(keys: str) -> None:
+    """One channel of 128 is 30 times larger in keys, and smaller in queries: exact attention does not change, INT4's does."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, count, 128, generator=generator) for count in (1, 200, 200))
+    k[..., 7], q[..., 7] = 30 * k[..., 7], q[..., 7] / 30
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    error = {}
+    for rotate_keys in (None, False):
+        cache = KVCache(1, 2, 128, 200, keys=keys, values="fp16", rotate_keys=rotate_keys)
+        cache.append(k, v)
+        error[rotate_keys] = (decode_attention(q, cache) - exact).norm()  # type: ignore[operator]
+    assert error[None] < error[False] / 2
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -586,7 +621,7 @@ def test_wrapped_memory_gives_the_same_bits(how: str, paged: bool, keys: str) ->
     if table is not None:  # an engine hands out pages: give each sequence its share
         table = torch.tensor([native._held[0] + [2], [3, 4, 5]], dtype=torch.int32)  # type: ignore[attr-defined]
         assert sorted(table.flatten().tolist()) == [0, 1, 2, 3, 4, 5]
-    wrapped = KVCache.from_buffers(*planes, native.lengths.clone(), page_table=table)
+    wrapped = KVCache.from_buffers(*planes, native.lengths.clone(), page_table=table, rotate_keys=native.rotate_keys)
     assert wrapped.keys.codes.data_ptr() == planes[0].codes.data_ptr()
     assert (wrapped.capacity, wrapped.batch, wrapped.kv_heads, wrapped.head_dim) == (96, 2, 2, dim)
     more = tokens(2, 2, 9, dim, 4)
@@ -714,7 +749,7 @@ def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
 def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None:
     """Contiguous and paged side by side against plain lists of tokens, each quantized for itself."""
     batch, heads, dim, capacity = 3, 2, head_dim(keys), 64
-    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32") for paged in (False, True)]
+    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32", rotate_keys=False) for paged in (False, True)]
     model: list[torch.Tensor] = [torch.zeros(heads, 0, dim)] * batch
     for step in range(data.draw(st.integers(1, 6))):
         match data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder", "reset"])):

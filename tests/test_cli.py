@@ -134,6 +134,15 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 work items" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("keys", "dim", "said"), [("int4", 128, "blocks of 128"), ("int4_g32", 96, "of 32"), ("int8", 128, "")])
+def test_explain_says_whether_keys_are_rotated(keys: str, dim: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("explain", "--keys", keys, "--values", "int8", "--dim", str(dim), "--sms", "132", "--capability", "9.0", "--json") == 0
+    )
+    assert said in (rotation := json.loads(capsys.readouterr().out).get("rotation", ""))
+    assert bool(rotation) == bool(said)
+
+
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["memory", "demo", "--batch", "8", "--context", "32768", "--weights", "nf4", "--memory", "1GB"]
     assert run(*command, "--json") == 0

@@ -253,6 +253,20 @@ def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.Captu
     assert said["results"][1]["kl_mean"] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--keys", "int4"], "int4 rotated"),
+        (["--keys", "int4", "--no-rotate-keys"], "int4"),
+        (["--keys", "int8", "--values", "int8"], "int8"),
+        (["--keys", "int8", "--values", "int8", "--rotate-keys"], "int8 rotated"),
+    ],
+)
+def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval", "demo", "--windows", "1", "--length", "64", "--values", "int4", "--json", *options) == 0
+    assert [r["kv"] for r in json.loads(capsys.readouterr().out)["results"]] == ["bf16", name]
+
+
 def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "nvfp4"
     assert run("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)) == 0

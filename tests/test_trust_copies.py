@@ -39,7 +39,8 @@ def use_cache(cache: hb.KVCache) -> list[torch.Tensor]:
     """What attention reads before and after more tokens, and over a cache that wraps the same memory."""
     q = drawn(2, 4, 1, cache.head_dim, seed=3).half()
     results = list(hb.decode_attention(q, cache, return_lse=True))
-    wrapped = hb.KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table)
+    parts = (cache.keys, cache.values, cache.lengths)
+    wrapped = hb.KVCache.from_buffers(*parts, page_table=cache.page_table, rotate_keys=cache.rotate_keys)
     results.append(hb.decode_attention(q, wrapped))
     cache.append(drawn(2, 2, 3, cache.head_dim, seed=4), drawn(2, 2, 3, cache.head_dim, seed=5))
     results.append(hb.decode_attention(q, cache))

@@ -61,8 +61,7 @@ def jobs(session: Session) -> list[Job]:
     """The whole model with every cache and with all weights, then the keys alone, as they are and with a bias."""
     quick = session.options.quick
     text, keys_text = (QUICK_TEXT, QUICK_KEYS_TEXT) if quick else (TEXT, KEYS_TEXT)
-    rotated = [Setting(name, name, rotate_keys=True) for name in ("int8", "int4_g32")]
-    caches, weights = [*every_kv_setting(), *rotated], every_weight_setting()
+    caches, weights = [*every_kv_setting(), Setting("int8", "int8", rotate_keys=True)], every_weight_setting()
     keys = [(name, turned) for name, fmt in KV_FORMATS.items() if fmt.is_quantized for turned in (False, True)]
     if quick:
         caches, weights = ([s for s in group if formats_of(s) in QUICK] for group in (caches, weights))

@@ -9,13 +9,16 @@ import make_tables as tables
 from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS
 from benchmarks.studies.accuracy import QUALITY
-from benchmarks.studies.quality_per_bit import OF_WEIGHTS, PLAIN
+from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
+from halfbyte.formats import key_format
 from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
 from halfbyte.measure.records import Record
+from halfbyte.reference.hadamard import rotated
 
 __all__ = [
     "DATA",
+    "HEAD_DIM",
     "KEYS",
     "LOG",
     "MEAN_GAIN",
@@ -30,7 +33,9 @@ __all__ = [
     "attention",
     "cpu",
     "demo",
+    "key_format",
     "linear",
+    "rotated",
     "tables",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from docgen.sources import KEYS, OPS, PLAIN, VALUES, WEIGHTS, Record, attention, linear, tables
+from docgen.sources import HEAD_DIM, KEYS, OPS, PLAIN, VALUES, WEIGHTS, Record, attention, key_format, linear, rotated, tables
 
 markdown = tables.markdown
 
@@ -81,7 +81,9 @@ def choice() -> str:
 
 def _choice(keys: str, values: str) -> tuple[str, ...]:
     formats = keys if keys == values or not values else f"{keys} / {values}"
-    measured = {r.case: r for r in tables.study_records("quality-per-bit") if r.formats == formats and r.op == OPS[bool(values)]}
+    turned = bool(values) and rotated(None, key_format(keys), HEAD_DIM)
+    op, name = OPS[bool(values)], formats + " rotated" * turned
+    measured = {r.case: r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (op, name)}
     plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
     timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
     faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, formats.replace(" / ", "+"))]

@@ -18,7 +18,7 @@ from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
-from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen_block
 
@@ -31,7 +31,8 @@ class CacheOptions(TypedDict, total=False):
 
     keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
-    rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
+    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
+                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
     dtype              the 16-bit type of the tail of per-channel keys, which is not quantized yet (bfloat16)
     device             where the memory is ("cpu")
     k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
@@ -40,7 +41,7 @@ class CacheOptions(TypedDict, total=False):
     keys: str | Format
     values: str | Format
     value_dim: int | None
-    rotate_keys: bool
+    rotate_keys: bool | None
     dtype: torch.dtype
     device: torch.device | str
     k_scale: float | None
@@ -81,10 +82,9 @@ class KVCache:
         k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
         value_dim, dtype = options.get("value_dim"), options.get("dtype", torch.bfloat16)
         value_dim = head_dim if value_dim is None else value_dim
-        device, self.rotate_keys = device_of(options.get("device", "cpu")), options.get("rotate_keys", False)
+        device, self.rotate_keys = device_of(options.get("device", "cpu")), rotated(options.get("rotate_keys"), k_fmt, head_dim)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        check_rotation(self.rotate_keys, head_dim)
         tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
         k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
@@ -113,14 +113,14 @@ class KVCache:
         """Wrap memory that an engine owns, without copying: see `KVBuffer` for shapes. Strides are taken as they are.
 
         lengths int32 [B]; page_table int32 [B, pages] when the buffers are paged. A tensor with a stride of 0 makes the cache
-        read-only. The engine manages pages and lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from
-        then on, and does not see lengths that the engine raises later.
+        read-only. rotate_keys: whether the memory holds rotated keys, as `append` then writes them. The engine manages pages and
+        lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from then on, and does not see lengths that
+        the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
-        check_rotation(rotate_keys, keys.dim)
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
-        cache.rotate_keys = rotate_keys
+        cache.rotate_keys = check_rotation(rotate_keys, keys.dim)
         cache._expanded = expanded(keys, values, lengths)
         cache._given = [_scale_of_tensor(buffer) for buffer in (keys, values)]
         cache._measures = "tensor" in (keys.format.granularity, values.format.granularity)
@@ -190,7 +190,10 @@ class KVCache:
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
-        return f"{type(self).__name__}({shape}, keys={self.keys.format}, values={self.values.format}, {self.nbytes:,} bytes)"
+        rotated = " rotated" if self.rotate_keys else ""
+        return (
+            f"{type(self).__name__}({shape}, keys={self.keys.format}{rotated}, values={self.values.format}, {self.nbytes:,} bytes)"
+        )
 
     # --------------------------------------------------------------------------------------------------- what it does
 
@@ -380,10 +383,3 @@ def _version_of(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 def _scale_of_tensor(buffer: KVBuffer) -> torch.Tensor | None:
     """A copy of a per-tensor scale, to go back to at a reset: 0 where it is yet to be measured. None for other formats."""
     return buffer.scales.clone() if buffer.scales is not None and buffer.format.granularity == "tensor" else None
-
-
-def check_rotation(rotate_keys: object, head_dim: int) -> None:
-    """`rotate_keys` must be a bool, and a head that is rotated must be wide enough."""
-    check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
-    if rotate_keys:
-        block_size(head_dim)

@@ -185,6 +185,11 @@ class Format:
         """Tokens that share a scale and are quantized together (per-channel formats); None for all others."""
         return self.scale.group if self.scale is not None and self.scale.granularity == "channel" else None
 
+    @property
+    def gains_by_rotation(self) -> bool:
+        """Whether keys are rotated unless the caller says otherwise: few levels, and outlier channels share scales with others."""
+        return self.code.bits <= 4 and self.granularity in ("token", "head", "group")
+
     def group_size(self, last: int) -> int:
         """Neighbours along a last axis of length `last` that share a scale; all of them unless the format has groups."""
         grouped = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None

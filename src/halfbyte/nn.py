@@ -272,7 +272,7 @@ class FusedProjections(QuantLinear):
             )
         if any(shard.parallel_style not in (None, "colwise") for shard in (first, *others)):
             styles = ", ".join(str(shard.parallel_style) for shard in (first, *others))
-            raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
+            raise Unsupported(f"the projections are sharded as {styles}; fused ones must be column-parallel (colwise)")
         nn.Module.__init__(self)
         _adopt(self, first)
         # In a tuple, so that they are not submodules of this layer: they are submodules of the model.

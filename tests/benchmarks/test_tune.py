@@ -258,7 +258,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     """Else what `tune` stores would never be found, and `explain` would speak of other calls."""
     cache = halfbyte.KVCache(8, 8, 128, 4096, keys=formats[0], values=formats[1])
     q = torch.zeros(8, 64, 1, 128, dtype=torch.bfloat16)
-    assert by_plan.problem_of(q, cache) == replace(ATTENTION, keys=formats[0], values=formats[1])
+    assert by_plan.problem_of(q, cache) == dense_problem("bf16", 8, 8, 8, 1, 128, 4096, *formats)
 
 
 @pytest.mark.parametrize(

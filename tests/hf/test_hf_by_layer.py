@@ -33,7 +33,7 @@ def test_every_layer_reads_its_own_formats(build, prompt):
     model, ids = hf.quantize(build("llama"), keys=KEYS, values=VALUES, rotate_keys=ROTATED), prompt()
     cache = hf.PackedCache(model, 64, keys=KEYS, values=VALUES, rotate_keys=ROTATED)
     assert formats(model) == BY_LAYER
-    assert "int4/bf16, int8/int4_g32" in repr(cache)
+    assert "int4 rotated/bf16, int8/int4_g32" in repr(cache)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     for i, (keys, values, rotated) in enumerate(BY_LAYER):
@@ -66,6 +66,37 @@ def test_the_formats_are_saved_with_the_model(build, prompt, greedy, tmp_path, o
     assert torch.equal(greedy(again, ids)[1], greedy(model, ids)[1])
     assert formats(hf.load(tmp_path / "saved", keys="int8", values="int8")) == [("int8", "int8", False)] * 2
     assert formats(hf.load(hf.save(again, tmp_path / "twice"))) == BY_LAYER
+
+
+@pytest.mark.parametrize(
+    ("options", "saved", "rotated"),
+    [
+        ({"keys": "int4", "values": "int4"}, True, [True, True]),
+        ({"keys": "int8", "values": "int4"}, False, [False, False]),
+        ({"keys": "int4_channel", "values": "int4"}, False, [False, False]),
+        ({"keys": "int4_g32", "values": "int8", "rotate_keys": False}, False, [False, False]),
+        ({"keys": "int8", "rotate_keys": True, "skip_layers": [0]}, True, [True, True]),
+        ({"keys": "int4", "skip_layers": [0]}, [False, True], [False, True]),
+        ({"keys": ["int4", "int8"], "values": "int8"}, [True, False], [True, False]),
+    ],
+)
+def test_what_is_saved_says_whether_keys_are_rotated(build, prompt, greedy, tmp_path, options, saved, rotated):
+    """Never "by default", which another version may read in another way."""
+    model, ids = hf.quantize(build("llama"), **options), prompt()
+    folder = hf.save(model, tmp_path / "saved")
+    assert json.loads((folder / "config.json").read_text())["halfbyte_cache"]["rotate_keys"] == saved
+    again = hf.load(folder)
+    assert [x[2] for x in formats(model)] == [x[2] for x in formats(again)] == rotated
+    assert torch.equal(greedy(again, ids)[1], greedy(model, ids)[1])
+
+
+def test_settings_of_before_stay_unrotated(build, tmp_path):
+    """4-bit keys were saved with false as long as rotation was off by default."""
+    folder = hf.save(hf.quantize(build("llama"), keys="int8", values="int8"), tmp_path / "saved")
+    config = json.loads((folder / "config.json").read_text())
+    config["halfbyte_cache"] = {"keys": "int4", "values": "int4", "rotate_keys": False, "skip_layers": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert formats(hf.load(folder)) == [("int4", "int4", False)] * 2
 
 
 def test_skipped_layers_are_saved_too(build, tmp_path):

@@ -197,7 +197,7 @@ def test_half_of_a_mixture_is_no_mixture(tmp_path: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"down_proj.weight_codes is in the files, but"):
         hf.load(folder)
-    quantizer = HalfbyteQuantizer(HalfbyteConfig(config["quantization_config"]["modules"]))
+    quantizer = HalfbyteQuantizer(HalfbyteConfig(modules=config["quantization_config"]["modules"]))
     with pytest.raises(CheckpointError, match=r"gate_up_proj' and not 'model.layers.1.mlp.experts.down_proj'"):
         quantizer._process_model_before_weight_loading(tiny_model("mixtral"))
 

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from tiny_models import LLAMA, SIZES
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import configuration_utils
 from transformers.quantizers import auto
 
 import halfbyte.hf as hf
@@ -45,10 +46,28 @@ def test_a_pipeline_without_halfbyte_fails(folder, unknown):
         tf.pipeline("text-generation", model=str(folder))
 
 
-def test_transformers_own_save_pretrained_stops_them_too(build, unknown, tmp_path):
+@pytest.fixture
+def shards(build, tmp_path):
     hf.quantize(build("gpt2"), "nf4").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    return tmp_path / "model"
+
+
+def test_transformers_own_save_pretrained_stops_them_too(shards, unknown):
     with pytest.raises(RuntimeError, match="mismatched"):
-        tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        tf.AutoModelForCausalLM.from_pretrained(shards)
+
+
+def test_a_folder_whose_cache_is_packed_stops_them_too(build, tmp_path, monkeypatch):
+    """Its weights are plain: transformers would run it with a 16-bit cache."""
+    folder = hf.save(hf.quantize(build("llama"), keys="int8", values="int8"), tmp_path / "model")
+    for known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        monkeypatch.delitem(known, "halfbyte")
+    names = tuple(n for n in configuration_utils.ALL_CACHE_IMPLEMENTATIONS if n != "halfbyte")
+    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
+    with pytest.raises(ValueError, match=r"cache_implementation. \(halfbyte\)"):
+        tf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="Could not load model"):
+        tf.pipeline("text-generation", model=str(folder))
 
 
 def test_folders_of_older_versions_load(build, prompt, tmp_path, monkeypatch):

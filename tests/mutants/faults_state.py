@@ -250,6 +250,20 @@ STATE = [
         launches("test_every_fact_makes_another_call[attention: rotated keys]"),
     ),
     Mutant(
+        "per-channel keys rotated by default",
+        "formats.py",
+        "Format.gains_by_rotation",
+        Rewrite("_b and _g", "_b"),
+        caches("test_which_keys_are_rotated_by_default[False-int4_channel]"),
+    ),
+    Mutant(
+        "every layer rotated as the first",
+        "hf/quantize_model.py",
+        "_rotations",
+        Rewrite("_e[0] if _n else _e", "_e[0]"),
+        tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
+    ),
+    Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",

@@ -66,7 +66,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     own = config is not None and config["quant_method"] == OWN
     adapter = None if config is None or own else make_adapter(config)
     infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
-    return Checkpoint(folder, infos, config is not None, adapter)
+    quantized = config is not None and not (own and not config.get("modules"))  # one of halfbyte may be about the cache alone
+    return Checkpoint(folder, infos, quantized, adapter)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:

@@ -22,7 +22,10 @@ Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' 
 Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
 Values = Annotated[str, typer.Option(help="Format of the cached values.")]
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
-Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, which spreads outlier channels.")]
+Rotate = Annotated[
+    bool | None,
+    typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
+]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
 Plan = Annotated[
@@ -50,7 +53,7 @@ def evaluate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
-    rotate_keys: Rotate = False,
+    rotate_keys: Rotate = None,
     skip_layers: Skip = "",
     clip: Clip = None,
     plan: Plan = None,
@@ -73,6 +76,8 @@ def evaluate(
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
+    from halfbyte.hf.cache import head_dims
+    from halfbyte.hf.model_support import text_config
 
     check_page(report, "report")
     check_writable(output, "output")
@@ -80,10 +85,10 @@ def evaluate(
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
-    asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers, clip)
+    asked = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers, clip)
     if plan is not None:
         asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
-    wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
+    wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
     ids = tokenizer.encode(read_text(text))
     tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
     settings = [Setting(), *[s for s in wanted if s != Setting()]]
@@ -109,7 +114,7 @@ def generate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
-    rotate_keys: Rotate = False,
+    rotate_keys: Rotate = None,
     skip_layers: Skip = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
@@ -122,13 +127,23 @@ def generate(
     text = _text(prompt)
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-    setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
+    setting = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers)
     quantized = with_weights(loaded, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def _rotated(model: Any, rotate_keys: bool | None, keys: str) -> bool:
+    """Whether keys in this format are rotated in a cache of this model."""
+    from halfbyte.formats import key_format
+    from halfbyte.hf.cache import head_dims
+    from halfbyte.hf.model_support import text_config
+    from halfbyte.reference.hadamard import rotated
+
+    return rotated(rotate_keys, key_format(keys), head_dims(text_config(model))[0])
 
 
 def read_plan_of(plan: Path, model: Any) -> CachePlan:

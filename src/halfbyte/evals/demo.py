@@ -25,7 +25,11 @@ PROMPT = '''def merge_sorted(left, right):
     result = []
 '''
 TOKENS = 160
-TEXTS = {"16-bit cache": Setting(), "INT8 cache": Setting("int8", "int8"), "INT4 cache": Setting("int4_g32", "int4_g32")}
+TEXTS = {
+    "16-bit cache": Setting(),
+    "INT8 cache": Setting("int8", "int8"),
+    "INT4 cache": Setting("int4_g32", "int4_g32", rotate_keys=True),
+}
 
 
 def demo(report_path: Path, console: Console) -> list[Quality]:

@@ -24,6 +24,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.formats import Format, key_format, value_format, weight_format
 from halfbyte.nn import QuantLayer, QuantLinear
+from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
 
 
@@ -269,15 +270,19 @@ def kv_bytes_per_token(model: Any, setting: Setting) -> float:
     return float(PackedCache(model, 64, **setting.cache_options()).bytes_per_token)
 
 
-def every_kv_setting() -> list[Setting]:
-    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, a rotation."""
+def every_kv_setting(head_dim: int = 128) -> list[Setting]:
+    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, and the formats
+    whose keys a cache of heads of `head_dim` rotates by default as it does."""
     from halfbyte.formats import KV_FORMATS
 
     def values_for(fmt: Format) -> str:
         return fmt.code.name if fmt.token_block else fmt.name
 
     alike = [Setting(name, values_for(fmt)) for name, fmt in KV_FORMATS.items() if fmt.is_quantized]
-    return [*alike, Setting("int8", "int4_g32"), Setting("int4", "int4", rotate_keys=True)]
+    by_default = [
+        Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in KV_FORMATS.items() if rotated(None, fmt, head_dim)
+    ]
+    return [*alike, Setting("int8", "int4_g32"), *by_default]
 
 
 def every_weight_setting() -> list[Setting]:

@@ -17,9 +17,21 @@ from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.key_bias import KeyBiasWarning, key_biases
 from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
+from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
 
-__all__ = ["quantize", "load", "save", "PackedCache", "packed_forwards", "key_biases", "KeyBiasWarning", "NAME", "REFUSED"]
+__all__ = [
+    "quantize",
+    "load",
+    "save",
+    "HalfbyteConfig",
+    "PackedCache",
+    "packed_forwards",
+    "key_biases",
+    "KeyBiasWarning",
+    "NAME",
+    "REFUSED",
+]
 
 register()
 register_experts()

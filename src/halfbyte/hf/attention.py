@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation import configuration_utils
 from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
@@ -288,6 +289,8 @@ def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch
 
 
 def register() -> None:
-    """Register the attention and mask functions with transformers. Importing halfbyte.hf does it."""
+    """Register the attention and mask functions, and the name of the cache, with transformers. Importing halfbyte.hf does it."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    if NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
+        configuration_utils.ALL_CACHE_IMPLEMENTATIONS += (NAME,)  # no seam for it: a closed list, against which files are checked

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from halfbyte.cache import KVCache, check_rotation
+from halfbyte.cache import KVCache
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, key_format, value_format
@@ -16,6 +16,7 @@ from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
+from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import default_impl
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
@@ -42,7 +43,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
     def __repr__(self) -> str:
-        return f"PackedLayer(keys={self.key_format.name}, values={self.value_format.name}, capacity={self.capacity})"
+        return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def kinds(self) -> str:
+        """Formats of keys and values as they are printed: "int4 rotated/int4"."""
+        return f"{self.key_format.name}{' rotated' * self.rotate_keys}/{self.value_format.name}"
 
     @property
     def batch_size(self) -> int:
@@ -164,7 +170,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
-    rotate_keys       Hadamard-rotate keys (and queries) against outliers; as for formats, one for all layers or one for each
+    rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
+                      `halfbyte.KVCache` does by default
     skip_layers       layers that keep 16 bits; negative numbers count from the end
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
@@ -178,7 +185,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         *,
         keys: str | Sequence[str] = "int8",
         values: str | Sequence[str] = "int4_g32",
-        rotate_keys: bool | Sequence[bool] = False,
+        rotate_keys: bool | Sequence[bool] | None = None,
         skip_layers: Iterable[int] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -187,10 +194,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)
-        rotated = layer_rotations(config, rotate_keys)
+        rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
         self.capacity = _whole_buckets(capacity)
         super().__init__(
-            layers=[PackedLayer(self.capacity, k, v, rotate, dtype) for (k, v), rotate in zip(formats, rotated, strict=True)]
+            layers=[PackedLayer(self.capacity, k, v, rotate, dtype) for (k, v), rotate in zip(formats, rotations, strict=True)]
         )
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
@@ -199,7 +206,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 
     def __repr__(self) -> str:
-        kinds = sorted({f"{layer.key_format.name}/{layer.value_format.name}" for layer in self.layers})
+        kinds = sorted({layer.kinds for layer in self.layers})
         return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -325,12 +332,10 @@ def layer_formats(
     return [(plain, plain) if i in skipped else (k_formats[i], v_formats[i]) for i in range(count)]
 
 
-def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool]) -> tuple[bool, ...]:
-    """Whether the keys of each layer are rotated; raises when a head cannot be."""
-    rotated = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers))
-    for rotate in rotated:
-        check_rotation(rotate, head_dims(config)[0] if rotate is True else 0)
-    return rotated
+def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
+    """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
+    wanted, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
+    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(wanted, keys, strict=True))
 
 
 def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
-from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.model_support import model_class, read_config
+from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
+from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize
-from halfbyte.hf.quantizer import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters
 
@@ -105,11 +103,7 @@ def load(
     installed: docs/guides/checkpoints.md. Without keys, values or plan the cache has the formats that were saved with the model.
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
-    if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
-        raise InvalidArgument(
-            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
-            f"transformers': give them to from_pretrained, with a folder that halfbyte.hf.save has written"
-        )
+    check_options(options, quantize)
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
@@ -139,11 +133,6 @@ def load(
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
     cached = any(x is not None for x in (keys, values, options.get("plan")))
-    if not cached and (saved := saved_settings(model.config)) is not None:
-        try:
-            quantize(model, **asdict(saved))
-        except InvalidArgument as error:
-            raise CheckpointError(f"{folder}: config.json has settings of the cache that do not fit: {error}") from error
     if weights is not None or cached or options.get("fuse_qkv") or options.get("fuse_gate_up"):
         quantize(model, weights, keys, values, **options)
     elif options:

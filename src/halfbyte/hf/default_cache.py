@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from halfbyte.errors import CheckpointError, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
+from halfbyte.hf.quantization_config import HalfbyteConfig
 
 #: The entry of config.json that holds the settings.
 SAVED = "halfbyte_cache"
@@ -48,6 +49,10 @@ class DefaultCache:
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
+        if (
+            generation_config.cache_implementation == NAME
+        ):  # this call's copy of it; the name is not known to transformers' own code
+            generation_config.cache_implementation = None
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
             generation_config, mode
         )
@@ -153,6 +158,8 @@ def use_packed_cache(model: Any, settings: CacheSettings) -> None:
     """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
     model.set_attn_implementation(NAME)
     setattr(model.config, SAVED, asdict(settings))
+    if getattr(model.config, "quantization_config", None) is None:
+        model.config.quantization_config = HalfbyteConfig()  # so that transformers looks for halfbyte, which restores the settings
     make_default(model, settings)
 
 
@@ -162,12 +169,13 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         return
     defaults: Any = getattr(model, "generation_config", None)
     given = getattr(defaults, "cache_implementation", None)
-    if given is not None:
+    if given not in (None, NAME):
         warn_once(
             f"generation_config.cache_implementation={given!r} of this model is replaced by the packed cache; "
             f"pass cache_implementation= to generate() to have it back"
         )
-        defaults.cache_implementation = None
+    if defaults is not None:
+        defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
     model._prepare_cache_for_generation = DefaultCache(model, settings)
     model._prepare_model_inputs = LeftPadding(model)
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:

@@ -16,7 +16,7 @@ from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.hf.model_support import read_config
-from halfbyte.hf.quantizer import HalfbyteConfig
+from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.weights import linear_size, warn_about_rest
 
 
@@ -54,7 +54,7 @@ class ExternalCheckpoint:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if formats:
-            config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
+            config.quantization_config = HalfbyteConfig(modules=formats, act_order=act_order).to_dict()
         made, found = type(self.model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
         warn_about_rest(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantizer import mark_quantized
+from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.hf.weights import quantize_modules
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
@@ -34,7 +35,7 @@ def quantize(
     values: str | Sequence[str] | None = None,
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
-    rotate_keys: bool | Sequence[bool] = False,
+    rotate_keys: bool | Sequence[bool] | None = None,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -49,7 +50,7 @@ def quantize(
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
-    rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -73,7 +74,8 @@ def quantize(
         check_clip(clip, weight_format(weights))
         _check_weights_are_plain(inner, weights)
     if settings is not None:
-        check_key_bias(inner, [k for k, _ in _formats(inner, settings)])
+        by_layer = [k for k, _ in _formats(inner, settings)]
+        check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
     if weights is not None:
         mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
     if fuse_qkv and not _fuse_qkv(inner):
@@ -115,12 +117,11 @@ def _cache_settings(
     model: Any,
     keys: str | Sequence[str] | None,
     values: str | Sequence[str] | None,
-    rotate_keys: bool | Sequence[bool],
+    rotate_keys: bool | Sequence[bool] | None,
     skip_layers: tuple[int, ...],
     plan: CachePlan | str | os.PathLike[str] | None,
 ) -> CacheSettings | None:
     """Checked settings of the cache; None when the cache stays transformers' own."""
-    layer_rotations(text_config(model), _hashable(rotate_keys))
     others = bool(rotate_keys or skip_layers)
     if keys is None and values is None and plan is None:
         check(not others, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well")
@@ -133,7 +134,8 @@ def _cache_settings(
         settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, ())
     else:
         plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), _hashable(rotate_keys), skip_layers)
+        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skip_layers)
+        settings = replace(settings, rotate_keys=_rotations(model, rotate_keys, settings))
     _formats(model, settings)
     check_can_read_packed(model)
     return settings
@@ -142,6 +144,12 @@ def _cache_settings(
 def _hashable(given: Any) -> Any:
     """A list with one entry for each layer as a tuple, anything else as it is."""
     return tuple(given) if isinstance(given, list) else given
+
+
+def _rotations(model: Any, rotate_keys: Any, settings: CacheSettings) -> bool | tuple[bool, ...]:
+    """Which layers rotate keys, without None: what is saved must not change its meaning. One answer where all layers agree."""
+    each = layer_rotations(text_config(model), rotate_keys, [k for k, _ in _formats(model, settings)])
+    return each[0] if len(set(each)) == 1 else each
 
 
 def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]:

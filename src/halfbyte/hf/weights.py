@@ -47,6 +47,13 @@ class Target:
     shape: Shape
     projection: str = ""
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters of `owner` that a quantized layer replaces."""
+        if not self.projection:
+            return ("weight",)
+        return (self.projection, f"{self.projection}_bias") if self.owner.has_bias else (self.projection,)
+
     def quantized(self, fmt: Format, clip: str | None) -> QuantLayer:
         if self.projection:
             return quantize_stack(self.owner, self.projection, fmt, clip)
@@ -114,6 +121,11 @@ def check_fits(chosen: Mapping[str, Target], fmt: Format) -> None:
             fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
+
+
+def check_loaded(chosen: Mapping[str, Target]) -> None:
+    """Raise for a weight that is not there."""
+    for name, target in chosen.items():
         check(
             not any(p.is_meta for p in target.owner.parameters()),
             f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
@@ -126,18 +138,24 @@ def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable
     chosen = weight_format(fmt)
     found = select(model, skip_modules)
     check_fits(found, chosen)
+    check_loaded(found)
     made: dict[Target, QuantLayer] = {}
     for name, target in found.items():
         if target not in made:
-            try:
-                made[target] = target.quantized(chosen, clip)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"{name}: {error}") from error
+            made[target] = quantized(name, target, chosen, clip)
     for name, target in found.items():
         replace(model, name, made[target])
     use_experts(model)
     warn_about_rest(model)
     return dict.fromkeys(found, chosen.name)
+
+
+def quantized(name: str, target: Target, fmt: Format, clip: str | None) -> QuantLayer:
+    """The layer that takes the place of a weight; an error names it."""
+    try:
+        return target.quantized(fmt, clip)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from error
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

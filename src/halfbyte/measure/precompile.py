@@ -110,7 +110,7 @@ def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
         kv_buffer(format_of(name), (p.batch, p.heads, p.capacity, p.dim), p.batch, dtype) for name in (p.keys, p.values)
     )
     q = empty(p.batch, p.heads * p.group, p.queries, p.dim, dtype=dtype)
-    call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5))
+    call = DecodeCall(q, keys, values, empty(p.batch), None, None, AttentionOptions(p.dim**-0.5, rotate_keys=p.rotate_keys))
     yield from recorded_launch("decode", call, plan)
 
 

@@ -47,7 +47,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
                 _by_slabs(call, outs)
             elif level == "gluon":
                 raise Unsupported(
-                    f"impl='gluon' cannot run this product: {plan}; use impl='auto', which takes the portable kernel here"
+                    f"impl='gluon' cannot run this GEMM: {plan}; use impl='auto', which takes the portable kernel here"
                 )
             else:
                 _run_portable(call, outs, compiled)

@@ -14,7 +14,7 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
-from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.hadamard import block_size, rotated
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
@@ -91,13 +91,12 @@ def dense_problem(
     values: str,
     page: int = 0,
     deterministic_batch: bool = False,
-    rotate_keys: bool = False,
 ) -> DecodeProblem:
-    """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
+    """A call without options on a cache as `KVCache` makes it: aligned, nothing between what lies side by side."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
-        rotate_keys=rotate_keys,
+        rotate_keys=rotated(None, KV_FORMATS[keys], dim),
     )
 
 
@@ -259,12 +258,12 @@ def shape_of(
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
     no room for a program more: with more stages the ends of programs spread more.
     """
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in (keys, values))
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))
-    light = plain_int4 and narrow and leanest
+    light = plain_int and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
         spec = DecodeSpec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False, heads=heads)
-        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int or (narrow and lean) else 16
         most = min(most, keys.block or most)  # a warp's tokens share their scales
         if tokens > 16 and (tokens > most or tokens * padded_rows // spec.warps_q > (1024 if light else 512)):
             continue
@@ -301,12 +300,12 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.codes_per_word * side.padded for side in sides]
     suits = all(side.codes_per_word > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits == 4 for side in sides)):
+    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits <= 4 for side in sides)):
         return None
     if spec.values.groups > 1:
         padded = (_alone(replace(spec, pad_slots=slots), 3, limit) for slots in range(4))
         roomy = (found for found in padded if found is not None and 2 * (found[0].shared_bytes + 1024) > limit)
-        return None if spec.keys.bits == 4 else next(roomy, None)
+        return None if spec.keys.bits <= 4 else next(roomy, None)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
@@ -320,10 +319,10 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in sides)
-    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int4 else 16) > num_sms:
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in sides)
+    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int else 16) > num_sms:
         return None
-    short = plain_int4 and items * capacity <= 1024 * programs(items, num_sms)
+    short = plain_int and items * capacity <= 1024 * programs(items, num_sms)
     return _alone(spec, 2 if short else 3, limit)
 
 

@@ -13,6 +13,7 @@ from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
+from halfbyte.reference.hadamard import block_size
 
 
 def explanation(
@@ -51,6 +52,8 @@ def explanation(
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
+    if p.rotate_keys:
+        facts["rotation"] = f"keys are stored rotated, in blocks of {block_size(dim)} dims; queries are rotated as they are loaded"
     block = queries_of_a_block(p, capability)
     if block:
         count = -(-queries // block)
