@@ -139,10 +139,13 @@ def table(measured: Sequence[Record]) -> Table:
 def drawn(measured: Sequence[Record]) -> list[str]:
     """KL divergence against bits: without outliers, and the largest over all models."""
     made = []
-    for title, chosen in (("Without outliers", [PLAIN]), ("The largest of all models, with and without outliers", list(MODELS))):
+    for title, chosen in (
+        ("Without outliers", [PLAIN]),
+        ("Largest divergence of the models with and without outliers", list(MODELS)),
+    ):
         points = _worst([r for r in measured if r.case in chosen], len(chosen))
         if points:
-            named = {id(r) for r in front(points)}
+            named = {id(r) for r in front([r for r in points if r.op == QUALITY])}
             shown = [charts.Point(r.formats * (id(r) in named), r.bits or 0.0, r.error or 0.0, _method(r)) for r in points]
             label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
             made.append(charts.scatter(shown, x_label=label, y_label="mean KL divergence, nats", title=title, log_y=True))
@@ -170,13 +173,13 @@ def says(measured: Sequence[Record]) -> list[str]:
     for plan in (r for r in measured if r.op == BY_LAYER and r.error):
         others = [r.error or 0.0 for r in measured if r.case == plan.case and r.op == QUALITY and r.error and _fits(r, plan)]
         if others:
-            gains[f"{plan.case} {plan.formats}"] = min(others) / (plan.error or 1.0)
+            gains[f"{plan.case}, {plan.formats}"] = min(others) / (plan.error or 1.0)
     if better := [gain for gain in gains.values() if gain > 1]:
-        worse = "; ".join(f"{name}: {gain:.2f}" for name, gain in gains.items() if gain <= 1)
+        worse = "; ".join(f"{name} ({gain:.2f})" for name, gain in gains.items() if gain <= 1)
         parts.append(
             "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
             f"bits in {len(better)} of {len(gains)} cases, by a factor of {min(better):.2f} to {max(better):.2f}"
-            f"{f' (not {worse})' if worse else ''}."
+            f"{f'; all but: {worse}' if worse else ''}."
         )
     return parts
 
