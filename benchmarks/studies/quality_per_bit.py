@@ -174,12 +174,12 @@ def says(measured: Sequence[Record]) -> list[str]:
         others = [r.error or 0.0 for r in measured if r.case == plan.case and r.op == QUALITY and r.error and _fits(r, plan)]
         if others:
             gains[f"{plan.case}, {plan.formats}"] = min(others) / (plan.error or 1.0)
-    if better := [gain for gain in gains.values() if gain > 1]:
-        worse = "; ".join(f"{name} ({gain:.2f})" for name, gain in gains.items() if gain <= 1)
+    if gains:
+        least = min(gains, key=lambda name: gains[name])
         parts.append(
             "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
-            f"bits in {len(better)} of {len(gains)} cases, by a factor of {min(better):.2f} to {max(better):.2f}"
-            f"{f'; all but: {worse}' if worse else ''}."
+            f"bits in {sum(gain > 1 for gain in gains.values())} of {len(gains)} cases, by a factor of {gains[least]:.2f} ({least}) to "
+            f"{max(gains.values()):.2f}."
         )
     return parts
 
