@@ -175,11 +175,10 @@ def says(measured: Sequence[Record]) -> list[str]:
         if others:
             gains[f"{plan.case}, {plan.formats}"] = min(others) / (plan.error or 1.0)
     if gains:
-        least = min(gains, key=lambda name: gains[name])
+        least, better = min(gains, key=lambda name: gains[name]), sum(gain > 1 for gain in gains.values())
         parts.append(
             "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
-            f"bits in {sum(gain > 1 for gain in gains.values())} of {len(gains)} cases, by a factor of {gains[least]:.2f} ({least}) to "
-            f"{max(gains.values()):.2f}."
+            f"bits in {better} of {len(gains)} cases, by a factor of {gains[least]:.2f} ({least}) to {max(gains.values()):.2f}."
         )
     return parts
 
