@@ -264,6 +264,13 @@ STATE = [
         tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
     ),
     Mutant(
+        "values that are rotated already rotated back",
+        "hf/value_rotation.py",
+        "layers_to_rotate",
+        Rewrite("getattr(_m.config, SAVED, False)", "False"),
+        tests_of("hf/test_hf_value_rotation.py")("test_it_is_saved_and_done_once"),
+    ),
+    Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",

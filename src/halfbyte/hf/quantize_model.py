@@ -16,8 +16,9 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.weights import quantize_modules
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
+from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -36,6 +37,7 @@ def quantize(
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
     rotate_keys: bool | Sequence[bool] | None = None,
+    rotate_values: bool = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -51,6 +53,8 @@ def quantize(
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
     rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
+                  the rounding of these weights, and values in the cache without outlier channels
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -62,7 +66,7 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    if weights is keys is values is plan is None and not (quantized and (fuse_qkv or fuse_gate_up)):
+    if weights is keys is values is plan is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
         weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
@@ -72,12 +76,18 @@ def quantize(
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
-        _check_weights_are_plain(inner, weights)
+        _check_weights_are_plain(inner, weights, skip_modules)
+    check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
+    to_rotate = layers_to_rotate(inner) if rotate_values else []
     if settings is not None:
         by_layer = [k for k, _ in _formats(inner, settings)]
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
+    if to_rotate:
+        rotate_values_of(inner, to_rotate)
     if weights is not None:
-        mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
+        before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
+        kept = before.modules if isinstance(before, HalfbyteConfig) else {}
+        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, clip)})
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):
@@ -87,9 +97,11 @@ def quantize(
     return model
 
 
-def _check_weights_are_plain(model: Any, weights: str) -> None:
-    """Raise for a model whose weights another quantizer of transformers still holds."""
+def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
+    """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
     if not _held_quantizer(model):
+        return
+    if isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig) and select(model, skip_modules):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
@@ -101,7 +113,7 @@ def _check_weights_are_plain(model: Any, weights: str) -> None:
 
 
 def _held_quantizer(model: Any) -> bool:
-    """Whether another quantizer of transformers holds the model's weights."""
+    """Whether a quantizer of transformers, halfbyte's included, holds the weights."""
     quantizer = getattr(model, "hf_quantizer", None)
     return quantizer is not None and not getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
 
