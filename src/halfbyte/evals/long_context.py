@@ -1,6 +1,6 @@
 """Long contexts: is a key found again, and where do greedy texts part from the 16-bit run's?
 
-Retrieval. A random key stands somewhere in a long text, and the end asks for it. Given the first tokens of the key, is its next one
+Retrieval. A random key stands somewhere in a long text, and the end requests it. Given the first tokens of the key, is its next one
 the likeliest? As the key so far is given, that works for byte-level and other base models, too, which follow no instruction; a
 tokenizer with a chat template frames text and answer by it.
 

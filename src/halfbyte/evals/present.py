@@ -208,7 +208,7 @@ def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
     from halfbyte.measure.charts import lines
 
     report.heading(f"Contexts of {results[0].context:,} tokens").text(
-        "Retrieval: a random key stands in a text, each time at another depth, and the end asks for it; counted are the tokens of "
+        "Retrieval: a random key stands in a text, each time at another depth, and the end requests it; counted are the tokens of "
         "keys that are the likeliest ones, given those before them. Continuations: greedy texts, how many of their tokens equal "
         "those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that breaks "
         "down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, each later token from the cache."
