@@ -22,6 +22,7 @@ from halfbyte.plans.decode_attention import (
     kv_spec,
     programs,
     queries_of_a_block,
+    ragged_blocks,
     reduce_fanin_of,
     with_reduce_smem,
 )
@@ -49,6 +50,18 @@ def why_not(p: DecodeProblem, capability: tuple[int, int] = (9, 0)) -> str:
     found = gluon_plan(p, 132, capability, True)
     assert isinstance(found, str)
     return found
+
+
+@pytest.mark.parametrize(
+    ("most", "capability", "queries"), [(1, (9, 0), 1), (4, (9, 0), 4), (512, (9, 0), 32), (512, (8, 0), 8), (512, (10, 0), 8)]
+)
+def test_ragged_queries_become_blocks(most: int, capability: tuple[int, int], queries: int) -> None:
+    """64 decodes and a prompt of 512 tokens, or fewer where no sequence has so many."""
+    mixed = replace(LAYER, batch=65, queries=576, page=16, ragged=True)
+    assert "takes blocks of them" in why_not(mixed, capability)
+    blocks = ragged_blocks(mixed, most, capability)
+    assert (blocks.queries, blocks.batch) == (queries, 576 // queries + 65)
+    tuned(blocks, capability=capability)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -16,12 +16,17 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.weights import quantize_modules
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
+from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
+
+#: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
+#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md).
+WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
 
 
 def quantize(
@@ -32,13 +37,15 @@ def quantize(
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
     rotate_keys: bool | Sequence[bool] | None = None,
+    rotate_values: bool = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
+    already, and a cache of int4_channel keys and int8 values.
 
     weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
                   lm_head, norms and routers stay as they are
@@ -46,6 +53,8 @@ def quantize(
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
     rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
+                  the rounding of these weights, and values in the cache without outlier channels
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -57,24 +66,28 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
+    if weights is keys is values is plan is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
+        weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
-    check(
-        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
-        _check_weights_are_plain(inner, weights)
+        _check_weights_are_plain(inner, weights, skip_modules)
+    check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
+    to_rotate = layers_to_rotate(inner) if rotate_values else []
     if settings is not None:
         by_layer = [k for k, _ in _formats(inner, settings)]
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
+    if to_rotate:
+        rotate_values_of(inner, to_rotate)
     if weights is not None:
-        mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
+        before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
+        kept = before.modules if isinstance(before, HalfbyteConfig) else {}
+        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, clip)})
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):
@@ -84,11 +97,11 @@ def quantize(
     return model
 
 
-def _check_weights_are_plain(model: Any, weights: str) -> None:
-    """Raise for a model whose weights another quantizer of transformers still holds."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    config = getattr(quantizer, "quantization_config", None)
-    if quantizer is None or getattr(config, "dequantize", False):
+def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
+    """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
+    if not _held_quantizer(model):
+        return
+    if isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig) and select(model, skip_modules):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
@@ -97,6 +110,12 @@ def _check_weights_are_plain(model: Any, weights: str) -> None:
         "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
     }.get(method, "leave weights out")
     raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
+
+
+def _held_quantizer(model: Any) -> bool:
+    """Whether a quantizer of transformers, halfbyte's included, holds the weights."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and not getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
 
 
 def _check_model(model: Any) -> None:

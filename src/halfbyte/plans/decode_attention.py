@@ -191,6 +191,13 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     return 0
 
 
+def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
+    """Ragged queries, at most `most` of a sequence, as a tuned kernel takes them: each block of them is a sequence of its own."""
+    even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
+    queries = queries_of_a_block(even, capability) or even.queries
+    return replace(even, queries=queries, batch=p.queries // queries + p.batch)
+
+
 def for_many_sequences(plan: DecodePlan) -> DecodePlan:
     """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
@@ -217,10 +224,10 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
-    if p.ragged:
-        return "ragged queries; the tuned kernel takes equally many of each sequence, T = B * max_query_len"
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel partitions the whole batch"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
         codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
         return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
