@@ -149,6 +149,7 @@ TARGETS: tuple[Target, ...] = (
     *_three("int4", "roof_share", 0.94, 0.92, 0.76),
     *_three("int4", "times_16_bit", 3.5, 3.3, 2.7),
     *_three("int4_g32", "roof_share", 0.93, 0.90, 0.74),
+    *_three("int2", "roof_share", 0.80, 0.70),
     *_three("int8", "roof_share", 0.97, 0.94, 0.82),
     *_three("int8", "times_16_bit", 1.85, 1.85),
     *(Target("batch 128 x 8,192", formats, "roof_share", 0.90) for formats in ("fp8", "int8+int4", "int8+int4_g32")),

@@ -46,7 +46,7 @@ def in_chunks(batch: Batch, chunk: int, **options: Any) -> tuple[torch.Tensor, t
     for begin in range(0, len(batch.q), chunk):
         q = batch.q[begin : begin + chunk]
         seen = view._replace(lengths=view.lengths * 0 + begin + len(q))
-        bounds = torch.tensor([0, len(q)], dtype=torch.int32)
+        bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
         outs.append(engine.attention_varlen(q, seen, bounds, len(q), return_lse=True, **options))
     return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
 

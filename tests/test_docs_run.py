@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,8 +76,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_block_runs_twice(page: Path, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", offline)
     for _ in range(2):
         run(page, models)
+
+
+def offline(self: socket.socket, address: object) -> None:
+    """What a page meets that asks the network for anything."""
+    raise AssertionError(f"a block connects to {address}; pages run offline")
 
 
 def run(page: Path, models: dict[str, str]) -> None:

@@ -28,6 +28,16 @@ class Batch:
     v: torch.Tensor
     bounds: torch.Tensor
     most: int
+    memory: torch.Tensor
+    layout: engine.PageLayout
+
+    def to(self, device: str) -> Batch:
+        """A copy on another device, its pages as they lie."""
+        memory, view = self.memory.to(device, copy=True), self.view
+        lengths, table = view.lengths.to(device), None if view.page_table is None else view.page_table.to(device)
+        q, k, v, bounds = (x.to(device) for x in (self.q, self.k, self.v, self.bounds))
+        moved = PagedView(*self.layout.buffers(memory), lengths, table, view.rotate_keys)
+        return Batch(moved, q, k, v, bounds, self.most, memory, self.layout)
 
     def attend(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = engine.attention_varlen(self.q, self.view, self.bounds, self.most, return_lse=True, **options)
@@ -38,12 +48,15 @@ class Batch:
         """As kernels get it, of what nobody has looked at."""
         options = AttentionOptions(self.view.keys.dim**-0.5, rotate_keys=self.view.rotate_keys)
         keys, values, lengths, table = self.view[:4]
-        return DecodeCall(self.q.transpose(0, 1)[None], keys, values, lengths, None, table, options, impl, cu_seqlens_q=self.bounds)
+        call = DecodeCall(self.q.transpose(0, 1)[None], keys, values, lengths, None, table, options, impl)
+        return call._replace(cu_seqlens_q=self.bounds, max_query_len=self.most)
 
-    def check(self, impl: str, *, exact: bool = False, **options: Any) -> None:
+    def check(self, impl: str, *, exact: bool = False, device: str = "cpu", **options: Any) -> None:
         """Within the accuracy promise."""
-        given = {"prefill": "exact", "k": self.k, "v": self.v} if exact else {}
-        out, lse = self.attend(impl=impl, **given, **options)
+        there = self if device == "cpu" else self.to(device)
+        given = {"prefill": "exact", "k": there.k, "v": there.v} if exact else {}
+        given |= {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out, lse = (x.cpu() for x in there.attend(impl=impl, **given))
         truth, base = (self.truth(dtype, exact, **options) for dtype in (torch.float64, self.q.dtype))
         assert out.dtype is self.q.dtype
         assert not attention_errors(out, lse, truth, base)
@@ -106,4 +119,4 @@ def batch_of(
     nan = [torch.full((padding, *x[0].shape[1:]), torch.nan) for x in (q, k, v)]
     flat = [torch.cat([*x, rest]).to(dtype) for x, rest in zip((q, k, v), nan, strict=True)]
     bounds = torch.tensor([0, *(n for n, _ in sequences)]).cumsum(0).int()
-    return Batch(view, *flat, bounds, max([1, *(n for n, _ in sequences)]))
+    return Batch(view, *flat, bounds, max([1, *(n for n, _ in sequences)]), memory, layout)

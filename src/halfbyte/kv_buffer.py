@@ -93,7 +93,7 @@ class DecodeCall(NamedTuple):
     q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
     query_start None: the newest tokens, lengths - L. `impl`: what was requested, and then the level that runs.
     cu_seqlens_q, int32 [B + 1]: q is [1, Hq, T, D], and its tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] are the newest ones of
-    sequence b. What lies behind all of them is padding: out = 0 and lse = -inf.
+    sequence b, which are max_query_len at most. What lies behind all of them is padding: out = 0 and lse = -inf.
     """
 
     q: torch.Tensor
@@ -106,6 +106,7 @@ class DecodeCall(NamedTuple):
     impl: str = "auto"
     deterministic_batch: bool = False
     cu_seqlens_q: torch.Tensor | None = None
+    max_query_len: int = 0
 
     def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; of ragged queries heads of a token lie side by side."""

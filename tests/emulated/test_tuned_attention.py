@@ -14,6 +14,16 @@ ROTATED = frozenset({"rotate"})
 CASES = {
     "int4": Case(Variant("int4", "int4", group=8), 1, (300, 7)),
     "int4 groups, 5 heads": Case(Variant("int4_g32", "int4_g64", group=5, dim=64), 2, (150, 129), slack=7),
+    "int2": Case(Variant("int2", "int2", group=8), 1, (300, 7)),
+    "int2 groups, 5 heads": Case(Variant("int2_g32", "int2_g64", group=5, options=frozenset({"rotate"})), 2, (150, 129), slack=7),
+    "int2 groups, pages, 4 queries": Case(
+        Variant("int2_g64", "int2_g32", queries=4, page=16, options=frozenset({"window", "alibi", "softcap"})), 1, (130, 47)
+    ),
+    "int2 heads of 256": Case(Variant("int2_g32", "int2_g32", dim=256, group=2), 1, (100, 33)),
+    "int4 over int2, 16 heads": Case(Variant("int4", "int2", group=16), 1, (200, 3)),
+    "int2, tokens first, two heads": Case(Variant("int2", "int2", layout="BTHD", group=4), 2, (200, 64)),
+    "int2 groups, 64 rows, pages": Case(Variant("int2_g32", "int2", group=8, queries=8, page=64), 1, (300, 7)),
+    "int2 groups, 128 rows, tokens first": Case(Variant("int2", "int2_g32", group=16, queries=8, layout="BTHD"), 2, (200, 0)),
     "int8 over int4, pages": Case(Variant("int8", "int4", page=16), 2, (130, 0, 47)),
     "int8, 16 heads, sums in the ring": Case(Variant("int8", "int8", group=16), 1, (700, 3)),
     "fp8, 4 queries": Case(Variant("fp8", "fp8", queries=4), 1, (260, 40), early=True),

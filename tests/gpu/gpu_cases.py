@@ -42,6 +42,7 @@ NARROW = (
     ("int4", "fp8_tensor", 64),
     ("int8", "int8", 64),
     ("int4", "int4", 64),
+    ("int2", "int2", 128),
     ("fp8", "int8_tensor", 64),
 )
 EDGES = sorted({0, 1, 2, 3, *(n + d for n in (16, 32, 64, 128, 256, 512, 1024) for d in (-1, 0, 1))})

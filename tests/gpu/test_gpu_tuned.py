@@ -58,7 +58,10 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
 @pytest.mark.compile_first
 @pytest.mark.parametrize(
     ("formats", "lengths", "heads"),
-    [(("int8", "int4_g32"), (1, 5000, 64, 777), 2), (("int4", "int4"), (8192,), 1), (("fp8", "fp8"), (100,) * 40, 8)],
+    [
+        *((("int8", "int4_g32"), (1, 5000, 64, 777), 2), (("int4", "int4"), (8192,), 1), (("fp8", "fp8"), (100,) * 40, 8)),
+        *((("int2", "int2"), (4000, 33, 2048), 2), (("int4", "int2_g64"), (1, 3000), 2)),
+    ],
 )
 def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: tuple[int, ...], heads: int) -> None:
     gpu = describe("cuda")

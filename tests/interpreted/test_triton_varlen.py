@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfbyte.ops import _decode_on_gpu as on_gpu
+from halfbyte.ops._decode_blocks import blocks_of_ragged, from_blocks
 from test_attention_varlen import OPTIONS, assert_same, in_chunks
 from varlen_cases import MIXED, batch_of
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 #: More sequences than one load takes, most of them decoding.
 MANY = [(1, 1 + 3 * b % 40) for b in range(132)] + [(18, 30), (0, 0), (2, 2)]
+#: What no engine makes, and memory may hold.
+BAD_BOUNDS = ([0, 5, 3, 99, -7, 10, 2], [9, 9, 9, 9, 9, 9, 10**6], [-(2**31)] * 7, [2**31 - 1] * 7)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -58,6 +61,27 @@ def test_even_batches_take_the_kernels_of_decoding(most: int, monkeypatch: pytes
     assert_same((batch.attend(impl="triton", out=into)[0], into), (out, out))
 
 
+@pytest.mark.parametrize("queries", [1, 5, 33])
+def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tuned kernel takes them; the portable one stands in for it."""
+    monkeypatch.setattr(on_gpu, "_queries_of_a_ragged_block", lambda call: queries)
+    monkeypatch.setattr(on_gpu, "_launch_ragged", None)
+    batch_of(MIXED, dtype=torch.bfloat16, padding=21).check("triton", window=33, sinks=torch.ones(4))
+    batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=1).check("triton", exact=True)
+
+
+@pytest.mark.parametrize("queries", [3, 16])
+def test_blocks_of_bounds_that_no_engine_makes(queries: int) -> None:
+    """Every index lies where there is something, and every token has a result."""
+    batch = batch_of(MIXED, dtype=torch.float16)
+    for bounds in BAD_BOUNDS:
+        batch.bounds = torch.tensor(bounds, dtype=torch.int32)
+        blocks, places = blocks_of_ragged(batch.call("triton"), queries)
+        assert blocks.q.shape == (len(batch.q) // queries + len(MIXED), 4, queries, 64)
+        assert not blocks.q.isnan().any()
+        assert from_blocks(torch.zeros(*blocks.q.shape), places, 0.0).shape == (len(batch.q), 4, 64)
+
+
 @pytest.mark.parametrize("options", ["plain", "everything"])
 def test_bits_do_not_depend_on_chunks_if_asked(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"impl": "triton", "deterministic_batch": True, **OPTIONS[options]}
@@ -83,7 +107,7 @@ def test_bounds_that_no_engine_makes_reach_no_other_memory(monkeypatch: pytest.M
     rows = torch.full((3, *batch.q.shape), torch.nan, dtype=torch.float16)
     rows[1] = batch.q
     batch.q = rows[1]
-    for bounds in ([0, 5, 3, 99, -7, 10, 2], [9, 9, 9, 9, 9, 9, 10**6], [-(2**31)] * 7, [2**31 - 1] * 7):
+    for bounds in BAD_BOUNDS:
         batch.bounds = torch.tensor(bounds, dtype=torch.int32)
         memory = torch.full_like(rows, 7.0)
         on_gpu.run(batch.call("triton"), into=memory[1].transpose(0, 1)[None])

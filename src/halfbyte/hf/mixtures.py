@@ -45,14 +45,11 @@ def stack_shape(module: Any, name: str) -> Shape:
 
 def quantize_stack(module: Any, name: str, fmt: Format, clip: str | None) -> QuantExperts:
     """One projection of a mixture, quantized; gate and up rows alternate."""
-    mixed = _is_concatenated(module, name)
 
     def order(piece: torch.Tensor) -> torch.Tensor:
-        piece = piece.mT if module.is_transposed else piece
-        return alternating(piece) if mixed else piece
+        return in_order(module, name, piece.mT if module.is_transposed else piece)
 
-    bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None
-    bias = alternating(bias) if mixed and bias is not None else bias
+    bias = in_order(module, name, getattr(module, f"{name}_bias").detach()) if module.has_bias else None
     return QuantExperts.from_stack(getattr(module, name), fmt, bias, clip=clip, order=order)
 
 
@@ -62,14 +59,12 @@ def empty_stack(module: Any, name: str, fmt: Format, act_order: bool) -> QuantEx
     return QuantExperts.empty(stack_shape(module, name), fmt, bias_dtype, act_order=act_order)
 
 
-def alternating(rows: torch.Tensor) -> torch.Tensor:
-    """[experts, gate rows then up rows, ...] -> g0, u0, g1, u1, ..."""
+def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [experts, N, ...] of a projection as the model has them, in the order of `experts_linear`: g0, u0, g1, u1, ..."""
+    if name != "gate_up_proj" or not module.is_concatenated:
+        return rows
     gate, up = rows.chunk(2, dim=1)
     return torch.stack((gate, up), 2).flatten(1, 2)
-
-
-def _is_concatenated(module: Any, name: str) -> bool:
-    return bool(module.has_gate and module.is_concatenated and name == "gate_up_proj")
 
 
 def use_experts(model: nn.Module) -> None:

@@ -16,8 +16,8 @@ from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, model_s
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.weights import quantize_modules
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -69,12 +69,14 @@ def quantize(
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
-        _check_weights_are_plain(inner, weights)
+        _check_weights_are_plain(inner, weights, skip_modules)
     if settings is not None:
         by_layer = [k for k, _ in _formats(inner, settings)]
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
     if weights is not None:
-        mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
+        before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
+        kept = before.modules if isinstance(before, HalfbyteConfig) else {}
+        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, clip)})
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):
@@ -84,11 +86,13 @@ def quantize(
     return model
 
 
-def _check_weights_are_plain(model: Any, weights: str) -> None:
-    """Raise for a model whose weights another quantizer of transformers still holds."""
+def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
+    """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
     quantizer = getattr(model, "hf_quantizer", None)
     config = getattr(quantizer, "quantization_config", None)
     if quantizer is None or getattr(config, "dequantize", False):
+        return
+    if isinstance(config, HalfbyteConfig) and select(model, skip_modules):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string

@@ -97,7 +97,7 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
         if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
     found = {name: target for name, target in every.items() if id(target.owner) in inside}
-    if not found:
+    if not found and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
     stay = {id(t.owner) for name, t in found.items() if is_skipped(name, skips) or name.rpartition(".")[2] in ROUTERS | UNCALLED}
     return {name: target for name, target in found.items() if id(target.owner) not in stay}

@@ -15,11 +15,11 @@ import torch
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops._decode_blocks import blocks_of, put
+from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
 from halfbyte.ops.launch_cache import Layout, Signature, layout, replay, signature, store
 from halfbyte.ops.workspace import counters, floats, shared
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
 from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
 from halfbyte.settings import pair_launches
@@ -84,15 +84,39 @@ def _takes(out: torch.Tensor, wanted: Layout) -> bool:
 
 
 def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
-    """Ragged queries, as many at a time as the workspace takes: the portable kernel finds out on the device whose they are."""
+    """Ragged queries: in blocks by the tuned kernel, or by the portable one, which finds out on the device whose they are."""
+    if not len(call.lengths):
+        out.zero_()
+        lse.fill_(-math.inf)
+    elif queries := _queries_of_a_ragged_block(call):
+        blocks, places = blocks_of_ragged(call, queries)
+        for whole, part, otherwise in zip((out, lse), _run_block(blocks, own), (0, -math.inf), strict=True):
+            whole[0].transpose(0, 1).copy_(from_blocks(part, places, otherwise))
+    else:
+        _launch_ragged(call, out, lse, own)
+
+
+def _queries_of_a_ragged_block(call: DecodeCall) -> int:
+    """New tokens that the tuned kernel takes at a time; 0: it takes none."""
+    if call.impl == "triton" or call.deterministic_batch or call.page_table is None or call.keys.tail is not None:
+        return 0
+    return _ragged_block(problem_of(call), call.max_query_len, call.impl, _index(call.q), pair_launches())
+
+
+@functools.lru_cache(maxsize=1024)
+def _ragged_block(problem: DecodeProblem, most: int, level: str, device: int, use_pdl: bool) -> int:
+    if device < 0 or problem.dtype not in DTYPES.values():
+        return 0
+    blocks = ragged_blocks(problem, most, gpu(device).capability)
+    return blocks.queries if isinstance(_plan(blocks, level, device, use_pdl), DecodePlan) else 0
+
+
+def _launch_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """Launch the portable kernel, on as many tokens at a time as the workspace takes."""
     from halfbyte.kernels.decode import portable
 
     bounds, lengths, tokens = call.cu_seqlens_q, call.lengths, call.q.shape[2]
     assert bounds is not None
-    if not len(lengths):
-        out.zero_()
-        lse.fill_(-math.inf)
-        return
     tiles = plan_of(call, pair_launches())
     assert isinstance(tiles, TritonTiles)
     most = max(1, MOST_FLOATS // max(1, portable.workspace_floats(call.q.shape[1], call.values.dim, tiles.splits)))

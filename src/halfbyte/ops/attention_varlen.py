@@ -61,22 +61,22 @@ def attention_varlen(
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, None)
     most = integer("max_query_len", max_query_len, 1, 2**31 - 1, "the largest number of queries of a sequence, at least 1")
     memory = (cache.keys, cache.values, cache.lengths, None, cache.page_table)
-    call = _checked(DecodeCall(q, *memory, options, impl, deterministic_batch, cu_seqlens_q), most)
+    call = _checked(DecodeCall(q, *memory, options, impl, deterministic_batch, cu_seqlens_q, most))
     if out is not None:
         check_out(out, q, (*q.shape[:2], cache.values.dim))
     if prefill == "exact":
-        found, lse = _exact(call, k, v, most)
+        found, lse = _exact(call, k, v)
     else:
         check(prefill == "cache", f"prefill={prefill!r}; expected 'cache' or 'exact'")
         check(k is None and v is None, "k and v were given with prefill='cache', which reads what is stored; leave them out")
-        found, lse = _attend(call, most, out)
+        found, lse = _attend(call, out)
     found = found if out is None else put_into(out, found)
     return (found, lse) if return_lse else found
 
 
-def _attend(call: DecodeCall, most: int, into: torch.Tensor | None = None) -> Results:
+def _attend(call: DecodeCall, into: torch.Tensor | None = None) -> Results:
     """(out [T, Hq, Dv], lse [T, Hq]) of a call with q [T, Hq, D]."""
-    q, batch = call.q, len(call.lengths)
+    q, batch, most = call.q, len(call.lengths), call.max_query_len
     kernel = q.is_cuda or call.impl in ("gluon", "triton")
     if not kernel or call.deterministic_batch or len(q) != batch * most:
         into = None if into is None else into.transpose(0, 1)[None]
@@ -90,15 +90,15 @@ def _attend(call: DecodeCall, most: int, into: torch.Tensor | None = None) -> Re
     return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 
-def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None, most: int) -> Results:
+def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> Results:
     """The past as it is stored and the tokens of this call as they came, merged."""
-    q, bounds, o = call.q, call.cu_seqlens_q, call.options
+    q, bounds, most, o = call.q, call.cu_seqlens_q, call.max_query_len, call.options
     check(k is not None and v is not None, "prefill='exact' needs k and v, the keys and values of this call's tokens")
     assert k is not None and v is not None and bounds is not None
     for name, x, buffer in (("k", k, call.keys), ("v", v, call.values)):
         check_tensor(name, x, (len(q), buffer.heads, buffer.dim), device=q.device)
     counts = bounds.diff()
-    past = _attend(call._replace(options=o._replace(sinks=None, ends=call.lengths - counts)), most)
+    past = _attend(call._replace(options=o._replace(sinks=None, ends=call.lengths - counts)))
     plain = o._replace(sinks=None, rotate_keys=False)
     own = None
     if can_bypass_dispatcher(q, k, v) and call.impl == "auto" and not call.deterministic_batch:
@@ -106,13 +106,13 @@ def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None, mos
     if own is None:  # pages of one token each
         table = bounds[:-1, None] + torch.arange(most, dtype=torch.int32, device=q.device)
         keys, values = (KVBuffer(plain_format(x.dtype), x.unsqueeze(2)) for x in (k, v))
-        own = _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain), most)
+        own = _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain))
     merge = reference.merge_states if level_of(call.impl, q) in ("cpu", "reference") else merged
     out, lse = merge([part[0].unsqueeze(2) for part in (past, own)], [part[1].unsqueeze(2) for part in (past, own)], o.sinks)
     return out.squeeze(2), lse.squeeze(2)
 
 
-def _checked(call: DecodeCall, most: int) -> DecodeCall:
+def _checked(call: DecodeCall) -> DecodeCall:
     """The call, after its tensors but for the options' have been looked at."""
     q, keys, lengths, table, bounds = call.q, call.keys, call.lengths, call.page_table, call.cu_seqlens_q
     check_tensor("q", q, ("T", "Hq", keys.dim), device=keys.codes.device)
@@ -123,7 +123,7 @@ def _checked(call: DecodeCall, most: int) -> DecodeCall:
     check_tensor("cu_seqlens_q", bounds, (len(lengths) + 1,), "integer", q.device)
     assert bounds is not None
     if bounds.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_bounds(bounds.tolist(), lengths.tolist(), len(q), most)
+        _check_bounds(bounds.tolist(), lengths.tolist(), len(q), call.max_query_len)
     return call._replace(cu_seqlens_q=as_int32(bounds))
 
 

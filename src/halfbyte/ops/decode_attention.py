@@ -31,10 +31,10 @@ _SCHEMA = (
     "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor? query_start, Tensor? page_table, "
     "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
     "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
-    "Tensor? cu_seqlens_q=None) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens_q=None, int max_query_len=0) -> (Tensor, Tensor)"
 )
 #: What the last arguments are where torch leaves them out.
-_DEFAULTS = (False, None)
+_DEFAULTS = (False, None, 0)
 
 
 #: Of a call's flat arguments, so many are tensors.
@@ -49,7 +49,7 @@ def _flat(call: DecodeCall) -> tuple[Any, ...]:
     o = call.options
     numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
     names = (call.keys.format.name, call.values.format.name)
-    return (*call.tensors(), *numbers, *names, call.impl, call.deterministic_batch, call.cu_seqlens_q)
+    return (*call.tensors(), *numbers, *names, call.impl, call.deterministic_batch, call.cu_seqlens_q, call.max_query_len)
 
 
 def _call(*flat: Any) -> DecodeCall:
@@ -195,7 +195,7 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
 
 def _signature(call: DecodeCall) -> Signature | None:
     """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
-    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged = call
+    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged, _ = call
     if deterministic_batch or ragged is not None or impl not in ("auto", "gluon"):
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):

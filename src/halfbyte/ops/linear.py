@@ -151,7 +151,7 @@ def projections(
 
 
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
-    """`linear` as compiled code calls it: with the tensors of a weight in storage order and its format's name.
+    """`linear` as compiled code calls it: with the tensors of a weight, `QuantTensor.parts().values()`, and its format's name.
 
     Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """

@@ -191,6 +191,13 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     return 0
 
 
+def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
+    """Ragged queries, at most `most` of a sequence, as a tuned kernel takes them: each block of them is a sequence of its own."""
+    even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
+    queries = queries_of_a_block(even, capability) or even.queries
+    return replace(even, queries=queries, batch=p.queries // queries + p.batch)
+
+
 def for_many_sequences(plan: DecodePlan) -> DecodePlan:
     """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
@@ -217,10 +224,10 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
-    if p.ragged:
-        return "ragged queries; the tuned kernel takes equally many of each sequence, T = B * max_query_len"
     if p.deterministic_batch:
         return "deterministic_batch: the tuned kernel partitions the whole batch"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
         codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
         return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
@@ -258,12 +265,12 @@ def shape_of(
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
     no room for a program more: with more stages the ends of programs spread more.
     """
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in (keys, values))
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))
-    light = plain_int4 and narrow and leanest
+    light = plain_int and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
         spec = DecodeSpec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False, heads=heads)
-        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int or (narrow and lean) else 16
         most = min(most, keys.block or most)  # a warp's tokens share their scales
         if tokens > 16 and (tokens > most or tokens * padded_rows // spec.warps_q > (1024 if light else 512)):
             continue
@@ -300,12 +307,12 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.codes_per_word * side.padded for side in sides]
     suits = all(side.codes_per_word > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits == 4 for side in sides)):
+    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits <= 4 for side in sides)):
         return None
     if spec.values.groups > 1:
         padded = (_alone(replace(spec, pad_slots=slots), 3, limit) for slots in range(4))
         roomy = (found for found in padded if found is not None and 2 * (found[0].shared_bytes + 1024) > limit)
-        return None if spec.keys.bits == 4 else next(roomy, None)
+        return None if spec.keys.bits <= 4 else next(roomy, None)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
@@ -319,10 +326,10 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in sides)
-    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int4 else 16) > num_sms:
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in sides)
+    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int else 16) > num_sms:
         return None
-    short = plain_int4 and items * capacity <= 1024 * programs(items, num_sms)
+    short = plain_int and items * capacity <= 1024 * programs(items, num_sms)
     return _alone(spec, 2 if short else 3, limit)
 
 

@@ -31,12 +31,22 @@ class KVSpec(KVCodec):
 
     @property
     def halved(self) -> bool:
-        """A group is 8 words, half of an mma's depth: two codes of a word share an operand."""
-        return self.padded // self.groups == 8
+        """A section is 8 words, half of an mma's depth: two codes of a word share an operand."""
+        return self.padded // self.groups <= 8
+
+    @property
+    def sharing(self) -> int:
+        """Groups of a section: two where a group is 4 words, else one."""
+        return max(1, 8 * self.groups // self.padded)
+
+    @property
+    def sections(self) -> int:
+        """Parts of a head that operands are made of: its groups, or pairs of them."""
+        return self.groups // self.sharing
 
     @property
     def operands(self) -> int:
-        """mma operands of one group."""
+        """mma operands of one section."""
         return self.codes_per_word // 2 if self.halved else self.codes_per_word
 
     @property
@@ -82,7 +92,7 @@ class KVSpec(KVCodec):
 def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1) -> KVSpec | str:
     """How the tuned kernel reads a buffer of `fmt` with heads of `dim`; in words, why it cannot."""
     codec = kv_codec(fmt)
-    if codec.bits not in (4, 8, 16):
+    if codec.bits > 16:
         return f"{fmt.name} is read by the portable kernel only"
     words = dim * codec.bits // 16
     groups = dim // (codec.group or dim)
@@ -91,7 +101,9 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1)
     if groups & (groups - 1) or (groups > 1 and padded(words) != words):
         return f"{groups} groups a head is not a power of two"
     if padded(words) < 16 or dim > 256:
-        return f"head dim {dim} is outside the range of the tuned kernel"
+        return f"head dim {dim} in {fmt.name} is outside the range of the tuned kernel"
+    if padded(words) < 4 * groups:
+        return f"groups of {codec.group} in {fmt.name} have fewer than 8 bytes"
     if codec.block and scale_stride == 0:
         return f"scales of {fmt.name} do not have the stride of a head or a token, or are no whole aligned 16-byte pieces"
     strides = {"token_stride": token_stride, "scale_stride": 1 if codec.spread in ("none", "tensor") else scale_stride}
@@ -134,7 +146,8 @@ class DecodeSpec:
 
     @property
     def _output(self) -> int:
-        return self.padded_rows * max(s.codes_per_word * s.padded for s in (self.keys, self.values))
+        numbers = (s.codes_per_word * s.padded for s in (self.keys, self.values))
+        return self.padded_rows * max(self.keys.sharing * next(numbers), next(numbers))
 
     @property
     def kv_warps(self) -> int:
@@ -159,7 +172,7 @@ class DecodeSpec:
     @property
     def head_floats(self) -> int:
         """fp32 numbers of one head's partial result."""
-        return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
+        return (self.values.sections * self.values.operands * self.values.rows + 2) * self.padded_rows
 
     @property
     def partial_floats(self) -> int:

@@ -65,7 +65,10 @@ _SAMPLE = (
     ("int2", "int2", 128, 8, 1, 0, "many"),
     ("int4", "int2", 128, 8, 1, 64, ""),
     ("int2_g64", "int2_g64", 128, 4, 4, 0, "window alibi softcap"),
-    ("int2_g32", "int2_g32", 128, 8, 1, 0, ""),
+    ("int2_g32", "int2_g32", 128, 8, 1, 0, "rotate"),
+    ("int2_g64", "int2", 128, 8, 1, 0, "tokens-first"),
+    ("int2", "int2", 128, 4, 1, 64, "tokens-first"),
+    ("int2_g32", "int2_g64", 128, 8, 8, 64, "rotate"),
 )
 
 

@@ -48,7 +48,7 @@ def _operand_step(x, bit: gl.constexpr, S: gl.constexpr):
     """A step over dims of operands x that differ in a bit. Lanes divide the rows of an operand by bits 1 and 2 of their numbers."""
     step: gl.constexpr = step_of_bit(S, bit)
     made = ()
-    for n in gl.static_range(gl.constexpr(S.groups * S.operands)):
+    for n in gl.static_range(gl.constexpr(S.sections * S.operands)):
         if step[0] > 0:
             if n & step[0] == 0:
                 made = made + (x[n] + x[n + step[0]],)
@@ -65,7 +65,7 @@ def _operand_step(x, bit: gl.constexpr, S: gl.constexpr):
 def rotate_operands(loaded, S: gl.constexpr, C: gl.constexpr):
     """Queries as `load_query` gives them, rotated, in fp32."""
     x = ()
-    for n in gl.static_range(gl.constexpr(S.groups * S.operands)):
+    for n in gl.static_range(gl.constexpr(S.sections * S.operands)):
         x = x + (loaded[n].to(gl.float32) * C.rotate**-0.5,)
     for bit in gl.static_range(_bits(C.rotate)):
         x = _operand_step(x, bit, S)

@@ -74,22 +74,22 @@ def _softmax(s, scale, exponent, m, l, C: gl.constexpr):
 
 @gluon.jit
 def _whole(memory, m, l, o, C: gl.constexpr):
-    """The state of an item's rows as partial results have it: m and l [1, R, 1], values of each group; of one head."""
+    """The state of an item's rows as partial results have it: m and l [1, R, 1], values by section; of one head."""
     S: gl.constexpr = C.values
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
     lo: gl.constexpr = sum_layout(S, C)
-    shape: gl.constexpr = [S.groups * S.rows, R, N]
+    shape: gl.constexpr = [S.sections * S.rows, R, N]
     red = view(memory, 0, gl.float32, shape, PLAIN)
     o = o * (1.0 / top_of(S) if S.scale == "token" else code_step_of(S))
     if S.halved:
-        o = gl.permute(gl.reshape(o, [R, S.groups, S.codes_per_word // N, N, 8]), [1, 2, 4, 0, 3])
+        o = gl.permute(gl.reshape(o, [R, S.sections, S.codes_per_word // N, N, 8]), [1, 2, 4, 0, 3])
     else:
-        o = gl.permute(gl.reshape(o, [R, S.groups, S.rows // 8, N, 8]), [1, 2, 4, 0, 3])
+        o = gl.permute(gl.reshape(o, [R, S.sections, S.rows // 8, N, 8]), [1, 2, 4, 0, 3])
     red.store(gl.reshape(o, shape))
     barrier()
     values = ()
-    for g in gl.static_range(gl.constexpr(S.groups)):
+    for g in gl.static_range(gl.constexpr(S.sections)):
         values = values + (red.slice(g * S.rows, S.rows, dim=0).load(lo),)
     rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lo))
     top = gl.convert_layout(m, rows)[None, :, None]
