@@ -56,22 +56,24 @@ def assert_same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> Non
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(("impl", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("reference", torch.float32)])
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [("int8", "int4_g32", "plain"), ("int4", "int4", "everything"), ("fp8", "int8", "window"), ("bf16", "bf16", "plain")],
 )
-def test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch(keys: str, values: str, options: str, impl: str) -> None:
-    """fp32 queries, as promised. Prompts of more than one block of tokens, alone and beside others."""
+def test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch(
+    keys: str, values: str, options: str, impl: str, dtype: torch.dtype
+) -> None:
+    """Prompts of more than one block of tokens, alone and next to others. lse of 16-bit queries is what fp32 sums made of it."""
     prompt, given = [(300, 300), (9, 40), (1, 290)], {"impl": impl, **OPTIONS[options]}
-    whole = batch_of(prompt[:1], keys, values).attend(**given)
+    whole = batch_of(prompt[:1], keys, values, dtype=dtype).attend(**given)
     for chunk in (1, 7, 64, 257):
-        assert_same(in_chunks(batch_of(prompt[:1], keys, values), chunk, **given), whole)
+        assert_same(in_chunks(batch_of(prompt[:1], keys, values, dtype=dtype), chunk, **given), whole)
     for page in (48, 512):
-        assert_same(in_chunks(batch_of(prompt[:1], keys, values, page=page), 100, **given), whole)
-    mixed = batch_of(prompt, keys, values).attend(**given)
+        assert_same(in_chunks(batch_of(prompt[:1], keys, values, page=page, dtype=dtype), 100, **given), whole)
+    mixed = batch_of(prompt, keys, values, dtype=dtype).attend(**given)
     assert_same(tuple(x[:300] for x in mixed), whole)
-    others = batch_of(prompt, keys, values, cut=slice(1, None)).attend(**given)
+    others = batch_of(prompt, keys, values, cut=slice(1, None), dtype=dtype).attend(**given)
     assert_same(tuple(x[300:] for x in mixed), others)
 
 

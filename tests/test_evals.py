@@ -260,11 +260,27 @@ def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.Captu
         (["--keys", "int4", "--no-rotate-keys"], "int4"),
         (["--keys", "int8", "--values", "int8"], "int8"),
         (["--keys", "int8", "--values", "int8", "--rotate-keys"], "int8 rotated"),
+        (["--keys", "int8", "--rotate-values"], "int8 / int4, values rotated"),
     ],
 )
 def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", "demo", "--windows", "1", "--length", "64", "--values", "int4", "--json", *options) == 0
-    assert [r["kv"] for r in json.loads(capsys.readouterr().out)["results"]] == ["bf16", name]
+    said = json.loads(capsys.readouterr().out)
+    assert [r["kv"] for r in said["results"]] == ["bf16", name]
+    assert 0 < said["results"][1]["kl_mean"] < 0.1
+
+
+def test_quantize_rotates_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from halfbyte import hf
+
+    folders = {turned: tmp_path / str(turned) for turned in (False, True)}
+    for turned, folder in folders.items():
+        assert run("quantize", "demo", "--weights", "int8_col", "-o", str(folder), *["--rotate-values"] * turned) == 0
+    plain, rotated = (hf.load(folder).model.layers[0].self_attn for folder in folders.values())
+    assert torch.equal(plain.k_proj.weight.codes, rotated.k_proj.weight.codes)
+    assert not torch.equal(plain.v_proj.weight.codes, rotated.v_proj.weight.codes)
+    assert run("quantize", "--from", str(folders[True]), "--rotate-values", "-o", str(tmp_path / "no")) == 1
+    assert "--rotate-values changes 16-bit weights" in capsys.readouterr().err
 
 
 def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
 ops = tests_of("test_ops.py")
 launches = tests_of("test_launch_cache.py")
+varlen = tests_of("test_attention_varlen.py")
 
 STATE = [
     # -- caches
@@ -50,6 +51,20 @@ STATE = [
             "_c._replace(query_start=_p, lengths=_p, options=_o._replace(sinks=None))",
         ),
         attention("test_prefill_after_any_past"),
+    ),
+    Mutant(
+        "blocks of tokens begin where the window does",
+        "cpu/decode_attention.py",
+        "chunk_attention",
+        Rewrite("_f // CHUNK_TOKENS * CHUNK_TOKENS", "_f"),
+        varlen("test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch[fp8-int8-window-cpu-dtype1]"),
+    ),
+    Mutant(
+        "an exact prompt attends to its stored tokens, too",
+        "ops/attention_varlen.py",
+        "_exact",
+        Rewrite("_o._replace(sinks=None, ends=_e)", "_o._replace(sinks=None)"),
+        varlen("test_exact_prompts_attend_to_their_own_tokens[plain-cpu]"),
     ),
     Mutant(
         "no capacity check",
@@ -262,6 +277,13 @@ STATE = [
         "_rotations",
         Rewrite("_e[0] if _n else _e", "_e[0]"),
         tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
+    ),
+    Mutant(
+        "values that are rotated already rotated back",
+        "hf/value_rotation.py",
+        "layers_to_rotate",
+        Rewrite("getattr(_m.config, SAVED, False)", "False"),
+        tests_of("hf/test_hf_value_rotation.py")("test_it_is_saved_and_done_once"),
     ),
     Mutant(
         "rotated keys are no fact of an append",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ Rotate = Annotated[
     bool | None,
     typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
 ]
+RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
 Plan = Annotated[
@@ -54,6 +56,7 @@ def evaluate(
     values: Values = "int4_g32",
     weights: Weights = "bf16",
     rotate_keys: Rotate = None,
+    rotate_values: RotateValues = False,
     skip_layers: Skip = "",
     clip: Clip = None,
     plan: Plan = None,
@@ -84,6 +87,7 @@ def evaluate(
     asked = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers, clip)
     if plan is not None:
         asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
+    asked = replace(asked, rotate_values=rotate_values)
     wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
     tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
     results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
@@ -165,6 +169,7 @@ def quantize(
     source: Annotated[
         str | None, typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.")
     ] = None,
+    rotate_values: RotateValues = False,
     clip: Clip = None,
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
@@ -183,7 +188,7 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
-    made = _quantized(model, weights, skip, source, clip)
+    made = _quantized(model, weights, skip, source, clip, rotate_values)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -215,7 +220,9 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantized(model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None) -> torch.nn.Module:
+def _quantized(
+    model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None, rotate_values: bool
+) -> torch.nn.Module:
     """A model with quantized weights: rounded here, or as another library rounded them."""
     import torch
 
@@ -228,6 +235,7 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
     if (model is None) == (source is None) or (model is None) != (weights is None):
         raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
+    check(not (rotate_values and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
@@ -237,7 +245,8 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
             )
         return made
     check_clip(clip, weight_format(weights or ""))
-    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)), clip=clip)
+    options: dict[str, Any] = {"skip_modules": tuple(words(skip)), "clip": clip, "rotate_values": rotate_values}
+    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
     return made
 
 

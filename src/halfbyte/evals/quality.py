@@ -32,7 +32,8 @@ from halfbyte.reference.quantize import check_clip
 class Setting:
     """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip.
 
-    Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache.
+    Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
+    values are rotated by the weights, as `halfbyte.hf.quantize` does it.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -42,6 +43,7 @@ class Setting:
     skip_layers: tuple[int, ...] = ()
     clip: str | None = None
     plan: str = ""
+    rotate_values: bool = False
 
     @classmethod
     def of_plan(cls, plan: CachePlan, weights: str | None = None, clip: str | None = None) -> Setting:
@@ -61,14 +63,20 @@ class Setting:
         return {name: getattr(self, name) for name in ("keys", "values", "rotate_keys", "skip_layers")}
 
     @property
+    def in_weights(self) -> tuple[str | None, str | None, bool]:
+        """What of the model differs: settings that agree in it share one."""
+        return self.weights, self.clip, self.rotate_values
+
+    @property
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
+        turned = ", values rotated" if self.rotate_values else ""
         if self.plan:
-            return self.plan
+            return self.plan + turned
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
         both = keys if keys == values else f"{keys} / {values}"
         skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
-        return both + (" rotated" if self.rotate_keys else "") + skipped
+        return both + (" rotated" if self.rotate_keys else "") + turned + skipped
 
     @property
     def name(self) -> str:
@@ -125,17 +133,17 @@ def evaluate(
         bool(settings) and settings[0] == Setting(),
         "settings must begin with the 16-bit run, Setting(), which the others are compared with",
     )
-    models = {weights: with_weights(model, *weights) for weights in dict.fromkeys((s.weights, s.clip) for s in settings)}
+    models = {given: with_weights(model, *given) for given in dict.fromkeys(s.in_weights for s in settings)}
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
         for tally in tallies:
-            tally.run(models[tally.setting.weights, tally.setting.clip], part, chunk, base, on_step)
+            tally.run(models[tally.setting.in_weights], part, chunk, base, on_step)
     results = [tally.result() for tally in tallies]
     for result in results:
         result.change = 100 * (result.perplexity / results[0].perplexity - 1)
         result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else "bf16"
-        result.weight_bytes = weight_bytes(models[result.setting.weights, result.setting.clip])
+        result.weight_bytes = weight_bytes(models[result.setting.in_weights])
         result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
     return results
 
@@ -248,13 +256,13 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 
 
-def with_weights(model: Any, weights: str | None, clip: str | None = None) -> Any:
-    """The model itself for 16 bits, else a copy with quantized weights."""
-    if weights is None:
+def with_weights(model: Any, weights: str | None, clip: str | None = None, rotate_values: bool = False) -> Any:
+    """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values."""
+    if weights is None and not rotate_values:
         return model
     from halfbyte import hf
 
-    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip)
+    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values)
 
 
 def weight_bytes(model: Any) -> int:

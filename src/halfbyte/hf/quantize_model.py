@@ -17,6 +17,7 @@ from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
 from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
@@ -32,6 +33,7 @@ def quantize(
     *,
     plan: CachePlan | str | os.PathLike[str] | None = None,
     rotate_keys: bool | Sequence[bool] | None = None,
+    rotate_values: bool = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
@@ -46,6 +48,8 @@ def quantize(
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
     rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
+                  the rounding of these weights, and values in the cache without outlier channels
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -63,16 +67,20 @@ def quantize(
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
     check(
-        any(x is not None for x in (weights, keys, values, plan)) or ((fuse_qkv or fuse_gate_up) and quantized),
+        any(x is not None for x in (weights, keys, values, plan)) or rotate_values or ((fuse_qkv or fuse_gate_up) and quantized),
         "weights, keys and values are all None; name a format for at least one of them",
     )
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
         _check_weights_are_plain(inner, weights, skip_modules)
+    check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
+    to_rotate = layers_to_rotate(inner) if rotate_values else []
     if settings is not None:
         by_layer = [k for k, _ in _formats(inner, settings)]
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
+    if to_rotate:
+        rotate_values_of(inner, to_rotate)
     if weights is not None:
         before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
         kept = before.modules if isinstance(before, HalfbyteConfig) else {}
