@@ -24,6 +24,7 @@ QUESTIONS = {
     "w4a16-splitk": "INT4 GEMM with M = 1 to 16: data-parallel, split-K and stream-K schedules",
     "fused-qkv": "dequantization fused into the q, k, v projection: the four published variants, launch by launch",
     "accuracy": "error and perplexity against bits per element on the shipped model; rotated keys, keys with a bias",
+    "quality-per-bit": "divergence and attention error against bits by format and method, with and without outliers",
     "memory": "the longest context that fits, by model, GPU, weights, batch and KV format",
     "prompts": "prefill attention over the prompt itself and over a packed past, compared with 16 bits",
     "decode-70b": "a decode step of one of eight tensor-parallel ranks of Llama 2 70B: BF16 and INT4 caches by batch and context",

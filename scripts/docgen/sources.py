@@ -8,15 +8,43 @@ import make_tables as tables
 
 from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS
+from benchmarks.studies.accuracy import QUALITY
+from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
+from halfbyte.formats import key_format
+from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
 from halfbyte.measure.records import Record
+from halfbyte.reference.hadamard import rotated
 
-__all__ = ["DATA", "LOG", "MEAN_GAIN", "PEAK_GAIN", "QUESTIONS", "ROOT", "Record", "attention", "cpu", "demo", "linear", "tables"]
+__all__ = [
+    "DATA",
+    "HEAD_DIM",
+    "KEYS",
+    "LOG",
+    "MEAN_GAIN",
+    "OPS",
+    "PEAK_GAIN",
+    "PLAIN",
+    "QUESTIONS",
+    "ROOT",
+    "VALUES",
+    "WEIGHTS",
+    "Record",
+    "attention",
+    "cpu",
+    "demo",
+    "key_format",
+    "linear",
+    "rotated",
+    "tables",
+]
 
 ROOT = Path(__file__).parents[2]
 #: What ships with the library, and the notes of runs that left no record.
 DATA, LOG = ROOT / "src" / "halfbyte" / "data", ROOT / "docs" / "internals" / "log" / "runs.md"
 
+#: What the study `quality-per-bit` calls the divergence of caches and that of weights.
+OPS = {True: QUALITY, False: OF_WEIGHTS}
 #: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is compared with.
 OURS = "halfbyte auto"
 

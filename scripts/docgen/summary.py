@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from docgen.sources import Record, attention, demo, linear, tables
+from docgen.sources import HEAD_DIM, KEYS, OPS, PLAIN, VALUES, WEIGHTS, Record, attention, key_format, linear, rotated, tables
 
 markdown = tables.markdown
 
@@ -60,26 +59,32 @@ def results() -> str:
     )
 
 
+#: The choices of the short table: a name, keys and values, or weights.
+CHOICES = (
+    ("Safe", "int8", "int8"),
+    ("Default", KEYS, VALUES),
+    ("Smallest", "int4_channel", "int4"),
+    ("Fastest", "int4", "int4"),
+    ("Weights, default", WEIGHTS, ""),
+    ("Weights, fastest", "int4_g128", ""),
+)
+
+
 def choice() -> str:
-    """Four answers to 'which format': size and quality of the shipped model, speed of the kernels."""
+    """Answers to 'which format': size, divergence on the shipped model and on the worst outlier variant, speed of the kernels."""
     rows = [
-        ("Safe", "`int8` keys, `int8` values", *_quality("int8"), _cached("int8")),
-        ("Default", "`int8` keys, `int4_g32` values", *_quality("int8 / int4_g32"), _cached("int8+int4_g32")),
-        ("Smallest", "`int4` keys, `int4` values", *_quality("int4 rotated"), _cached("int4")),
-        ("Weights", "`int4_g128`", *_quality("bf16", "int4_g128"), _layer("int4_g128")),
+        (name, f"`{keys}` keys, `{values}` values" if values else f"`{keys}`", *_choice(keys, values))
+        for name, keys, values in CHOICES
     ]
-    return markdown(("", "format", "smaller", "perplexity", "faster"), rows)
+    return markdown(("", "format", "smaller", "KL", "KL, outliers", "faster"), rows)
 
 
-def _quality(kv: str, weights: str | None = None) -> tuple[str, str]:
-    measured: list[dict[str, Any]] = demo()
-    (found,) = [r for r in measured if r["kv"] == kv and r["weights"] == weights]
-    return tables.size_ratio(found, measured[0]), f"{found['change']:+.2f} %"
-
-
-def _cached(formats: str) -> str:
-    return f"{speedup(find(attention(), 'batch 128 x 8,192', formats)):.2f}x"
-
-
-def _layer(formats: str) -> str:
-    return f"{speedup(find(linear(), '8192 x 8192, 1 row', formats)):.2f}x"
+def _choice(keys: str, values: str) -> tuple[str, ...]:
+    formats = keys if keys == values or not values else f"{keys} / {values}"
+    turned = bool(values) and rotated(None, key_format(keys), HEAD_DIM)
+    op, name = OPS[bool(values)], formats + " rotated" * turned
+    measured = {r.case: r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (op, name)}
+    plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
+    timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
+    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, formats.replace(" / ", "+"))]
+    return f"{16 / (plain.bits or 16):.2f}x", f"{plain.error:.1e}", f"{worst.error:.1e}", (faster or ["not measured"])[-1]

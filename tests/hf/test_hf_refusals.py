@@ -103,7 +103,6 @@ def test_nan_in_a_weight_changes_nothing(build):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "all None"),
         ({"weights": "nf5"}, "weights='nf5' is not a format"),
         ({"keys": "nf4"}, "keys='nf4' is not a format"),
         ({"values": "int8_channel"}, "for keys only"),

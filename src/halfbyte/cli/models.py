@@ -65,13 +65,17 @@ def evaluate(
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
+    long: Annotated[
+        int | None, typer.Option(help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
+    from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
-    from halfbyte.evals.present import append_records, record, table, write_report
+    from halfbyte.evals.present import append_records, long_table, records, table, write_report
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
@@ -89,18 +93,23 @@ def evaluate(
         asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
     asked = replace(asked, rotate_values=rotate_values)
     wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
-    tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
-    results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
+    ids = tokenizer.encode(read_text(text))
+    tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
+    settings = [Setting(), *[s for s in wanted if s != Setting()]]
+    results = run_evaluation(loaded, settings, tokens, chunk, console(stderr=True))
+    longer = [] if tasks is None else run_long_context(loaded, settings, tasks, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
     if as_json:
-        print(json.dumps({"results": [record(r) for r in results], "equal_tokens": equal, "compared_tokens": compared}))
+        print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
         print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
+        if longer:
+            print_table(long_table(longer))
         print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
     if output is not None:
-        append_records(results, output)
+        append_records(results, output, longer)
     if report is not None:
-        write_report(results, f"{model}: what the bits cost", report)
+        write_report(results, f"{model}: what the bits cost", report, longer)
 
 
 def generate(

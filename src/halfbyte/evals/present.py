@@ -19,6 +19,7 @@ from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
+    from halfbyte.evals.long_context import LongContext
     from halfbyte.measure.charts import Point
 
 KL_LABEL = "mean KL divergence (nats)"
@@ -139,11 +140,13 @@ def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence
     return list(merged.values())
 
 
-def write_report(results: Sequence[Quality], title: str, path: Path) -> None:
+def write_report(results: Sequence[Quality], title: str, path: Path, longer: Sequence[LongContext] = ()) -> None:
     """A report of an evaluation alone."""
     command = "halfbyte " + shlex.join(sys.argv[1:])
     report = Report(title, f"{results[0].tokens:,} predicted tokens; every run reads older keys and values from its own cache")
     add_results(report, results)
+    if longer:
+        add_long_context(report, longer)
     report.code(command, "The command that made this page").write(path)
 
 
@@ -152,8 +155,8 @@ def record(result: Quality) -> dict[str, Any]:
     return {"kv": result.setting.kv} | dataclasses.asdict(result.setting) | dataclasses.asdict(result)
 
 
-def append_records(results: Sequence[Quality], path: Path) -> None:
-    """Append one JSON object a result to a file, with where and how it was made."""
+def append_records(results: Sequence[Quality], path: Path, longer: Sequence[LongContext] = ()) -> None:
+    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one."""
     import torch
 
     from halfbyte.device import describe
@@ -161,7 +164,61 @@ def append_records(results: Sequence[Quality], path: Path) -> None:
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record(result) | {"environment": made}) + "\n" for result in results)
+        for one in records(results, longer):
+            file.write(json.dumps(one | {"environment": made}) + "\n")
+
+
+def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
+    """`record` of each result, with its long context if there is one."""
+    added: list[dict[str, Any]] = [{"long_context": dataclasses.asdict(one)} for one in longer] or [{}] * len(results)
+    return [record(result) | more for result, more in zip(results, added, strict=True)]
+
+
+LONG_HEADERS = ("formats", "key found, %", "parts after", "of tokens", "first", "nats a token", "seconds")
+
+
+def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
+    """One result a row in the order of `LONG_HEADERS`: the median token that parts from the 16-bit text, and the first."""
+    return [
+        (
+            r.formats,
+            f"{100 * r.found:.0f}",
+            f"{r.median_parted:,.0f}",
+            f"{r.written:,}",
+            f"{min(r.parted):,}",
+            f"{r.nll:.3f}",
+            f"{r.seconds:.1f}",
+        )
+        for r in results
+    ]
+
+
+def long_table(results: Sequence[LongContext]) -> Table:
+    """The terminal table of long contexts."""
+    made = Table(title=f"Contexts of {results[0].context:,} tokens", title_justify="left", header_style="bold")
+    for i, header in enumerate(LONG_HEADERS):
+        made.add_column(header, justify="right" if i else "left", no_wrap=i > 0)
+    for row in long_rows(results):
+        made.add_row(*row)
+    return made
+
+
+def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
+    """The section of long contexts: what was asked, the table, and how many texts are still the 16-bit ones, token by token."""
+    from halfbyte.measure.charts import lines
+
+    report.heading(f"Contexts of {results[0].context:,} tokens").text(
+        "Retrieval: a random key stands in a text, each time at another depth, and the end requests it; counted are the tokens of "
+        "keys that are the likeliest ones, given those before them. Continuations: greedy texts, how many of their tokens equal "
+        "those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that breaks "
+        "down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, each later token from the cache."
+    )
+    report.table(LONG_HEADERS, long_rows(results))
+    at = [results[0].written * i // 64 for i in range(65)]
+    equal = {r.formats: [100 * sum(p >= t for p in r.parted) / len(r.parted) for t in at] for r in results[1:]}
+    if equal:
+        chart = lines(dict(list(equal.items())[:6]), x=at, x_label="tokens written", y_label="% of texts equal so far")
+        report.figure(chart, "Where greedy texts part from the 16-bit run's")
 
 
 def _series(setting: Setting) -> str:

@@ -24,6 +24,10 @@ from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
 
+#: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
+#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md).
+WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
+
 
 def quantize(
     model: Any,
@@ -40,7 +44,8 @@ def quantize(
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
+    already, and a cache of int4_channel keys and int8 values.
 
     weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
                   lm_head, norms and routers stay as they are
@@ -61,15 +66,13 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
+    if weights is keys is values is plan is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
+        weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), plan)
-    check(
-        any(x is not None for x in (weights, keys, values, plan)) or rotate_values or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
@@ -96,11 +99,9 @@ def quantize(
 
 def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
     """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    config = getattr(quantizer, "quantization_config", None)
-    if quantizer is None or getattr(config, "dequantize", False):
+    if not _held_quantizer(model):
         return
-    if isinstance(config, HalfbyteConfig) and select(model, skip_modules):
+    if isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig) and select(model, skip_modules):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
@@ -109,6 +110,12 @@ def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[st
         "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
     }.get(method, "leave weights out")
     raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
+
+
+def _held_quantizer(model: Any) -> bool:
+    """Whether a quantizer of transformers, halfbyte's included, holds the weights."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and not getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
 
 
 def _check_model(model: Any) -> None:
