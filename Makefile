@@ -34,9 +34,9 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
-# Every family of models and every saved folder, of which `make test` takes a sample.
-hf-suite: $(VENV)/.ready-test  ## transformers in full: all families of models against a cache and weights rounded in the same way
-	HALFBYTE_FAMILIES=all $(PYTEST) tests/hf
+# Every family of models and every saved folder, of which `make test` takes a sample; and PEFT and lm-eval, which it does without.
+hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
+	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

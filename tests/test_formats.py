@@ -380,14 +380,14 @@ def test_nbytes_of_a_cache_are_real_bytes(keys: str) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("int4_g32", (1, 1, 8, 80), r"last axis of 80.*groups of 32.*groups of 16 would fit"),
-        ("int4_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*groups of 16, 32 would fit"),
-        ("int4_g32", (1, 1, 8, 40), r"last axis of 40.*one scale per head or column"),
+        ("int4_g32", (1, 1, 8, 80), r"last axis of 80.*groups of 32.*; int4 would fit"),
+        ("int4_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*; int4, int4_g32 would fit"),
+        ("int4_g32", (1, 1, 8, 40), r"last axis of 40.*; int4 would fit"),
         ("int4", (1, 1, 8, 59), r"last axis of 59.*stores 2 codes in a byte and needs a multiple of 2"),
         ("int2", (1, 1, 8, 58), r"last axis of 58.*stores 4 codes in a byte and needs a multiple of 4"),
-        ("int2_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*groups of 16, 32 would fit"),
+        ("int2_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*; int2, int2_g32 would fit"),
         ("int4_channel", (1, 1, 33, 64), r"tokens of 33.*groups of 32"),
-        ("int8_channel", (1, 1, 48, 64), r"tokens of 48.*groups of 16 would fit"),
+        ("int8_channel", (1, 1, 48, 64), r"tokens of 48.*; int8, int8_tensor, .* would fit"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused_with_what_would(name: str, shape: tuple[int, ...], says: str) -> None:

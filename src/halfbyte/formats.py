@@ -209,11 +209,17 @@ class Format:
         axis, what = (-2, "number of tokens") if self.token_block else (-1, "last axis")
         size = shape[axis] if len(shape) >= -axis else 0
         if size % self.scale.group:
-            fits = [g for g in (16, 32, 64, 128) if size % g == 0]
+            fits = self._others_for(shape[-1]) or ["int8_col"]
             raise InvalidArgument(
                 f"{name} has a {what} of {size}, which groups of {self.scale.group} ({self.name}) do not divide; "
-                + (f"groups of {', '.join(map(str, fits))} would fit" if fits else "use a format with one scale per head or column")
+                f"{', '.join(fits)} would fit"
             )
+
+    def _others_for(self, last: int) -> list[str]:
+        """Formats with the same codes that hold a last axis of `last`, however many tokens there are."""
+        registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else WEIGHT_FORMATS
+        alike = [f for f in registry.values() if f.code == self.code and f.scale is not None and not f.token_block]
+        return [f.name for f in alike if last % f.group_size(last) == 0]
 
     def codes_shape(self, shape: Shape) -> Shape:
         """Shape of the stored codes of a tensor of shape `shape`."""

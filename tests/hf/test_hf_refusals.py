@@ -73,7 +73,9 @@ def test_a_model_whose_attention_cannot_be_set_is_refused(build, monkeypatch):
 
 def test_shapes_that_do_not_fit_name_the_module():
     model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**LLAMA, "intermediate_size": 96}))
-    with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*16, 32 would fit.*skip_modules"):
+    with pytest.raises(
+        InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*int8_col would fit.*skip_modules"
+    ):
         hf.quantize(model, "nf4", keys="int8")
     assert not any(isinstance(m, QuantLinear) for m in model.modules())
     assert model.config._attn_implementation != hf.NAME
@@ -185,3 +187,12 @@ def test_a_warning_about_experts_comes_once(build, monkeypatch, recwarn):
     layer = model.model.layers[0]
     assert isinstance(layer.self_attn.q_proj, QuantLinear)
     assert not any(isinstance(m, QuantLinear) for m in layer.mlp.modules())
+
+
+def test_continuous_batching_is_refused_and_not_done_in_16_bits(build, prompt):
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt().tolist()
+    for call in (lambda: model.generate_batch(ids, max_new_tokens=2), lambda: model.init_continuous_batching()):
+        with pytest.raises(Unsupported, match="generate_batch, serve"):
+            call()
+    model.set_attn_implementation("sdpa")
+    assert isinstance(model.init_continuous_batching(), tf.ContinuousBatchingManager)

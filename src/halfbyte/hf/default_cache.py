@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import CheckpointError, warn_once
+from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
 from halfbyte.hf.quantization_config import HalfbyteConfig
@@ -104,6 +104,25 @@ class KeptCache:
         return made
 
 
+class NoContinuousBatching:
+    """Stands in for `model.init_continuous_batching`, which `generate_batch` and `transformers serve` begin with.
+
+    It would switch to another attention, and with it to a cache in 16 bits, where one of flash attention is installed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, unless the model has halfbyte's attention."""
+        if self.model.config._attn_implementation == NAME:
+            raise Unsupported(
+                "continuous batching of transformers (generate_batch, serve) allocates pages in 16 bits; for a packed cache use "
+                "generate() with a padded batch, else model.set_attn_implementation('sdpa') first"
+            )
+        return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
+
+
 #: What `generate()` passes along with one entry a token.
 _BY_TOKEN = ("attention_mask", "token_type_ids")
 
@@ -184,5 +203,7 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
     model._prepare_cache_for_generation = DefaultCache(model, settings)
     model._prepare_model_inputs = LeftPadding(model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = NoContinuousBatching(model)
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
         model.prepare_inputs_for_generation = KeptCache(model)
