@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.formats import Format
+from halfbyte.errors import InvalidArgument, check
 
 Kind = Literal["floating", "integer"]
 _INTEGERS = (torch.int32, torch.int64)
@@ -66,20 +65,3 @@ def device_of(value: Any, name: str = "device") -> torch.device:
     except (RuntimeError, TypeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgument(f"{name}={value!r} cannot be used here ({reason}); expected cpu, cuda or cuda:N") from error
-
-
-def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:
-    """Both must be numbers of tokens that fit, of keys and values that are quantized token by token."""
-    for name, count in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
-        integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
-    if not sink_tokens and not recent_tokens:
-        return
-    given = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
-    check(sink_tokens + recent_tokens <= capacity, f"{given}: more than the capacity of {capacity} tokens; make the cache larger")
-    for name, fmt in (("keys", keys), ("values", values)):
-        check(fmt.is_quantized, f"{given}: {name}={fmt.name!r} is a 16-bit format; choose a quantized one, or leave them out")
-        if fmt.token_block:
-            raise Unsupported(
-                f"{given}: {name}={fmt.name!r} quantizes {fmt.token_block} tokens at once, and tokens leave the window one by one; "
-                f"choose a format that is not per channel, or leave them out"
-            )

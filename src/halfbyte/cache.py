@@ -10,9 +10,9 @@ from typing import TypedDict, Unpack, overload
 
 import torch
 
-from halfbyte.arguments import as_int32, check_sizes, check_tensor, check_window, device_of, integer
+from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, key_format, value_format
+from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature

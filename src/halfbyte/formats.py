@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.arguments import integer
+from halfbyte.errors import InvalidArgument, Unsupported, check
 
 Shape = tuple[int, ...]
 Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
@@ -361,3 +362,20 @@ def value_format(name: str | Format, argument: str = "values") -> Format:
 def weight_format(name: str | Format, argument: str = "weights") -> Format:
     """The format of this name for weights."""
     return _lookup(WEIGHT_FORMATS, name, argument)
+
+
+def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:
+    """Both must be numbers of tokens that fit, of keys and values that are quantized token by token."""
+    for name, count in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
+        integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
+    if not sink_tokens and not recent_tokens:
+        return
+    given = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
+    check(sink_tokens + recent_tokens <= capacity, f"{given}: more than the capacity of {capacity} tokens; make the cache larger")
+    for name, fmt in (("keys", keys), ("values", values)):
+        check(fmt.is_quantized, f"{given}: {name}={fmt.name!r} is a 16-bit format; choose a quantized one, or leave them out")
+        if fmt.token_block:
+            raise Unsupported(
+                f"{given}: {name}={fmt.name!r} quantizes {fmt.token_block} tokens at once, and tokens leave the window one by one; "
+                f"choose a format that is not per channel, or leave them out"
+            )

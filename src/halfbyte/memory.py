@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from halfbyte.arguments import check_window
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
-from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -8,11 +8,10 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from halfbyte.arguments import check_window
 from halfbyte.cache import KVCache
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, key_format, value_format
+from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from halfbyte.arguments import check_window
 from halfbyte.errors import check
-from halfbyte.formats import key_format, value_format, weight_format
+from halfbyte.formats import check_window, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
