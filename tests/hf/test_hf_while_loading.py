@@ -40,7 +40,9 @@ def same(model, other):
     return first.keys() == second.keys() and all(torch.equal(t, second[n]) and t.dtype == second[n].dtype for n, t in first.items())
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {"weights": "nf4", "skip_modules": ("lm_head", "o_proj")}, {"values": "int4_g32"}])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, {"weights": "nf4", "skip_modules": ("lm_head", "o_proj")}, {"values": "int4_g32"}, {}]
+)
 def test_the_same_bits_as_quantize(plain, prompt, greedy, tmp_path, options):
     folder, ids = plain("llama"), prompt()
     made = read(folder, **options)
@@ -103,7 +105,7 @@ def test_one_layer_at_a_time_is_in_16_bits(build, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, InvalidArgument, "weights, keys and values are all None"),
+        ({"weights": "nf4", "rotate_values": True}, Unsupported, "before they are quantized"),
         ({"key": "int8"}, InvalidArgument, "key: no such option"),
         ({"weights": "int4_g96"}, InvalidArgument, "int4_g96"),
         ({"weights": "int4_g128"}, InvalidArgument, "128"),

@@ -17,12 +17,14 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS, quantize
 from halfbyte.hf.weights import Target, check_fits, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
 
 #: Options of `quantize` that are carried out layer by layer; the others when all layers are there.
 _BY_LAYER = ("weights", "clip", "skip_modules")
+#: Options that name formats of the cache.
+_CACHE = ("keys", "values", "plan")
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
@@ -33,8 +35,18 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        if not any(options.get(name) for name in ("weights", *_CACHE, "rotate_values")):
+            options = {**options, "weights": WEIGHTS, "keys": KEYS, "values": VALUES}
         weights, self.clip = options.get("weights"), options.get("clip")
-        self.rest = {name: given for name, given in options.items() if name not in _BY_LAYER}
+        self.rest = {name: given for name, given in options.items() if name not in _BY_LAYER and given}
+        check(
+            weights is None or any(name in self.rest for name in _CACHE) or not {"rotate_keys", "skip_layers"} & self.rest.keys(),
+            "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well",
+        )
+        if weights is not None and "rotate_values" in self.rest:
+            raise Unsupported(
+                "rotate_values changes weights before they are quantized; load the model, then call halfbyte.hf.quantize"
+            )
         check(self.clip is None or weights is not None, f"clip={self.clip!r} is about weights; name weights= as well")
         if weights is not None and ranks_of(model) > 1:
             raise Unsupported(
