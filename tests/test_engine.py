@@ -218,7 +218,7 @@ def test_no_token_is_no_append() -> None:
 def test_compiled_code_appends_by_slot() -> None:
     """Into separate tensors: torch's functionalization takes no views of several dtypes of one memory as inputs that change."""
     formats = key_format("int8"), key_format("int4_g32")
-    there = [tuple(new_kv_buffer(f, (6, 2, 16, 64), (1,), torch.bfloat16, "cpu") for f in formats) for _ in range(2)]
+    there = [tuple(new_kv_buffer(f, (6, 2, 16, 64), (6, 2, 0, 64), torch.bfloat16, "cpu") for f in formats) for _ in range(2)]
 
     def step(k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor) -> torch.Tensor | None:
         return engine.append_slots(k * 2, v, keys, values, slots, rope=rope_tables(slots % 16, 64), q=k)

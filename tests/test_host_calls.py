@@ -31,7 +31,7 @@ LIMITS = {
     "attention over rotated keys": (1095, 27, 68),
     "append": (1093, 33, 63),
     "append with rope and q": (1172, 33, 72),
-    "append_slots": (941, 19, 64),
+    "append_slots": (1003, 20, 68),
     "linear": (879, 31, 40),
     "qkv": (1367, 33, 84),
 }

@@ -21,17 +21,18 @@ class RoundedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         seen = []
         for name, new in (("keys", key_states), ("values", value_states)):
-            rounded, old = self._rounded(new, name), getattr(self, name)
+            rounded, old = _rounded(new, name, getattr(self, "fmt", "bf16")), getattr(self, name)
             setattr(self, name, torch.cat([old, rounded], -2))
             seen.append(torch.cat([old, new if new.shape[-2] > 16 else rounded], -2))
         return tuple(seen)
 
-    def _rounded(self, new: torch.Tensor, name: str) -> torch.Tensor:
-        """Quantized and expanded, keys as they are rotated by default."""
-        fmt = halfbyte.key_format(self.fmt)
-        if name == "values" or not rotated(None, fmt, new.shape[-1]):
-            return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
-        return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
+
+def _rounded(new: torch.Tensor, name: str, fmt_name: str) -> torch.Tensor:
+    """Quantized and expanded, keys as they are rotated by default."""
+    fmt = halfbyte.key_format(fmt_name)
+    if name == "values" or not rotated(None, fmt, new.shape[-1]):
+        return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
+    return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
 
 
 def rounded_cache(model: Any, fmt: str = "bf16") -> DynamicCache:

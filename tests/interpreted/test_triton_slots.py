@@ -20,7 +20,9 @@ SLOTS = [95, 0, -1, 17, 16, 40, -7, 33, 1]
 def buffers(keys: str, values: str, dim: int, how: str) -> list[KVBuffer]:
     made = []
     for fmt in (key_format(keys), value_format(values)):
-        new = new_kv_buffer(fmt, (6, 3, 16, dim), (1,), torch.bfloat16, "cpu", 0.25 if fmt.granularity == "tensor" else None)
+        new = new_kv_buffer(
+            fmt, (6, 3, 16, dim), (6, 3, 0, dim), torch.bfloat16, "cpu", 0.25 if fmt.granularity == "tensor" else None
+        )
         made.append(KVBuffer(fmt, *(in_memory(t, how) for t in new.tensors()[:3]), None, new.saturated))  # type: ignore[arg-type]
     return made
 

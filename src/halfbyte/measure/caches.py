@@ -125,8 +125,10 @@ def empty(problem: DecodeCase, formats: str, device: torch.device, rotate_keys: 
         table = order.int().view(shape.batch, -1).to(device)
         rows = (pages, shape.kv_heads, PAGE)
     k_format, v_format = parse_formats(formats)
-    tail = (shape.batch, shape.kv_heads, k_format.token_block or 1, shape.dim)
-    planes = [new_kv_buffer(f, (*rows, shape.dim), tail, torch.bfloat16, device) for f in (k_format, v_format)]
+    planes = [
+        new_kv_buffer(f, (*rows, shape.dim), (shape.batch, shape.kv_heads, f.token_block or 0, shape.dim), torch.bfloat16, device)
+        for f in (k_format, v_format)
+    ]
     if problem.layout == "tokens first":
         planes = [_each(plane, _tokens_first) for plane in planes]
     lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
