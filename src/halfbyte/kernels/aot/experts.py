@@ -52,4 +52,5 @@ def configurations() -> Iterator[Configuration]:
         )
         kind = "" if activation is None else activation.kind
         full = "-".join(["experts", name, f"T{tokens}", "x".join(map(str, shape)), kind, *options.split()])
-        yield from recorded(full, functools.partial(launch, *given))
+        why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
+        yield from recorded(full, functools.partial(launch, *given), may_spill=why)
