@@ -45,11 +45,11 @@ Weight = NamedTuple(
 
 
 @triton.jit
-def _look_up(code, VALUES: tl.constexpr, BITS: tl.constexpr):
-    """VALUES[code] in f32 for int32 codes of BITS bits: bit by bit, each level of the tree half of the one before."""
+def _look_up(code, F: tl.constexpr, BITS: tl.constexpr):
+    """F.values[code] in f32 for int32 codes of BITS bits: bit by bit, each level of the tree half of the one before."""
     parts = ()
     for i in tl.static_range(2 ** (BITS - 1)):
-        parts += (tl.where((code & 1) == 0, VALUES[2 * i], VALUES[2 * i + 1]),)
+        parts += (tl.where((code & 1) == 0, F.values[2 * i], F.values[2 * i + 1]),)
     for bit in tl.static_range(1, BITS):
         left = ()
         for i in tl.static_range(2 ** (BITS - 1 - bit)):
@@ -64,10 +64,10 @@ def _unit(code, w: Weight):
     if w.F.kind == "unsigned" or w.F.kind == "signed":
         unit = (code - w.F.bias).to(tl.float32)
     elif w.F.mirrored:
-        magnitude = _look_up(code & 7, w.F.values, 3)
+        magnitude = _look_up(code & 7, w.F, 3)
         unit = (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
     else:
-        unit = _look_up(code, w.F.values, 4)
+        unit = _look_up(code, w.F, 4)
     return unit
 
 
