@@ -167,9 +167,9 @@ STATE = [
     ),
     Mutant(
         "a fake of the wrong shape",
-        DECODE_OP,
-        "_empty",
-        Rewrite("_q.new_empty(*_s, _v.dim)", "_q.new_empty(*_s, _v.codes.shape[-1])"),
+        "kv_buffer.py",
+        "DecodeCall.new_results",
+        Rewrite("(_b, _h, _l, self.values.dim)", "(_b, _h, _l, self.values.codes.shape[-1])"),
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),
     Mutant(
@@ -261,7 +261,7 @@ STATE = [
         "rotated keys are no fact of attention",
         DECODE_OP,
         "_signature",
-        Rewrite("(*_b, _o.rotate_keys)", "(*_b,)"),
+        Rewrite("(*_b, _o.rotate_keys, _k)", "(*_b, _k)"),
         launches("test_every_fact_makes_another_call[attention: rotated keys]"),
     ),
     Mutant(
@@ -269,7 +269,7 @@ STATE = [
         "formats.py",
         "Format.gains_by_rotation",
         Rewrite("_b and _g", "_b"),
-        caches("test_which_keys_are_rotated_by_default[False-int4_channel]"),
+        caches("test_which_keys_are_rotated_by_default[int4_channel-False]"),
     ),
     Mutant(
         "every layer rotated as the first",
@@ -289,7 +289,7 @@ STATE = [
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",
-        Rewrite("(_c.rotate_keys,)", "()"),
+        Rewrite("(_c.rotate_keys, _k)", "(_k,)"),
         launches("test_every_fact_makes_another_call[append: rotated keys]"),
     ),
     Mutant(
