@@ -1,14 +1,13 @@
-"""Single figures for sentences: each is made from records, from what ships with the library or, for one, from the log."""
+"""Single figures for sentences: each is made from records, or from what ships with the library."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
-from docgen.sources import DATA, LOG, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, demo, linear, tables
+from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, demo, linear, model, tables
 from docgen.summary import find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
@@ -103,22 +102,33 @@ def _parameters() -> str:
     return f"{sum(prod(t['shape']) for name, t in header.items() if name != '__metadata__') / 1e6:.1f}"
 
 
-# ---------------------------------------------------------------------------------------------- the whole model, from the log
+# ------------------------------------------------------------------------------------------------------------ the whole model
 
 
-def _whole_model(what: str) -> str:
-    """A figure of the whole model. No record exists, so every page takes it from the log."""
-    text = LOG.read_text(encoding="utf-8")
-    found = re.search(
-        r"(?P<plain>[\d.]+) ms a step in bf16, (?P<packed>[\d.]+) with halfbyte.* The (?P<gb>[\d.]+) GB that a bf16 step reads "
-        r"could be read in (?P<least>[\d.]+) ms",
-        text,
-    )
-    if not found:
-        raise SystemExit(f"{LOG} no longer has the step of the whole model")
-    if what == "ratio":
-        return f"{float(found['plain']) / float(found['packed']):.2f}x"
-    return found[what] + (" GB" if what == "gb" else " ms")
+def _step(implementation: str) -> Record:
+    """The last record of a decode step of a whole model."""
+    return [r for r in model() if r.implementation == implementation][-1]
+
+
+def _step_ms(implementation: str) -> str:
+    return f"{1e3 * (_step(implementation).seconds or 0):.2f} ms"
+
+
+def _least_ms(implementation: str) -> str:
+    """The time of only reading what a step reads."""
+    step = _step(implementation)
+    return f"{(step.nbytes or 0) / (step.roof_gb_per_s or 1) / 1e6:.2f} ms"
+
+
+def _step_ratio() -> str:
+    plain, packed = (_step(who).seconds or 0 for who in ("transformers", "halfbyte"))
+    return f"{plain / packed:.2f}x"
+
+
+def _step_where() -> str:
+    """GPU and date."""
+    environment = _step("halfbyte").environment
+    return f"{environment.device.removeprefix('NVIDIA ').split()[0]}, {environment.date[:10]}"
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -140,10 +150,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "rows_128": lambda: _many_rows(128),
     "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
     "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
-    "step_bytes": lambda: _whole_model("gb"),
-    "step_least": lambda: _whole_model("least"),
-    "step_packed": lambda: _whole_model("packed"),
-    "step_plain": lambda: _whole_model("plain"),
-    "step_ratio": lambda: _whole_model("ratio"),
+    "step_bytes": lambda: f"{(_step('transformers').nbytes or 0) / 1e9:.1f} GB",
+    "step_least": lambda: _least_ms("transformers"),
+    "step_least_packed": lambda: _least_ms("halfbyte"),
+    "step_packed": lambda: _step_ms("halfbyte"),
+    "step_plain": lambda: _step_ms("transformers"),
+    "step_ratio": _step_ratio,
+    "step_where": _step_where,
     "weight_formats": lambda: str(len(WEIGHT_FORMATS)),
 }

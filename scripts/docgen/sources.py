@@ -13,14 +13,13 @@ from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.formats import key_format
 from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
-from halfbyte.measure.records import Record
+from halfbyte.measure.records import Record, read
 from halfbyte.reference.hadamard import rotated
 
 __all__ = [
     "DATA",
     "HEAD_DIM",
     "KEYS",
-    "LOG",
     "MEAN_GAIN",
     "OPS",
     "PEAK_GAIN",
@@ -35,13 +34,14 @@ __all__ = [
     "demo",
     "key_format",
     "linear",
+    "model",
     "rotated",
     "tables",
 ]
 
 ROOT = Path(__file__).parents[2]
-#: What ships with the library, and the notes of runs that left no record.
-DATA, LOG = ROOT / "src" / "halfbyte" / "data", ROOT / "docs" / "internals" / "log" / "runs.md"
+#: What ships with the library.
+DATA = ROOT / "src" / "halfbyte" / "data"
 
 #: What the study `quality-per-bit` calls the divergence of caches and that of weights.
 OPS = {True: QUALITY, False: OF_WEIGHTS}
@@ -57,6 +57,11 @@ def attention() -> list[Record]:
 def linear() -> list[Record]:
     """The last record of each of halfbyte's linear layers that was timed on a GPU."""
     return [r for r in latest_linear(tables.every_gpu_record()) if r.seconds and r.implementation == OURS]
+
+
+def model() -> list[Record]:
+    """Decode steps of a whole model, `examples/06_tokens_per_second.py`."""
+    return read(ROOT / "results" / "models.jsonl").records
 
 
 def demo() -> list[dict[str, object]]:
