@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -33,6 +33,10 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
+
+# Every family of models and every saved folder, of which `make test` takes a sample; and PEFT and lm-eval, which it does without.
+hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
+	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

@@ -92,7 +92,7 @@ class AppendJob:
 def _appended(cache: KVCache, token: tuple[torch.Tensor, torch.Tensor]) -> tuple[KVBuffer, KVBuffer]:
     """What the planes of a full cache hold after its newest token was appended as the specification says."""
     keys, values = clone(cache.keys), clone(cache.values)
-    reference.append_(*token, None, keys, values, cache.lengths - 1, cache.page_table, False)
+    reference.append_(*token, None, keys, values, cache.lengths - 1, cache.page_table, cache.rotate_keys)
     return keys, values
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.tune_cli import tune
 from halfbyte.cli import run_app
 from halfbyte.cli.bench import Against, Files, PageFile, Title
 from halfbyte.cli.options import Impls, Output, RunOptions, Where, measures, run_suites, write_report
@@ -121,13 +122,10 @@ def run_baselines(
     if options.as_json:
         print(json.dumps([dict(zip(run.HEADERS, row, strict=True)) for row in rows], indent=2))
         return
-    from rich.markup import escape
-    from rich.table import Table
+    print_table("", run.HEADERS, rows, text_columns=len(run.HEADERS))
 
-    table = Table(*run.HEADERS, header_style="bold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    print_table(table)
+
+app.command("tune")(tune)
 
 
 @app.command("report")

@@ -46,12 +46,17 @@ class DecodeVariant:
 
 
 def measure_variants(
-    session: Session, op: str, inputs: Inputs, formats: str, variants: Callable[[KVCache], Mapping[str, DecodeVariant]]
+    session: Session,
+    op: str,
+    inputs: Inputs,
+    formats: str,
+    variants: Callable[[KVCache], Mapping[str, DecodeVariant]],
+    rotate_keys: bool | None = None,
 ) -> list[Record]:
     """A record for each of the `variants` of a cache in `formats` that holds the inputs; one that fails or is wrong says why."""
     problem = inputs.problem
     session.free()
-    cache = fill(inputs, formats)
+    cache = fill(inputs, formats, rotate_keys)
     nbytes = round(problem.tokens * cache.bytes_per_token)
     copies = max(2, session.copies(nbytes) if session.device.kind == "cuda" else 0)  # on a CPU studies run small, and say so
     caches = Rotation(cache, inputs, copies).caches
@@ -67,7 +72,7 @@ def time_variants(
     variants: Mapping[str, DecodeVariant],
     roof: bool = True,
 ) -> list[Record]:
-    """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roof."""
+    """The same over a rotation of caches. `blank` is what the records share; without `roof` they do not know the read roofline."""
     cold = is_cold(len(caches), blank.nbytes, session.device.cache_bytes) or blank.nbytes >= _LARGE * session.device.cache_bytes
     if session.device.kind == "cuda":
         prepare(session.device.torch)  # counters for all graphs: one that must clear its own takes longer

@@ -21,8 +21,8 @@ _LAUNCHES = "us a launch: "
 def of_attention(measured: Sequence[Record]) -> list[str]:
     """Shares of the roof with their bars, speed over 16 bits, the roofline, and time by batch and context."""
     reached, asked = targets.shares(measured)
-    label = "% of the read roof at the same number of bytes"
-    shares = [charts.marked_bars(reached, asked, x_label=label, title="Share of the read roof")] if reached else []
+    label = "% of the read roofline at the same number of bytes"
+    shares = [charts.marked_bars(reached, asked, x_label=label, title="Share of the read roofline")] if reached else []
     attention = [r for r in measured if r.op == "decode_attention"]
     return [*shares, *speedups(attention), *rooflines(attention), *by_size(attention)]
 

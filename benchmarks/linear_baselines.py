@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from benchmarks.linear_targets import INT4, PUBLISHED
 from halfbyte.measure.checks import Accuracy
 from halfbyte.ops.dequantize import dequantize_rows
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.settings import interpreted
 from halfbyte.tensors import QuantTensor
 
@@ -55,7 +55,7 @@ def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBaseline]:
-    """The 4-bit peers that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
+    """The 4-bit baselines that run here, on the numbers of a weight in symmetric int4 with groups of 128."""
     assert weight.format.name == INT4
     found = [tinygemm(weight, copies)]
     if weight.device.type == "cuda" or interpreted():
@@ -66,7 +66,7 @@ def low_bit(weight: QuantTensor, copies: Callable[[int], int]) -> list[LinearBas
 def tinygemm(weight: QuantTensor, copies: Callable[[int], int]) -> LinearBaseline:
     """torch's own int4 product: W = (q - 8) s + z with s and z in bf16, here z = 0."""
     assert weight.scales is not None
-    q, s = unpack_nibbles(weight.codes), weight.scales.bfloat16()  # [N, K], [N, G]
+    q, s = unpack_codes(weight.codes, 4), weight.scales.bfloat16()  # [N, K], [N, G]
     scales = torch.stack([s, torch.zeros_like(s)], -1).transpose(0, 1).contiguous()  # [G, N, 2]
     if weight.device.type == "cuda":
         packed = torch.ops.aten._convert_weight_to_int4pack(((q[:, ::2] << 4) | q[:, 1::2]).contiguous(), 8)

@@ -109,7 +109,7 @@ def every_target() -> list[Target]:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "format", "by", "us alone", "us chained", "of roof", "x bf16", "fastest quoted, us", "bar", "verdict")
+HEADERS = ("case", "format", "by", "us alone", "us chained", "of roofline", "x bf16", "fastest quoted, us", "target", "verdict")
 PUBLISHED = "published split-k"
 #: A line of the chart.
 QUOTED = "fastest quoted, other run"
@@ -171,8 +171,8 @@ def figures(measured: Sequence[Record]) -> list[str]:
     drawn = shares(measured)
     if not drawn:
         return []
-    title = "Linear layers: share of the read roof by rows"
-    return [charts.panels(drawn, x_label="rows of x", y_label="% of the int4 roof", title=title, dashed=[QUOTED])]
+    title = "Linear layers: share of the read roofline by batch size"
+    return [charts.panels(drawn, x_label="batch size M", y_label="% of the INT4 roofline", title=title, dashed=[QUOTED])]
 
 
 def _is_ours(r: Record) -> bool:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.errors import check
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.tensors import QuantTensor
 
 TILE_M, TILE_N, TILE_K = 16, 32, 128
@@ -53,7 +53,7 @@ class GptqWeight:
             good and n % TILE_N == 0, f"weight is {fmt.name} {[n, k]}; the published kernel takes int4_sym_g128, N % {TILE_N} == 0"
         )
         assert weight.scales is not None
-        fields = unpack_nibbles(weight.codes).T.int()  # [k, n]
+        fields = unpack_codes(weight.codes, 4).T.int()  # [k, n]
         zeros = torch.full((k // TILE_K, n), fmt.code.bias - 1, dtype=torch.int32, device=weight.device)
         return GptqWeight(
             _words(fields.reshape(k // 8, 8, n), 1), _words(zeros.reshape(-1, n // 8, 8), 2), weight.scales.T.contiguous()

@@ -50,7 +50,7 @@ TIMES_NAIVE, TIMES_THREE = 1.25, 1.5
 ONE, THREE = "one launch", "three launches"
 #: What cuBLAS calls the kernel that adds up the parts of a product it has split.
 _SECOND_HALF = "splitKreduce"
-#: Our own kernel that puts x in the order in which warp-group products read it.
+#: Our own kernel that puts x in the order in which wgmma read it.
 _AHEAD = "order"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
 
 import make_tables as tables
-from docgen import hero, performance, reference, summary
+from docgen import formats, hero, performance, reference, summary
+from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
 
@@ -33,6 +34,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
+    "docs/concepts/granularities.md": {"granularities": formats.granularities},
+    "docs/internals/decode.md": {"bytes": formats.token_bytes},
+    "docs/internals/decisions.md": {"decisions": reference.decisions},
     "docs/reference/formats.md": {"formats": tables.formats},
     "docs/reference/models.md": {"models": tables.models},
     "docs/reference/api.md": {"names": reference.public_names},
@@ -75,7 +79,7 @@ def stale_pages() -> dict[Path, str]:
     for path in pages():
         page = str(path.relative_to(ROOT))
         before = path.read_text(encoding="utf-8")
-        after = fill(before, BLOCKS.get(page, {}), summary.FIGURES, page)
+        after = fill(before, BLOCKS.get(page, {}), FIGURES, page)
         if after != before:
             stale[path] = after
     return stale

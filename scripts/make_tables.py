@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,15 +14,16 @@ from typing import Any
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.hf.model_support import REFUSED, TESTED
+from halfbyte.cli.formats import HEADERS, format_rows
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
 from halfbyte.measure.records import Record
 
 ROOT = Path(__file__).parent.parent
-KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
+FAMILIES = ROOT / "results" / "families.jsonl"
+SERVED = "the tokens of transformers"
+#: What an error says besides the reason.
+ADVICE = re.compile(r"^a packed KV cache cannot be used with \S+: |[.,;] (Quantize its|so nothing|load it) .*")
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -29,36 +31,35 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def case_name(case: str) -> str:
+    """A case as readers know it: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`, `64 rows, 64/1` is `64 query rows, 64/1`."""
+    return re.sub(r"^(\d+) rows, ", r"\1 query rows, ", re.sub(r", (\d+) rows?$", r", M = \1", case.removeprefix("prefill, ")))
+
+
 def formats() -> str:
     """Every format: where it applies, what its codes are, what shares a scale, bits an element."""
-    rows = [_format_row(f, "keys" if f.token_block else "keys, values", KV_SHAPE) for f in KV_FORMATS.values()]
-    rows += [_format_row(f, "weights", WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
-    return markdown(("format", "for", "codes", "one scale for each", "bits an element"), rows)
-
-
-def _format_row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
-    return f"`{f.name}`", use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
-
-
-def _scale_text(f: Format) -> str:
-    if f.scale is None:
-        return "-"
-    group, kind = f.scale.group, f.scale.granularity
-    where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or SHARED[kind]
-    extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
-    stored = f.scale.dtype.upper() if f.scale.dtype.startswith("e") else f.scale.dtype.replace("f", "fp")
-    return ", ".join([where, stored, *extras])
+    return markdown(HEADERS, [(f"`{name}`", *rest) for name, *rest in format_rows()])
 
 
 def models() -> str:
-    """Families that were executed, and those that are refused, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in REFUSED.items():
-        reasons.setdefault(reason, []).append(name)
-    rows = [("run in the tests", ", ".join(TESTED))]
-    rows += [(f"refused: {reason}", ", ".join(sorted(names))) for reason, names in reasons.items()]
-    return markdown(("", "model types"), rows)
+    """Families by what came out for their cache, with the share of weights that is quantized, from the record of the tests."""
+    first, *lines = map(json.loads, FAMILIES.read_text(encoding="utf-8").splitlines())
+    by_outcome: dict[str, list[str]] = {}
+    for line in lines:
+        share = "-" if line.get("weights") or line["share"] is None else f"{line['share']:.0%}".replace("%", " %")
+        by_outcome.setdefault(_cache_outcome(line), []).append(f"{line['family']} {share}")
+    rows = [
+        (outcome, ", ".join(families)) for outcome, families in sorted(by_outcome.items(), key=lambda x: (x[0] != SERVED, x[0]))
+    ]
+    return markdown((f"packed cache, transformers {first['transformers']}", "families, share of weights that is quantized"), rows)
+
+
+def _cache_outcome(line: dict[str, Any]) -> str:
+    """A cell: the reason without the name of the family and without what to do."""
+    if "built" in line:
+        return "not tested: transformers cannot build it without other packages or configurations"
+    said = line["cache"]
+    return SERVED if said is None else f"refused: {ADVICE.sub('', said)}"
 
 
 def checkpoints() -> str:
@@ -69,7 +70,7 @@ def checkpoints() -> str:
 def quality() -> str:
     """Selected rows of the demo's own record."""
     shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
-    records = json_lines("demo.jsonl")
+    records = demo_records()
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
     rows = [
@@ -86,13 +87,18 @@ def quality() -> str:
     return markdown(("KV cache (keys / values)", "weights", "perplexity", "mean KL (nats)", "top-1", "smaller"), rows)
 
 
+def demo_records(model: str = "") -> list[dict[str, Any]]:
+    """Quality of the shipped model, or of an outlier variant of it, setting by setting."""
+    return [r for r in json_lines("demo.jsonl") if r.get("model", "") == model]
+
+
 def size_ratio(record: dict[str, Any], base: dict[str, Any]) -> str:
     key = "weight_bytes" if record["weights"] else "kv_bytes_per_token"
     return f"{base[key] / record[key]:.2f}x"
 
 
 def speed() -> str:
-    """The CPU benchmark's records, each beside the fastest 16-bit operator of torch on the same shape in the same run."""
+    """The CPU benchmark's records, each with the fastest 16-bit operator of torch on the same shape in the same run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in json_lines("cpu.jsonl"):
         if record["seconds"] is not None:
@@ -128,11 +134,11 @@ CHART = "docs/performance/attention.svg"
 
 
 def all_bars() -> str:
-    """Every bar with what was measured, and the 16-bit peers."""
+    """Every target with what was measured, and the 16-bit baselines."""
     measured = gpu_records()
     if not measured:
         return NOTHING
-    rows = [[cell.replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+    rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
     left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
     missing = f"; {left} more are not in these records" if left > 0 else ""
     return f"{where_text(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
@@ -160,7 +166,7 @@ OURS = "halfbyte auto"
 
 
 def linear() -> str:
-    """Each layer and number of rows: our times by format, and those of the peers."""
+    """Each layer and batch size M: our times by format, and those of the baselines."""
     measured = [r for r in linear_targets.latest(every_gpu_record()) if r.seconds]
     cases = [
         case
@@ -194,11 +200,11 @@ def _linear_cells(case: str, found: Sequence[Record]) -> list[str]:
     other = literature.fastest(shape["N"], shape["K"], shape["M"], linear_targets.INT4)
     names = ("cuBLAS", "tinygemm", linear_targets.PUBLISHED, "dequantize, then cuBLAS")
     best = "" if other is None else f"{1e6 * other.seconds:.1f} {other.peer}"
-    return [case, *cells, *(peers.get(name, "") for name in names), best]
+    return [case_name(case), *cells, *(peers.get(name, "") for name in names), best]
 
 
 def quoted_figures() -> str:
-    """The literature values that ours stand beside."""
+    """The literature values that ours are compared with."""
     rows = [
         (f"{n} x {k}", peer, code, *(f"{time:.1f}" for time in times))
         for (n, k), found in literature.MICROSECONDS.items()
@@ -214,7 +220,7 @@ def linear_verdicts() -> str:
     if not measured:
         return NOTHING
     missed = [(r, v) for r in measured for v in r.bars if not v.met]
-    rows = [(r.case, r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
+    rows = [(case_name(r.case), r.formats, targets.bound_text(v), targets.verdict_text(v)) for r, v in missed]
     left = len(linear_targets.every_target()) - sum(len(r.bars) for r in measured if r.implementation == OURS)
     missing = f"; {left} more are not in these records" if left > 0 else ""
     table = f"\n\n{markdown(('case', 'format', 'target', 'measured'), rows)}" if rows else ""
@@ -264,7 +270,7 @@ def _marked(r: Record) -> Record:
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
     headers, rows = found.table(measured)
-    table = markdown(headers, [[cell.replace("\n", "<br>") for cell in row] for row in rows])
+    table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
     told.append(folded(f"Table, {len(rows)} rows", table) if len(rows) > SHOWN_ROWS else table)
@@ -303,6 +309,7 @@ def write_charts() -> None:
     """The charts of shares of the roof and of the studies; none of what was not measured."""
     reached, asked = targets.shares(gpu_records())
     if reached:
+        reached, asked = ({case_name(case): share for case, share in shares.items()} for shares in (reached, asked))
         svg = charts.marked_bars(reached, asked, x_label="% of the read roofline at the same number of bytes")
         (ROOT / CHART).write_text(charts.as_image(svg), encoding="utf-8")
     for svg in linear_targets.figures(every_gpu_record()):

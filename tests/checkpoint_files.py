@@ -96,7 +96,18 @@ def awq(n: int, k: int, seed: int = 0, *, group: int = 32, dtype: torch.dtype = 
     return Drawn(config, tensors, values)
 
 
-def bnb(n: int, k: int, seed: int = 0, *, kind: str = "nf4", nested: bool = False, block: int = 64, second: int = 256) -> Drawn:
+def bnb(
+    n: int,
+    k: int,
+    seed: int = 0,
+    *,
+    kind: str = "nf4",
+    nested: bool = False,
+    block: int = 64,
+    second: int = 256,
+    used: bool = False,
+) -> Drawn:
+    """`used`: saved after a forward on a CPU, which leaves the scales in bf16 and transposed."""
     rng, blocks = np.random.default_rng(seed), -(-n * k // block)
     table = decoders.NF4 if kind == "nf4" else decoders.BNB_FP4
     weight = rng.integers(0, 256, (n * k // 2, 1)).astype(np.uint8)
@@ -111,8 +122,9 @@ def bnb(n: int, k: int, seed: int = 0, *, kind: str = "nf4", nested: bool = Fals
         state |= {"nested_blocksize": second, "nested_dtype": "float32", "nested_offset": offset}
         values = decoders.bnb_4bit(weight, absmax, (n, k), block, table, (code, outer, offset, second))
     else:
-        absmax = rng.uniform(0.01, 0.1, blocks).astype(np.float32)
-        tensors |= {"weight.absmax": torch.from_numpy(absmax)}
+        scales = torch.from_numpy(rng.uniform(0.01, 0.1, blocks).astype(np.float32))
+        tensors |= {"weight.absmax": scales.to(torch.bfloat16).view(n, -1).T.contiguous() if used else scales}
+        absmax = scales.to(torch.bfloat16).float().numpy() if used else scales.numpy()
         values = decoders.bnb_4bit(weight, absmax, (n, k), block, table)
     raw = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
     tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.from_numpy(raw)
@@ -227,6 +239,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bnb nf4 nested": (bnb, {"nested": True}),
     "bnb nf4 nested, other blocks": (bnb, {"nested": True, "block": 128, "second": 512}),
     "bnb nf4, blocks of 256": (bnb, {"block": 256}),
+    "bnb nf4, saved after a forward on a CPU": (bnb, {"used": True}),
     "bnb fp4": (bnb, {"kind": "fp4"}),
     "bnb fp4 nested": (bnb, {"kind": "fp4", "nested": True}),
     "ct int4": (compressed, {}),
@@ -333,6 +346,8 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (bnb, {}, put("weight", torch.zeros(512, 1)), r"a\.b\.weight is float32 \[512, 1\]"),
     (bnb, {}, put("weight", torch.zeros(511, 1).byte()), r"a\.b\.weight is uint8 \[511, 1\]"),
     (bnb, {}, fill("weight.absmax", -1), r"a\.b\.weight\.absmax holds 1"),
+    (bnb, {"used": True}, fill("weight.absmax", -1), r"a\.b\.weight\.absmax holds 1"),
+    (bnb, {}, put("weight.absmax", torch.ones(2, 9)), r"a\.b\.weight\.absmax is float32 \[2, 9\]"),
     (bnb, {"nested": True}, fill("weight.nested_absmax", torch.nan), r"a\.b\.weight\.nested_absmax holds 1"),
     (bnb, {}, restate(shape=[16, 64]), r"bitsandbytes__nf4 has the shape \[16, 64\]; the model has \[8, 128\]"),
     (bnb, {}, restate(quant_type="fp4"), r"has the quant_type 'fp4'"),

@@ -14,6 +14,7 @@ from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, KVBuffe
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops._linear_call import LinearCall
+from halfbyte.ops.append_slots import append_slots
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.tensors import expected_parts
 from pretended_gpu import cuda_tensors
@@ -129,18 +130,18 @@ def query(tokens: int = 1) -> torch.Tensor:
 
 def buffer(fmt: str) -> KVBuffer:
     """Eight pages of 16 tokens."""
-    return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 1, 64), torch.bfloat16, "cpu")
+    return new_kv_buffer(KV_FORMATS[fmt], (8, 2, 16, 64), (2, 2, 0, 64), torch.bfloat16, "cpu")
 
 
-def cache(capacity: int = 64, paged: bool = False, keys: str = "int8", lengths: torch.Tensor | None = None) -> KVCache:
+def cache(capacity: int = 64, paged: bool = False, lengths: torch.Tensor | None = None, **options: Any) -> KVCache:
     with cuda_tensors(False):
-        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, keys=keys)
+        made = PagedKVCache(2, 2, 64, capacity, pages=8, page_size=16) if paged else KVCache(2, 2, 64, capacity, **options)
     made.lengths = made.lengths if lengths is None else lengths
     return made
 
 
 def attended() -> DecodeCall:
-    keys, values = replace(buffer("int8"), tail=bf16(2, 2, 32, 64)), buffer("int4_g32")
+    keys, values = (replace(buffer(name), tail=bf16(2, 2, 32, 64), sink_tokens=2) for name in ("int8", "int4_g32"))
     options = AttentionOptions(0.5, 30.0, torch.zeros(8), 20, ints(2), ints(2), torch.zeros(8))
     return DecodeCall(query(), keys, values, ints(2), ints(2), ints(2, 4), options)
 
@@ -149,7 +150,7 @@ ATTENTION = Op(
     full=attended,
     find=attention_op._signature,
     paths="q lengths query_start? page_table? keys.codes keys.scales keys.tail? values.codes values.scales values.offsets? "
-    "options.starts? options.ends? options.alibi_slopes? options.sinks?",
+    "values.tail? options.starts? options.ends? options.alibi_slopes? options.sinks?",
     same={
         "sm_scale": changed("options.sm_scale", 0.25),
         "softcap": changed("options.softcap", 1.0),
@@ -162,10 +163,11 @@ ATTENTION = Op(
         "a format of the same name": changed("keys.format", replace),
         "no window": changed("options.window", None),
         "no softcap": changed("options.softcap", None),
+        "sink tokens": changed("keys.sink_tokens", 1),
         "impl": changed("impl", "gluon"),
+        "rotated keys": changed("options.rotate_keys", True),
     },
     never={
-        "rotated keys": changed("options.rotate_keys", True),
         "deterministic": changed("deterministic_batch", True),
         "the portable kernel": changed("impl", "triton"),
         "impl a list": changed("impl", ["auto"]),
@@ -182,6 +184,7 @@ ATTENTION = Op(
         "gluon": lambda: {"impl": "gluon"},
         "a tail": lambda: {"cache": cache(keys="int4_channel")},
         "pages": lambda: {"cache": cache(paged=True)},
+        "rotated": lambda: {"cache": cache(rotate_keys=True)},
         "all": lambda: {
             "alibi_slopes": torch.rand(8),
             "sinks": torch.rand(8),
@@ -230,7 +233,7 @@ ATTENTION = Op(
 
 def appended() -> AppendCall:
     where, rope = (
-        (buffer("int8_tensor"), buffer("int4_g32"), ints(2), ints(2), ints(2, 4)),
+        (*(replace(buffer(name), tail=bf16(2, 2, 9, 64)) for name in ("int8_tensor", "int4_g32")), ints(2), ints(2), ints(2, 4)),
         (torch.zeros(1, 32), torch.zeros(1, 32)),
     )
     return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False)
@@ -249,16 +252,17 @@ APPEND = Op(
     full=appended,
     find=append_op.signature_of,
     paths="k v lengths counts? page_table? q? keys.codes keys.scales keys.saturated values.codes values.scales values.offsets "
-    "rope.0 rope.1",
+    "keys.tail? values.tail? rope.0 rope.1",
     same={},
     others={
         "no rope": changed("rope", None),
         "format of the keys": changed("keys.format", KV_FORMATS["fp8_tensor"]),
         "a format of the same name": changed("values.format", replace),
         "rotated keys": changed("rotate_keys", True),
+        "sink tokens": changed("keys.sink_tokens", 1),
     },
     never={
-        "a tail": changed("keys.tail", torch.zeros(1)),
+        "per-channel keys": changed("keys.format", KV_FORMATS["int8_channel"]),
         "a scale to measure": changed("measure", True),
         "rope a list": changed("rope", list),
         "rope of three": changed("rope", lambda rope: (*rope, rope[0])),
@@ -274,6 +278,7 @@ APPEND = Op(
         "rope": lambda: {"rope": (torch.rand(1, 32), torch.rand(1, 32))},
         "queries": rotation,
         "pages": lambda: {"cache": cache(paged=True)},
+        "sink and recent tokens": lambda: {"cache": cache(sink_tokens=2, recent_tokens=4)},
         "all": lambda: {"counts": ints(2) + 1, **rotation()},
     },
     unstored={
@@ -299,6 +304,68 @@ APPEND = Op(
         "q of another batch": ({"q": query()[:1]}, "q has shape"),
     },
     results=lambda given: [(given["q"].shape, given["q"].dtype)] if "q" in given else [],
+    first="k",
+    gradients=("q",),
+    refuses=True,
+    workspace=False,
+)
+
+
+def slotted() -> AppendCall:
+    """A call as `append_slots` makes it of its arguments: tokens are no sequences yet."""
+    where = buffer("int8"), buffer("int4_g32"), ints(2).long()
+    rope = torch.zeros(2, 32), torch.zeros(2, 32)
+    return AppendCall(bf16(2, 2, 64), bf16(2, 2, 64), *where, rope=rope, q=bf16(2, 8, 64), measure=False, by_slot=True)
+
+
+def run_append_slots(**given: Any) -> Sequence[torch.Tensor]:
+    rotated = append_slots(**given)
+    return [] if rotated is None else [rotated]
+
+
+APPEND_SLOTS = Op(
+    full=slotted,
+    find=append_op.signature_of,
+    paths="k v lengths q? keys.codes keys.scales values.codes values.scales values.offsets rope.0 rope.1",
+    same={},
+    others={name: change for name, change in APPEND.others.items() if "format of the keys" not in name},
+    never={name: change for name, change in APPEND.never.items() if name != "counts a list"},
+    run=run_append_slots,
+    plain=lambda: {
+        "k": bf16(2, 2, 64),
+        "v": bf16(2, 2, 64),
+        "keys": buffer("int8"),
+        "values": buffer("int4_g32"),
+        "slot_mapping": ints(2).long(),
+    },
+    options={
+        "plain": dict,
+        "rope": lambda: {"rope": (torch.rand(2, 32), torch.rand(2, 32))},
+        "slots of 32 bits": lambda: {"slot_mapping": ints(2)},
+        "many tokens": lambda: {"k": bf16(48, 2, 64), "v": bf16(48, 2, 64), "slot_mapping": ints(48).long()},
+        "all": lambda: {"rope": (torch.rand(2, 32), torch.rand(2, 32)), "q": bf16(2, 8, 64)},
+    },
+    unstored={
+        "a scale to measure": lambda: {"keys": buffer("int8_tensor")},
+        "rope not contiguous": lambda: {"rope": (torch.rand(2, 64)[:, ::2],) * 2},
+    },
+    aliased={
+        "k for v": lambda: dict.fromkeys(("k", "v"), bf16(2, 2, 64)),
+        "cosines for sines": lambda: {"rope": (torch.rand(2, 32),) * 2},
+    },
+    bad={
+        "k of four axes": ({"k": token()}, "k has shape"),
+        "v of other tokens": ({"v": bf16(3, 2, 64)}, "v has shape"),
+        "v of integers": ({"v": ints(2, 2, 64)}, "v is"),
+        "slots too many": ({"slot_mapping": ints(3)}, "slot_mapping has shape"),
+        "slots of floats": ({"slot_mapping": torch.zeros(2)}, "slot_mapping is"),
+        "slots a list": ({"slot_mapping": [1, 2]}, "slot_mapping is a list"),
+        "values no buffer": ({"values": bf16(2)}, "values is a Tensor; expected a KVBuffer"),
+        "a rope of one": ({"rope": (torch.zeros(2, 32),)}, "rope is"),
+        "a rope of other tokens": ({"rope": (torch.zeros(1, 32),) * 2}, "rope"),
+        "q of other tokens": ({"q": bf16(1, 8, 64)}, "q has shape"),
+    },
+    results=APPEND.results,
     first="k",
     gradients=("q",),
     refuses=True,
@@ -411,4 +478,4 @@ PROJECTIONS = replace(
     gradients=("x", "biases.1"),
 )
 
-OPS = {"attention": ATTENTION, "append": APPEND, "linear": LINEAR, "projections": PROJECTIONS}
+OPS = {"attention": ATTENTION, "append": APPEND, "append_slots": APPEND_SLOTS, "linear": LINEAR, "projections": PROJECTIONS}

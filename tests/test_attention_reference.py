@@ -21,6 +21,7 @@ from halfbyte.paging import PagedKVCache
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import block_size, rotate
 from halfbyte.reference.rope import apply_rope, rope_tables
+from sizes import head_dim
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 HEADS = [(1, 1), (8, 1), (8, 8), (4, 2), (6, 2), (7, 1), (12, 4)]
@@ -258,8 +259,9 @@ def test_an_empty_sequence_gives_zero_and_minus_infinity(impl: str, sinks: torch
 @pytest.mark.parametrize("keys", [k for k, f in KV_FORMATS.items() if f.is_quantized])
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_nothing_behind_a_length_is_seen(keys: str, impl: str) -> None:
-    cache = filled([35, 0, 64], 2, 64, 64, keys=keys, values="int4")
-    q = torch.randn(3, 4, 2, 64)
+    dim = head_dim(keys)
+    cache = filled([35, 0, 64], 2, dim, 64, keys=keys, values="int4")
+    q = torch.randn(3, 4, 2, dim)
     before = decode_attention(q, cache, return_lse=True, impl=impl)
     block = cache.keys.format.token_block or 1
     for plane in (cache.keys, cache.values):
@@ -411,11 +413,11 @@ def test_prefill_reads_the_past_as_it_is_stored() -> None:
     cache = KVCache(1, 1, 64, 64, keys="int4", values="int4")
     past, new = torch.randn(1, 1, 20, 64), torch.randn(1, 1, 6, 64)
     cache.append(past, past)
-    k = cache.dequantized()[0][:, :, :20]
+    held = [x[:, :, :20] for x in cache.dequantized()]
     cache.append(new, new)
     q = torch.randn(1, 1, 6, 64).double()
-    both = torch.cat([k, new], 2).double()
-    expected, _ = reference.attend(q, both, both, torch.tensor([26]), torch.tensor([20]), AttentionOptions(0.125))
+    k, v = (torch.cat([x, new], 2).double() for x in held)
+    expected, _ = reference.attend(q, k, v, torch.tensor([26]), torch.tensor([20]), AttentionOptions(0.125))
     torch.testing.assert_close(prefill_attention(q, new, new, cache), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -460,13 +462,14 @@ PAST, CHUNK = (0, 1, 20, 31, 32, 33), (17, 32, 100)
 @pytest.mark.parametrize("keys", [name for name, fmt in KV_FORMATS.items() if fmt.granularity != "tensor"])
 def test_prefill_after_any_past(keys: str, impl: str, paged: bool, window: int | None) -> None:
     """The past as it is stored, whatever the chunk's append has done to a tail or a block since; the chunk exactly."""
+    dim = head_dim(keys)
     fmt = KV_FORMATS[keys]
     values = "int4" if fmt.token_block else keys
     kind: type[KVCache] = PagedKVCache if paged else KVCache
     for past, count in itertools.product(PAST, CHUNK):
-        k, v = torch.randn(2, 1, 2, past + count, 64)
-        q = torch.randn(1, 4, count, 64)
-        cache = kind(1, 2, 64, 160, keys=keys, values=values)
+        k, v = torch.randn(2, 1, 2, past + count, dim)
+        q = torch.randn(1, 4, count, dim)
+        cache = kind(1, 2, dim, 160, keys=keys, values=values)
         cache.append(k[:, :, :past], v[:, :, :past])
         cache.append(k[:, :, past:], v[:, :, past:])
         stored_k, stored_v = cache.dequantized()

@@ -19,6 +19,7 @@ from halfbyte import (
     QuantTensor,
     decode_attention,
     dequantize,
+    experts_linear,
     key_format,
     linear,
     merge_states,
@@ -28,6 +29,7 @@ from halfbyte import (
 )
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.ops.linear import projections
+from halfbyte.reference.experts import Activation
 
 META = torch.device("meta")
 FP8 = torch.float8_e4m3fn
@@ -88,6 +90,10 @@ def weight(name: str = "nf4") -> QuantTensor:
     return quantize(r(8, 128), name)
 
 
+def stack() -> QuantTensor:
+    return quantize(r(2, 8, 128), "nf4")
+
+
 def fixed(scale: Any, name: str = "int8_tensor") -> Call:
     return lambda: quantize(r(1, 1, 2, 64), key_format(name), scale=scale)
 
@@ -111,6 +117,7 @@ def mixed_devices() -> object:
     return KVCache.from_buffers(c.keys, meta.values, c.lengths)
 
 
+IDS = torch.tensor([[0, 1], [1, 0]])
 one = r(2, 2, 1, 64)
 out4, lse4 = r(2, 4, 1, 64), r(2, 4, 1)
 #: name: (the call, what the message must hold). A name says what is wrong.
@@ -127,7 +134,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "cache: values per channel": (lambda: cache(values="int8_channel"), "values='int8_channel' is for keys only"),
     "cache: weight format by name": (lambda: cache(keys="nf4"), "keys='nf4'"),
     "cache: groups do not divide": (lambda: KVCache(1, 1, 40, 8), "groups of 32"),
-    "cache: int4 and an odd head": (lambda: KVCache(1, 1, 59, 8, values="int4"), "even"),
+    "cache: int4 and an odd head": (lambda: KVCache(1, 1, 59, 8, values="int4"), "multiple of 2"),
     "cache: dtype fp32": (lambda: cache(dtype=torch.float32), "dtype=torch.float32"),
     "cache: dtype by name": (lambda: cache(dtype="float16"), "dtype=float16"),
     "cache: rotation of 40": (lambda: KVCache(1, 1, 40, 8, values="int8", rotate_keys=True), "head_dim=40"),
@@ -179,7 +186,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "append: q of another head_dim": (with_queries(r(2, 4, 2, 32)), "q has shape"),
     "append: q of integers": (with_queries(r(2, 4, 2, 64).int()), "q is torch.int32"),
     "append: q on another device": (with_queries(r(2, 4, 2, 64).to(META)), "q is on meta"),
-    "append: q that asks for a gradient": (with_queries(r(2, 4, 2, 64).requires_grad_()), "q asks for one"),
+    "append: q that asks for a gradient": (with_queries(r(2, 4, 2, 64).requires_grad_()), "q requires one"),
     "append: negative lengths of an engine": (negative_lengths_append, "lengths"),
     "append: lengths beyond the capacity": (lambda: wrapped(ints(65, 0)).append(one, one), "capacity"),
     "paged append: k of rank 2": (kv(r(2, 64), into=PagedKVCache), "k has shape"),
@@ -281,7 +288,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "quantize: complex": (lambda: quantize(torch.ones(2, 128).to(torch.complex64), "nf4"), "x is"),
     "quantize: float8": (lambda: quantize(r(2, 128).to(FP8), "nf4"), "x is"),
     "quantize: groups do not divide": (lambda: quantize(r(2, 96), "nf4"), "x has a last axis of 96"),
-    "quantize: an odd axis": (lambda: quantize(r(2, 33), "int4_col"), "even"),
+    "quantize: an odd axis": (lambda: quantize(r(2, 33), "int4_col"), "multiple of 2"),
     "quantize: per channel of rank 2": (lambda: quantize(r(32, 64), key_format("int8_channel")), "x has 2 axes"),
     "quantize: per token of rank 3": (lambda: quantize(r(2, 32, 64), key_format("int8_token")), "x has 3 axes"),
     "quantize: beyond fp16": (lambda: quantize(r(2, 128) * 1e6, key_format("fp16")), "x"),
@@ -338,6 +345,25 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "qkv: one unquantized": (lambda: qkv_projection(r(2, 128), (weight(), weight(), r(8, 128))), "v weight"),  # type: ignore[arg-type]
     "qkv: one of another width": (lambda: qkv_projection(r(2, 128), (weight(), quantize(r(8, 64), "nf4"), weight())), "k weight"),
     "qkv: a bias of another size": (lambda: qkv_projection(r(2, 128), (weight(),) * 3, (None, None, r(3))), "v bias"),
+    # -- experts_linear
+    "experts: a matrix": (lambda: experts_linear(r(2, 128), weight(), IDS), r"weight is \[8, 128\]; expected a stack"),
+    "experts: unquantized": (lambda: experts_linear(r(2, 128), r(2, 8, 128), IDS), "weight is Tensor"),  # type: ignore[arg-type]
+    "experts: ids of one axis": (lambda: experts_linear(r(2, 128), stack(), IDS[0]), r"ids has shape \[2\]"),
+    "experts: ids that are no integers": (lambda: experts_linear(r(2, 128), stack(), IDS.float()), "ids is torch.float32"),
+    "experts: an id too many": (lambda: experts_linear(r(2, 128), stack(), IDS + 1), "ids holds 2; the weight has experts 0 to 1"),
+    "experts: an id below 0": (lambda: experts_linear(r(2, 128), stack(), IDS - 1), "ids holds -1"),
+    "experts: tokens without ids": (lambda: experts_linear(r(3, 128), stack(), IDS), r"x has shape \[3, 128\]"),
+    "experts: rows of another top_k": (lambda: experts_linear(r(2, 3, 128), stack(), IDS), r"x has shape \[2, 3, 128\]"),
+    "experts: another width": (lambda: experts_linear(r(2, 64), stack(), IDS), r"x has shape \[2, 64\]"),
+    "experts: gates of another size": (lambda: experts_linear(r(2, 128), stack(), IDS, r(2, 1)), "gates has shape"),
+    "experts: a bias for one expert": (lambda: experts_linear(r(2, 128), stack(), IDS, bias=r(8)), "bias has shape"),
+    "experts: an unknown activation": (lambda: experts_linear(r(2, 128), stack(), IDS, activation="relu"), "activation='relu'"),
+    "experts: a limit of 0": (lambda: experts_linear(r(2, 128), stack(), IDS, activation=Activation("silu", limit=0)), "above 0"),
+    "experts: an odd number of rows": (
+        lambda: experts_linear(r(2, 128), quantize(r(2, 7, 128), "nf4"), IDS, activation="silu"),
+        "weight has 7 rows; an activation takes pairs",
+    ),
+    "experts: an unknown level": (lambda: experts_linear(r(2, 128), stack(), IDS, impl="gluon"), "impl='gluon' does not exist"),
     # -- format names
     "key_format: unknown": (lambda: key_format("nope"), "keys='nope' is not a format; choose one of: fp16"),
     "key_format: a number": (lambda: key_format(3), "keys=3"),  # type: ignore[arg-type]
@@ -366,6 +392,7 @@ def test_everything_public_is_exercised() -> None:
         "QuantTensor": "QuantTensor",
         "linear": "linear",
         "qkv_projection": "qkv",
+        "experts_linear": "experts",
         "key_format": "key_format",
     }
     data = {"Format", "KV_FORMATS", "WEIGHT_FORMATS", "HalfbyteError"}

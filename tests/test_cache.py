@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from halfbyte.paging import PagedKVCache
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
+from sizes import head_dim
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 KEYS = list(KV_FORMATS)
@@ -187,9 +189,10 @@ def _arguments(layout: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("keys", [k for k in KEYS if not k.endswith("_tensor")])
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_cache_holds_what_quantize_makes(keys: str, paged: bool) -> None:
-    k, v = tokens(2, 2, 64, 64)
+    dim = head_dim(keys)
+    k, v = tokens(2, 2, 64, dim)
     k = k.bfloat16().float()  # the tail rounds
-    cache = make(paged, 2, 2, 64, 96, keys=keys, values="int4")
+    cache = make(paged, 2, 2, dim, 96, keys=keys, values="int4", rotate_keys=False)
     cache.append(k, v)
     got_k, got_v = cache.dequantized()
     assert torch.equal(got_k[:, :, :64], dequantize(quantize(k, key_format(keys))))
@@ -212,6 +215,40 @@ def test_rotated_keys_are_rotated_before_they_are_quantized(keys: str) -> None:
     expected = dequantize(quantize(rotate(k), key_format(keys)))
     assert torch.equal(cache.dequantized()[0], rotate(expected.double()).float())
     assert not torch.equal(expected, dequantize(quantize(k, key_format(keys))))
+
+
+#: Keys that a cache rotates unless it is requested otherwise: few bits, and outlier channels share scales with other channels.
+ROTATED = {name for name in KEYS if re.fullmatch(r"int[24](_g\d+)?", name)}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_which_keys_are_rotated_by_default(keys: str, paged: bool) -> None:
+    for dim in (40, 64, 80, 96, 128, 256):
+        if fits(keys, dim):
+            cache = make(paged, 1, 2, dim, 64, keys=keys, values="int8")
+            assert cache.rotate_keys is (keys in ROTATED and dim != 40)
+            assert not make(paged, 1, 2, dim, 64, keys=keys, values="int8", rotate_keys=False).rotate_keys
+    cache = make(paged, 2, 2, head_dim(keys), 64, keys=keys, values="int8")
+    assert ("rotated" in repr(cache)) == (keys in ROTATED)
+    copies = [] if paged else [cache.select(torch.tensor([1])), cache.repeat_interleave(2), cache.grown(128)]
+    assert all(made.rotate_keys is (keys in ROTATED) for made in copies)
+    assert not KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table).rotate_keys
+
+
+@pytest.mark.parametrize("keys", ["int4", "int4_g32", "int2"])
+def test_rotation_is_what_outlier_channels_need(keys: str) -> None:
+    """One channel of 128 is 30 times larger in keys, and smaller in queries: exact attention does not change, INT4's does."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, count, 128, generator=generator) for count in (1, 200, 200))
+    k[..., 7], q[..., 7] = 30 * k[..., 7], q[..., 7] / 30
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    error = {}
+    for rotate_keys in (None, False):
+        cache = KVCache(1, 2, 128, 200, keys=keys, values="fp16", rotate_keys=rotate_keys)
+        cache.append(k, v)
+        error[rotate_keys] = (decode_attention(q, cache) - exact).norm()  # type: ignore[operator]
+    assert error[None] < error[False] / 2
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -308,10 +345,11 @@ def test_an_append_of_nothing_measures_nothing(how: str) -> None:
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_an_append_of_no_tokens_changes_nothing(keys: str) -> None:
+    dim = head_dim(keys)
     options = {"k_scale": 1.0} if keys.endswith("_tensor") else {}
     for paged in (False, True):
-        cache = make(paged, 2, 2, 64, 64, keys=keys, **options)
-        k, v = tokens(2, 2, 35, 64)
+        cache = make(paged, 2, 2, dim, 64, keys=keys, **options)
+        k, v = tokens(2, 2, 35, dim)
         cache.append(k, v)
         before = snapshot(cache)
         cache.append(k[:, :, :0], v[:, :, :0])
@@ -476,8 +514,9 @@ def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("keys", KEYS)
 def test_reorder(paged: bool, keys: str) -> None:
-    cache = make(paged, 3, 2, 64, 96, keys=keys)
-    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    dim = head_dim(keys)
+    cache = make(paged, 3, 2, dim, 96, keys=keys)
+    cache.append(*tokens(3, 2, 40, dim), torch.tensor([40, 33, 0]))
     before = [[t.clone() for t in stored(cache, b)] for b in range(3)]
     cache.reorder(torch.tensor([1, 1, 0]))
     assert cache.lengths.tolist() == [33, 33, 40]
@@ -487,15 +526,16 @@ def test_reorder(paged: bool, keys: str) -> None:
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_select_and_repeat_copy(keys: str) -> None:
-    cache = KVCache(3, 2, 64, 96, keys=keys)
-    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    dim = head_dim(keys)
+    cache = KVCache(3, 2, dim, 96, keys=keys)
+    cache.append(*tokens(3, 2, 40, dim), torch.tensor([40, 33, 0]))
     before = snapshot(cache)
     made = cache.select(torch.tensor([2, 0, 0, 1]))
     assert (made.batch, made.lengths.tolist()) == (4, [0, 40, 40, 33])
     for i, source in enumerate([2, 0, 0, 1]):
         assert all(same_bits(s, t) for s, t in zip(stored(made, i), stored(cache, source), strict=True))
     assert cache.repeat_interleave(2).lengths.tolist() == [40, 40, 33, 33, 0, 0]
-    made.append(*tokens(4, 2, 9, 64, 3))
+    made.append(*tokens(4, 2, 9, dim, 3))
     made.crop(1)
     assert_unchanged(cache, before)  # its own memory
     assert cache.select(torch.tensor([], dtype=torch.long)).batch == 0
@@ -503,16 +543,17 @@ def test_select_and_repeat_copy(keys: str) -> None:
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_cache_that_grew_holds_the_same(keys: str) -> None:
-    cache = KVCache(3, 2, 64, 64, keys=keys, dtype=torch.float16)
-    cache.append(*tokens(3, 2, 40, 64), torch.tensor([40, 33, 0]))
+    dim = head_dim(keys)
+    cache = KVCache(3, 2, dim, 64, keys=keys, dtype=torch.float16)
+    cache.append(*tokens(3, 2, 40, dim), torch.tensor([40, 33, 0]))
     before = snapshot(cache)
     made = cache.grown(100)
     assert made.capacity == (128 if cache.keys.tail is not None else 100)
     assert all(same_bits(s, t) for b in range(3) for s, t in zip(stored(made, b), stored(cache, b), strict=True))
-    for c in (made, KVCache(3, 2, 64, 200, keys=keys, dtype=torch.float16).grown(1)):
+    for c in (made, KVCache(3, 2, dim, 200, keys=keys, dtype=torch.float16).grown(1)):
         c.reset()
-        c.append(*tokens(3, 2, 64, 64, 2))
-    made.append(*tokens(3, 2, 30, 64, 3))
+        c.append(*tokens(3, 2, 64, dim, 2))
+    made.append(*tokens(3, 2, 30, dim, 3))
     assert made.lengths.tolist() == [94, 94, 94]
     assert_unchanged(cache, before)  # its own memory
     assert cache.grown(1).capacity == cache.capacity
@@ -568,9 +609,10 @@ def rehoused(t: torch.Tensor | None, how: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("keys", KEYS)
 def test_wrapped_memory_gives_the_same_bits(how: str, paged: bool, keys: str) -> None:
+    dim = head_dim(keys)
     options = {"k_scale": 0.5} if keys.endswith("_tensor") else {}
-    native = make(paged, 2, 2, 64, 96, keys=keys, values="int4_g32", **options)
-    native.append(*tokens(2, 2, 40, 64), torch.tensor([40, 0]))
+    native = make(paged, 2, 2, dim, 96, keys=keys, values="int4_g32", **options)
+    native.append(*tokens(2, 2, 40, dim), torch.tensor([40, 0]))
     planes = [
         KVBuffer(p.format, *(rehoused(t, how) for t in (*p.tensors(), p.saturated)))  # type: ignore[arg-type]
         for p in (native.keys, native.values)
@@ -579,14 +621,14 @@ def test_wrapped_memory_gives_the_same_bits(how: str, paged: bool, keys: str) ->
     if table is not None:  # an engine hands out pages: give each sequence its share
         table = torch.tensor([native._held[0] + [2], [3, 4, 5]], dtype=torch.int32)  # type: ignore[attr-defined]
         assert sorted(table.flatten().tolist()) == [0, 1, 2, 3, 4, 5]
-    wrapped = KVCache.from_buffers(*planes, native.lengths.clone(), page_table=table)
+    wrapped = KVCache.from_buffers(*planes, native.lengths.clone(), page_table=table, rotate_keys=native.rotate_keys)
     assert wrapped.keys.codes.data_ptr() == planes[0].codes.data_ptr()
-    assert (wrapped.capacity, wrapped.batch, wrapped.kv_heads, wrapped.head_dim) == (96, 2, 2, 64)
-    more = tokens(2, 2, 9, 64, 4)
+    assert (wrapped.capacity, wrapped.batch, wrapped.kv_heads, wrapped.head_dim) == (96, 2, 2, dim)
+    more = tokens(2, 2, 9, dim, 4)
     for cache in (native, wrapped):
         cache.append(*more, torch.tensor([9, 5]))
     assert_same(native, wrapped)
-    q = torch.randn(2, 4, 3, 64)
+    q = torch.randn(2, 4, 3, dim)
     assert torch.equal(decode_attention(q, native), decode_attention(q, wrapped))  # type: ignore[arg-type]
     wrapped.crop(33)
     native.crop(33)
@@ -706,8 +748,8 @@ def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
 @given(data=st.data())
 def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None:
     """Contiguous and paged side by side against plain lists of tokens, each quantized for itself."""
-    batch, heads, dim, capacity = 3, 2, 64, 64
-    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32") for paged in (False, True)]
+    batch, heads, dim, capacity = 3, 2, head_dim(keys), 64
+    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32", rotate_keys=False) for paged in (False, True)]
     model: list[torch.Tensor] = [torch.zeros(heads, 0, dim)] * batch
     for step in range(data.draw(st.integers(1, 6))):
         match data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder", "reset"])):

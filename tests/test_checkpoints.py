@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from checkpoint_files import KINDS, REFUSED, Drawn, awq, bnb, compressed, draw, gptq, mxfp4, nvfp4, pack
 from fuzz import damage_config, mutate
-from halfbyte.checkpoints.adapters import ADAPTERS, make_adapter, read_quantization
+from halfbyte.checkpoints.adapters import ADAPTERS, make_adapter, read_quantization, weight_from_tensors
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
-from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
-from halfbyte.packing import unpack_nibbles
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.packing import unpack_codes
 from halfbyte.reference.dequantize import block_scales, dynamic_map
 from halfbyte.tensors import QuantTensor
 
@@ -106,7 +106,7 @@ def by_hand(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Drawn:
 
 
 def codes_of(weight: QuantTensor) -> torch.Tensor:
-    return unpack_nibbles(weight.codes).int()
+    return unpack_codes(weight.codes, 4).int()
 
 
 def test_gptq_by_hand(tmp_path: Path) -> None:
@@ -202,6 +202,33 @@ def test_fp4_by_hand(tmp_path: Path) -> None:
     drawn = mxfp4(8, 32)
     drawn.tensors["weight"][0, 0], drawn.tensors["weight_scale"][0, 0] = 0xF1, 129
     assert convert(drawn, tmp_path).dequantize()[0, :2].tolist() == [2.0, -24.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_give_what_files_give(kind: str, tmp_path: Path) -> None:
+    drawn = draw(kind, 40, 128, seed=3)
+    before = {name: t.clone() for name, t in drawn.tensors.items()}
+    from_file, weight = convert(drawn, tmp_path), weight_from_tensors(drawn.config, drawn.tensors, 40, 128)
+    assert (weight.format, weight.shape) == (from_file.format, from_file.shape)
+    memory = {t.data_ptr() for t in drawn.tensors.values()}
+    for (name, ours), theirs in zip(weight.parts().items(), from_file.parts().values(), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+        assert ours.data_ptr() not in memory
+    assert all(torch.equal(drawn.tensors[name], t) for name, t in before.items())
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    drawn = gptq(8, 128)
+    with pytest.raises(CheckpointError, match=r"q_proj\.qweight is int32 \[16, 8\]; expected int32 \[16, 16\]"):
+        weight_from_tensors(drawn.config, drawn.tensors, 16, 128, "q_proj")
+    with pytest.raises(CheckpointError, match=r"layer\.scales is missing; a layer of 8 x 128 needs it"):
+        weight_from_tensors(drawn.config, {name: t for name, t in drawn.tensors.items() if name != "scales"}, 8, 128)
+    with pytest.raises(CheckpointError, match="quantization_config has no quant_method"):
+        weight_from_tensors({}, drawn.tensors, 8, 128)
+    with pytest.raises(InvalidArgument, match=r"tensors\['scales'\] is a list"):
+        weight_from_tensors(drawn.config, drawn.tensors | {"scales": [1]}, 8, 128)  # type: ignore[dict-item]
+    with pytest.raises(InvalidArgument, match="in_features=0; expected an integer of at least 1"):
+        weight_from_tensors(drawn.config, drawn.tensors, 8, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- refusals

@@ -65,11 +65,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--capability", "7.5"], "capability='7.5'; the kernels run from 8.0 on"),
         (["explain", "--capability", "-1.-1"], "capability='-1.-1'"),
         (["explain", "--capability", ","], "--capability ','; give two whole numbers, such as 9.0"),
-        (["tune", "--dry-run", "--rows", ","], "--rows names nothing to measure"),
-        (["tune", "--dry-run", "--weights", ""], "--weights names nothing to measure"),
-        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
-        (["tune", "--dry-run", "--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
-        (["tune", "--dry-run", "--formats", "int4"], "--formats describes --attention"),
         (["eval", "demo", "-o", "/proc/file"], "--output '/proc/file' cannot be written"),
         (["eval", "demo", "--windows", "0"], "windows=0"),
         (["bench", "decode", "--threads", "99999999"], "threads=99999999; expected 1 to 1024"),
@@ -83,6 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "study", "memory", "-o", "."], "`python -m benchmarks study` now"),
         (["bench", "all"], "`python -m benchmarks all` now"),
         (["bench", "qkv", "--weights", "x"], "`python -m benchmarks qkv` now"),
+        (["tune", "--quick"], "`halfbyte tune` is `python -m benchmarks tune` now"),
         (["bench", "overhead"], "`python -m benchmarks overhead` now"),
         (["bench", "decode", "--bars"], "`python -m benchmarks decode`"),
         (["bench", "linear", "--bars"], "`python -m benchmarks linear`"),
@@ -138,6 +134,15 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 work items" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("keys", "dim", "said"), [("int4", 128, "blocks of 128"), ("int4_g32", 96, "of 32"), ("int8", 128, "")])
+def test_explain_says_whether_keys_are_rotated(keys: str, dim: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("explain", "--keys", keys, "--values", "int8", "--dim", str(dim), "--sms", "132", "--capability", "9.0", "--json") == 0
+    )
+    assert said in (rotation := json.loads(capsys.readouterr().out).get("rotation", ""))
+    assert bool(rotation) == bool(said)
+
+
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["memory", "demo", "--batch", "8", "--context", "32768", "--weights", "nf4", "--memory", "1GB"]
     assert run(*command, "--json") == 0
@@ -169,7 +174,7 @@ def test_bench_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert page.read_text().startswith("<!doctype html>")
     assert run(*command) == 0
     shown = capsys.readouterr().out
-    assert "Roofs at" in shown
+    assert "Rooflines at" in shown
     assert "halfbyte cpu" in shown
     assert len(records.read(output).records) == 4  # appended
 
@@ -196,7 +201,7 @@ def test_bench_that_measures_nothing_is_an_error(capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("brief")
 def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "roofline", "--mib", "1", "--device", "cpu") == 0
-    assert "Roofs at 1 MiB: read " in capsys.readouterr().out
+    assert "Rooflines at 1 MiB: read " in capsys.readouterr().out
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     where = records.Environment("a CPU", "", 1, {}, "", "halfbyte bench", "2026-01-01T00:00:00+00:00")
     for file, seconds in ((before, 1e-3), (after, 2e-3)):
@@ -212,3 +217,16 @@ def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(("value", "text"), [(999, "999 B"), (1500, "1.50 kB"), (24e9, "24.00 GB"), (3.2e15, "3200.00 TB")])
 def test_bytes_are_readable(value: float, text: str) -> None:
     assert human_bytes(value) == text
+
+
+def test_formats_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+
+    assert run("formats", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["format"] for row in found] == [*KV_FORMATS, *WEIGHT_FORMATS]
+    assert {row["format"]: row["bits an element"] for row in found if row["for"] != "weights"}["int4_g32"] == "5"
+    assert run("formats", "--for", "weights") == 0
+    shown = capsys.readouterr().out
+    assert "nvfp4" in shown
+    assert "int8_token" not in shown

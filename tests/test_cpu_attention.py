@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,11 @@ from halfbyte.kv_buffer import AttentionOptions, KVBuffer
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
+from sizes import head_dim
 
 HEADS = [(1, 1), (8, 1), (8, 8), (32, 8), (6, 2), (7, 1)]
 VALUE_FORMATS = [name for name, f in KV_FORMATS.items() if not f.token_block]
+QUANTIZED = [name for name in VALUE_FORMATS if KV_FORMATS[name].is_quantized]
 _TOKEN_AXIS = {"token": 1, "head": 2, "group": 2}
 
 
@@ -43,11 +45,13 @@ class Case:
             )
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise."""
-        k = reference.read(self.keys, self.lengths, self.page_table).to(dtype)
-        v = reference.read(self.values, self.lengths, self.page_table).to(dtype)
-        q = rotate(self.q.double()) if self.options.rotate_keys else self.q
-        return reference.attend(q.to(dtype), k, v, self.lengths, self.query_start, self.options)
+        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise.
+
+        Rotated keys are rotated back: both know of no rotation.
+        """
+        k, v = (reference.read(side, self.lengths, self.page_table) for side in (self.keys, self.values))
+        k = rotate(k.double()) if self.options.rotate_keys else k
+        return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), self.lengths, self.query_start, self.options)
 
     def check(self, block: int = cpu.BLOCK) -> None:
         """Within the promise."""
@@ -56,8 +60,25 @@ class Case:
         assert not attention_errors(out, lse, self.attend(torch.float64), self.attend(self.q.dtype))
 
 
-def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = True, strided: bool = False) -> KVBuffer:
-    """A plane of x [B, H, T, D]; everything that no token owns holds NaN, or any code. `strided`: as [B, T, H, D] inside."""
+def in_window(lengths: torch.Tensor, capacity: int, sinks: int, recent: int) -> torch.Tensor:
+    """Whether tokens are among the first or the last of their sequence, [B, T]."""
+    token, end = torch.arange(capacity), lengths.view(-1, 1)
+    return (token < end) & ((token < sinks) | (token >= end - recent))
+
+
+def store(
+    x: torch.Tensor,
+    name: str,
+    lengths: torch.Tensor,
+    *,
+    poison: bool = True,
+    strided: bool = False,
+    exact: tuple[int, int] = (0, 0),
+) -> KVBuffer:
+    """A plane of x [B, H, T, D]; everything that no token owns holds NaN, or any code. `strided`: as [B, T, H, D] inside.
+
+    exact: sink tokens and recent tokens in 16 bits.
+    """
     fmt = key_format(name)
     stored = quantize(x, fmt)
     codes, scales, offsets, tail = stored.codes, stored.scales, stored.offsets, None
@@ -71,6 +92,12 @@ def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = T
         beyond = (torch.arange(x.shape[2]) // block * block + block > lengths.view(-1, 1)) & poison
         unfinished = beyond[:, ::block, None].unsqueeze(1)
         scales, offsets = (None if t is None else t.masked_fill(unfinished, torch.nan) for t in (scales, offsets))
+    if sum(exact):
+        tail = torch.full((*x.shape[:2], sum(exact), x.shape[3]), torch.nan, dtype=torch.half)
+        held = in_window(lengths, x.shape[2], *exact)
+        for b, t in held.nonzero().tolist():
+            tail[b, :, t if t < exact[0] else exact[0] + t % exact[1]] = x[b, :, t].half()
+        beyond = beyond | held
     if poison:
         rows = beyond[:, None, :, None]
         junk = torch.full_like(codes, torch.nan) if codes.is_floating_point() else torch.full_like(codes, 127)
@@ -84,7 +111,7 @@ def store(x: torch.Tensor, name: str, lengths: torch.Tensor, *, poison: bool = T
         codes, scales, offsets = (
             t if t is None or t.ndim < 3 else t.transpose(1, 2).contiguous().transpose(1, 2) for t in (codes, scales, offsets)
         )
-    return KVBuffer(fmt, codes, scales, offsets, tail)
+    return KVBuffer(fmt, codes, scales, offsets, tail, sink_tokens=exact[0])
 
 
 def case(
@@ -103,6 +130,7 @@ def case(
     v_scale: float = 1.0,
     value_dim: int | None = None,
     seed: int = 0,
+    exact: tuple[int, int] = (0, 0),
     **options: Any,
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
@@ -115,8 +143,8 @@ def case(
     q = (torch.randn(len(lengths), heads[0], queries, dim, generator=rng) * q_scale).to(dtype)
     return Case(
         q,
-        store(k, keys, stored, strided=strided),
-        store(v, values, stored, strided=strided),
+        store(k, keys, stored, strided=strided, exact=exact),
+        store(v, values, stored, strided=strided, exact=exact),
         stored,
         (stored - queries).clamp_min(0),
         AttentionOptions(**{"sm_scale": dim**-0.5, **options}),
@@ -135,7 +163,7 @@ def paged(plane: KVBuffer, page: int, order: torch.Tensor) -> KVBuffer:
         pool[order.flatten().long()] = rows
         return pool
 
-    return KVBuffer(plane.format, *(scatter(t) for t in (plane.codes, plane.scales, plane.offsets)), plane.tail)  # type: ignore[arg-type]
+    return replace(plane, **{name: scatter(getattr(plane, name)) for name in ("codes", "scales", "offsets")})
 
 
 def shuffled(batch: int, pages: int) -> torch.Tensor:
@@ -146,16 +174,26 @@ def shuffled(batch: int, pages: int) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------------------- formats
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("exact", "queries"), [((0, 20), 1), ((3, 0), 2), ((5, 7), 3), ((40, 9), 1)])
+def test_sink_and_recent_tokens(name: str, exact: tuple[int, int], queries: int) -> None:
+    """Whose codes hold anything, as does what no token owns in the tail. Of shorter sequences all tokens are in 16 bits."""
+    values = QUANTIZED[QUANTIZED.index(name) - 3]
+    for block in (1, cpu.BLOCK):
+        case(keys=name, values=values, queries=queries, lengths=[37, 64, 31, 0, 12], exact=exact).check(block)
+        case(keys=name, values=values, queries=queries, lengths=[37, 64], exact=exact, window=11, dtype=torch.bfloat16).check(block)
+
+
 @pytest.mark.parametrize("keys", KV_FORMATS)
 @pytest.mark.parametrize("block", [1, cpu.BLOCK])
 def test_every_key_format(keys: str, block: int) -> None:
-    case(keys=keys, values="fp16", queries=3, lengths=[37, 64, 31, 0]).check(block)
+    case(dim=head_dim(keys), keys=keys, values="fp16", queries=3, lengths=[37, 64, 31, 0]).check(block)
 
 
 @pytest.mark.parametrize("values", VALUE_FORMATS)
 @pytest.mark.parametrize("block", [1, cpu.BLOCK])
 def test_every_value_format(values: str, block: int) -> None:
-    case(keys="bf16", values=values, queries=3, lengths=[37, 64, 31, 0]).check(block)
+    case(dim=head_dim(values), keys="bf16", values=values, queries=3, lengths=[37, 64, 31, 0]).check(block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -9,13 +9,14 @@ import torch
 
 from halfbyte import engine
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.formats import KV_FORMATS
-from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
+from halfbyte.formats import KV_FORMATS, key_format
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer, new_kv_buffer
 from halfbyte.ops._decode_problem import problem_of
 from halfbyte.ops.append import append_
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.paging import PagedKVCache
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.reference.rope import rope_tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PAIRS = [(k, v) for k in engine.PAGE_FORMATS for v in engine.PAGE_FORMATS]
@@ -61,7 +62,8 @@ def test_a_page_holds_what_a_cache_holds(keys: str, values: str, order: str) -> 
     buffers = layout.buffers(memory)
     table = torch.tensor([[3, 7, 1], [0, 11, 5]], dtype=torch.int32)
     view = engine.PagedView(*buffers, torch.zeros(2, dtype=torch.int32), table)
-    cache = PagedKVCache(2, 2, 64, 48, keys=keys, values=values, value_dim=128, page_size=16)
+    # the page of an engine says itself whether it is rotated: not by default
+    cache = PagedKVCache(2, 2, 64, 48, keys=keys, values=values, value_dim=128, page_size=16, rotate_keys=False)
     k, v = torch.randn(2, 2, 40, 64), torch.randn(2, 2, 40, 128)
     cache.append(k, v)
     append_(k, v, *buffers, view.lengths, page_table=table)
@@ -128,3 +130,104 @@ def test_heads_that_a_format_cannot_hold() -> None:
         engine.PageLayout("int8", "int8", 0)
     with pytest.raises(InvalidArgument, match="keys='int3' is not a format"):
         engine.PageLayout("int3", "int8", 64)
+
+
+# ----------------------------------------------------------------------------------------------------------- append_slots
+
+
+def pages_of(layout: engine.PageLayout, count: int = 12) -> tuple[KVBuffer, KVBuffer]:
+    return layout.buffers(memory_of(layout, pages=count))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "rotate_keys"), [("int8", "int4_g32", False), ("int4", "fp8", True), ("bf16", "int8_g64", False)]
+)
+def test_tokens_go_where_slots_say(keys: str, values: str, rotate_keys: bool) -> None:
+    """The bytes of an append by page table, whatever the order of tokens; padding is skipped, and lengths are not there."""
+    layout, table = engine.PageLayout(keys, values, 64), torch.tensor([[3, 7, 1], [0, 11, 5]], dtype=torch.int32)
+    expected, got = memory_of(layout), memory_of(layout)
+    k, v, q = torch.randn(2, 2, 40, 64), torch.randn(2, 2, 40, 64), torch.randn(2, 4, 40, 64)
+    rope = rope_tables(torch.arange(40), 64)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    rotated = append_(k, v, *layout.buffers(expected), lengths, page_table=table, rotate_keys=rotate_keys, rope=rope, q=q)
+    assert rotated is not None
+
+    position = torch.arange(40).repeat(2)
+    slots = table.repeat_interleave(40, 0)[torch.arange(80), position // 16] * 16 + position % 16
+    order = torch.cat([torch.randperm(80), torch.tensor([0, 0])])  # two tokens of padding
+    slots = slots[order].masked_fill(torch.arange(82) >= 80, -1)
+    flat = [x.transpose(1, 2).flatten(0, 1)[order] for x in (k, v, q)]
+    flat[0][80:] = flat[1][80:] = torch.nan
+    tables = tuple(t.repeat(2, 1)[order] for t in rope)
+    found = engine.append_slots(*flat[:2], *layout.buffers(got), slots, rotate_keys=rotate_keys, rope=tables, q=flat[2])  # type: ignore[arg-type]
+    assert torch.equal(got, expected)
+    assert found is not None
+    assert torch.equal(found[:80], rotated.transpose(1, 2).flatten(0, 1)[order[:80]])
+
+
+def test_a_refused_append_by_slot_changes_nothing() -> None:
+    layout = engine.PageLayout("int8", "int4", 64)
+    memory = memory_of(layout)
+    before, buffers = memory.clone(), layout.buffers(memory)
+    k, v = torch.randn(2, 2, 64), torch.randn(2, 2, 64)
+    with pytest.raises(InvalidArgument, match="slot_mapping names slot 192; 12 pages of 16 tokens have 192"):
+        engine.append_slots(k, v, *buffers, torch.tensor([5, 192]))
+    k[1, 1, 7] = torch.inf
+    with pytest.raises(InvalidArgument, match="k holds"):
+        engine.append_slots(k, v, *buffers, torch.tensor([5, 6]))
+    assert torch.equal(memory, before)
+    engine.append_slots(k, v, *buffers, torch.tensor([5, -1]))  # what is skipped may hold anything
+    assert not torch.equal(memory, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"k": torch.zeros(3, 2, 1, 64)}, InvalidArgument, r"k has shape \[3, 2, 1, 64\]; expected \[T, 2, 64\]"),
+        ({"v": torch.zeros(2, 2, 64)}, InvalidArgument, r"v has shape \[2, 2, 64\]; expected \[3, 2, 64\]"),
+        ({"slot_mapping": torch.zeros(4).long()}, InvalidArgument, r"slot_mapping has shape \[4\]; expected \[3\]"),
+        ({"slot_mapping": torch.zeros(3)}, InvalidArgument, "slot_mapping is torch.float32; expected int32 or int64"),
+        ({"rope": (torch.zeros(2, 32),) * 2}, InvalidArgument, r"rope\[0\] \(cos\) has shape \[2, 32\]; expected \[3, 32\]"),
+        ({"q": torch.zeros(3, 4, 64)}, InvalidArgument, "q was given without rope"),
+        ({"keys": torch.zeros(3)}, InvalidArgument, "keys is a Tensor; expected a KVBuffer"),
+        ({"keys": new_kv_buffer(key_format("int8_channel"), (12, 2, 32, 64), (1, 2, 32, 64), torch.bfloat16, "cpu")}, Unsupported,
+         "int8_channel keys keep a tail for each sequence"),
+        ({"impl": "cpu"}, InvalidArgument, "impl='cpu' does not exist for append"),
+    ],
+)  # fmt: skip
+def test_appends_by_slot_that_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    keys, values = pages_of(engine.PageLayout("int8", "int4", 64))
+    right = {
+        "k": torch.zeros(3, 2, 64),
+        "v": torch.zeros(3, 2, 64),
+        "keys": keys,
+        "values": values,
+        "slot_mapping": torch.arange(3),
+    }
+    with pytest.raises(error, match=message):
+        engine.append_slots(**right | given)
+    engine.append_slots(**right)
+
+
+def test_no_token_is_no_append() -> None:
+    keys, values = pages_of(engine.PageLayout("int8", "int4", 64))
+    empty = torch.zeros(0, 2, 64)
+    assert engine.append_slots(empty, empty, keys, values, torch.zeros(0).long()) is None
+
+
+def test_compiled_code_appends_by_slot() -> None:
+    """Into separate tensors: torch's functionalization takes no views of several dtypes of one memory as inputs that change."""
+    formats = key_format("int8"), key_format("int4_g32")
+    there = [tuple(new_kv_buffer(f, (6, 2, 16, 64), (6, 2, 0, 64), torch.bfloat16, "cpu") for f in formats) for _ in range(2)]
+
+    def step(k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor) -> torch.Tensor | None:
+        return engine.append_slots(k * 2, v, keys, values, slots, rope=rope_tables(slots % 16, 64), q=k)
+
+    k, v, slots = torch.randn(3, 2, 64), torch.randn(3, 2, 64), torch.tensor([7, -1, 80])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = [run(k, v, *buffers, slots) for run, buffers in zip((step, compiled), there, strict=True)]
+    for expected, got in zip(*there, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(expected.tensors(), got.tensors(), strict=True) if a is not None and b is not None
+        )
+    assert torch.equal(*results)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent / "hf"))
 import tiny_models
@@ -18,8 +21,17 @@ import tiny_models
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.evals import model as models
-from halfbyte.evals.present import append_records, write_report
-from halfbyte.evals.quality import Setting, evaluate, every_kv_setting, every_weight_setting, parse_layers, steps, weight_bytes
+from halfbyte.evals.present import append_records, model_table, write_report
+from halfbyte.evals.quality import (
+    Quality,
+    Setting,
+    evaluate,
+    every_kv_setting,
+    every_weight_setting,
+    parse_layers,
+    steps,
+    weight_bytes,
+)
 from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.paths import shipped_model
@@ -85,6 +97,15 @@ def test_the_demo_promises(shipped: Any) -> None:
     assert base.kv_bytes_per_token == 6 * 2 * 2 * 64 * 2
     assert int8.kv_bytes_per_token == 6 * 2 * 2 * (64 + 2)
     assert int4.kv_bytes_per_token == 6 * 2 * 2 * (32 + 2 * 4)
+
+
+@pytest.mark.parametrize("granularity", ["", "_g32"])
+def test_fewer_bits_are_further_from_the_16_bit_model(shipped: Any, granularity: str) -> None:
+    """With the same granularity: by KL, and in every layer."""
+    names = [f"int{bits}{granularity}" for bits in (8, 4, 2)]
+    _, *results = evaluate(shipped[0], [Setting(), *(Setting(n, n) for n in names)], cut(shipped, 1, 384))
+    for int8, int4, int2 in zip(*([r.kl_mean, *r.layer_error] for r in results), strict=True):
+        assert 0 < int8 < int4 < int2
 
 
 def test_every_format_has_its_row() -> None:
@@ -170,6 +191,35 @@ def test_records_and_report(shipped: Any, tmp_path: Path) -> None:
     write_report(exact, "no error at all", tmp_path / "exact.html")
 
 
+def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
+    """Every setting on one line of its own; a divergence of 0.1 nats and more is red."""
+    settings = [Setting(), *every_kv_setting(), *every_weight_setting()]
+    sizes = {"perplexity": 2.0, "change": -123.45, "kv_bytes_per_token": 10.0, "weight_bytes": 10}
+    losses = {"": 0.0, "Llama-3": 0.0994, "Qwen3": 0.1, "Qwen2.5": 1.234}
+    made = [Quality(s, kl_mean=kl, model=name, **sizes) for name, kl in losses.items() for s in settings]
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    console.print(model_table(made))
+    colored = console.export_text(clear=False, styles=True)
+    header, _, *rows = console.export_text().splitlines()
+    assert header.split() == ["formats", "smaller", "ppl", "%", "plain", "Llama-3", "Qwen3", "Qwen2.5"]
+    assert max(map(len, rows)) <= 80
+    assert [re.split(r"  +", row)[0] for row in rows] == [s.name for s in settings[1:]]
+    assert re.findall(r"\x1b\[31m *([\d,]+)", colored) == ["100", "1,234"] * len(rows)
+
+
+def test_divergence_by_third_of_a_window(shipped: Any) -> None:
+    """The thirds' mean is the mean; a window of two tokens has one predicted token, in the first third."""
+    model, ids = shipped[0], cut(shipped, 3, 64)
+    settings = [Setting(), Setting("int4", "int4")]
+    _, whole = evaluate(model, settings, ids, batch=2)
+    assert len(whole.kl_by_third) == 3
+    assert sum(whole.kl_by_third) / 3 == pytest.approx(whole.kl_mean)
+    _, first = evaluate(model, settings, ids[:, :22])
+    assert first.kl_mean == pytest.approx(whole.kl_by_third[0], rel=1e-3)
+    _, short = evaluate(model, settings, ids[:, :2])
+    assert short.kl_by_third == [short.kl_mean, 0.0, 0.0]
+
+
 def test_writing_is_the_models_own_greedy_text(shipped: Any) -> None:
     model, tokenizer = shipped
     prompt = "import os\nimport sys\n\n\ndef main():\n"
@@ -201,6 +251,36 @@ def test_eval_on_random_models(family: str, tmp_path: Path, capsys: pytest.Captu
     assert said["equal_tokens"] == said["compared_tokens"] == 64
     assert [r["kv"] for r in said["results"]] == ["bf16", "int8 / int4_g32"]
     assert said["results"][1]["kl_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--keys", "int4"], "int4 rotated"),
+        (["--keys", "int4", "--no-rotate-keys"], "int4"),
+        (["--keys", "int8", "--values", "int8"], "int8"),
+        (["--keys", "int8", "--values", "int8", "--rotate-keys"], "int8 rotated"),
+        (["--keys", "int8", "--rotate-values"], "int8 / int4, values rotated"),
+    ],
+)
+def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval", "demo", "--windows", "1", "--length", "64", "--values", "int4", "--json", *options) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [r["kv"] for r in said["results"]] == ["bf16", name]
+    assert 0 < said["results"][1]["kl_mean"] < 0.1
+
+
+def test_quantize_rotates_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from halfbyte import hf
+
+    folders = {turned: tmp_path / str(turned) for turned in (False, True)}
+    for turned, folder in folders.items():
+        assert run("quantize", "demo", "--weights", "int8_col", "-o", str(folder), *["--rotate-values"] * turned) == 0
+    plain, rotated = (hf.load(folder).model.layers[0].self_attn for folder in folders.values())
+    assert torch.equal(plain.k_proj.weight.codes, rotated.k_proj.weight.codes)
+    assert not torch.equal(plain.v_proj.weight.codes, rotated.v_proj.weight.codes)
+    assert run("quantize", "--from", str(folders[True]), "--rotate-values", "-o", str(tmp_path / "no")) == 1
+    assert "--rotate-values changes 16-bit weights" in capsys.readouterr().err
 
 
 def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from halfbyte.formats import (
     E2M1,
     E4M3,
     FP16,
+    INT2,
     INT4,
     INT4_SYM,
     INT8,
@@ -30,14 +31,16 @@ from halfbyte.formats import (
     value_format,
     weight_format,
 )
-from halfbyte.packing import pack_nibbles, unpack_nibbles
+from halfbyte.packing import pack_codes, unpack_codes
 from halfbyte.reference.dequantize import decode_unit, dynamic_map, e8m0_to_float
 from halfbyte.reference.quantize import encode_unit, quantize
 from halfbyte.tensors import QuantTensor, expected_parts
+from sizes import head_dim
 
 CODES = {
     "int8": INT8,
     "e4m3": E4M3,
+    "int2": INT2,
     "int4": INT4,
     "int4_sym": INT4_SYM,
     "e2m1": E2M1,
@@ -47,6 +50,7 @@ CODES = {
 LEVELS = {
     "int8": [*range(128), *range(-128, 0)],
     "e4m3": decoders.e4m3(np.arange(256)).tolist(),
+    "int2": [*range(4)],
     "int4": [*range(16)],
     "int4_sym": [*range(-8, 8)],
     "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6],
@@ -69,7 +73,12 @@ KV_TABLE = {
     "int4_g32": (4, "group", 32, "float", torch.float16, torch.uint8),
     "int4_g64": (4, "group", 64, "float", torch.float16, torch.uint8),
     "int4_channel": (4, "channel", 32, "float", torch.float16, torch.uint8),
+    "int2": (2, "head", None, "float", torch.float16, torch.uint8),
+    "int2_g32": (2, "group", 32, "float", torch.float16, torch.uint8),
+    "int2_g64": (2, "group", 64, "float", torch.float16, torch.uint8),
 }
+#: The share of a block's span that codes cover, where that is not all of it.
+CLIPS = {"int2": 0.59375, "int2_g32": 0.71875, "int2_g64": 0.65625}
 WEIGHT_TABLE = {
     **{f"int4_g{g}": (4, "group", g, "int", torch.float16, torch.uint8) for g in (32, 64, 128)},
     "int4_col": (4, "out_channel", None, "int", torch.float16, torch.uint8),
@@ -89,16 +98,21 @@ KV_SHAPES = [(2, 3, 64, 128), (1, 1, 32, 64), (0, 2, 32, 64), (2, 1, 96, 256)]
 
 
 def stored(code: Code) -> torch.Tensor:
-    """Every stored code once, one a byte for 4 bits, in the storage type."""
+    """Every stored code once, one a byte, in the storage type."""
     raw = torch.arange(2**code.bits, dtype=torch.int32).to(torch.uint8)
     return raw.view(torch.int8) if code is INT8 else raw
 
 
+def packed(code: Code) -> torch.Tensor:
+    """Every stored code once, as it is stored."""
+    return pack_codes(stored(code), code.bits) if code.bits < 8 else stored(code)
+
+
 def encoded(values: torch.Tensor, code: Code) -> torch.Tensor:
     """The unsigned code of each value, one a byte."""
-    even = torch.nn.functional.pad(values, (0, len(values) % 2))
-    found = encode_unit(even, code)
-    return (unpack_nibbles(found) if code.bits == 4 else found.view(torch.uint8))[: len(values)]
+    whole = torch.nn.functional.pad(values, (0, -len(values) % 4))
+    found = encode_unit(whole, code)
+    return (unpack_codes(found, code.bits) if code.bits < 8 else found.view(torch.uint8))[: len(values)]
 
 
 # --------------------------------------------------------------------------------------------------------------- every code
@@ -110,18 +124,28 @@ def test_every_code_means_what_the_format_says(name: str) -> None:
     np.testing.assert_array_equal(code.codebook().numpy(), expected)
     real = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(code.codebook().numpy()[real]), np.signbit(expected[real]))
-    packed = pack_nibbles(stored(code)) if code.bits == 4 else stored(code)
-    np.testing.assert_array_equal(decode_unit(packed, code).numpy(), expected)
+    np.testing.assert_array_equal(decode_unit(packed(code), code).numpy(), expected)
 
 
 @pytest.mark.parametrize("name", CODES)
 def test_the_cpu_level_decodes_every_code_alike(name: str) -> None:
     code = CODES[name]
-    packed = pack_nibbles(stored(code)) if code.bits == 4 else stored(code)
     out = torch.full((2**code.bits,), torch.nan)
-    unpack_into(out, packed, code)
+    unpack_into(out, packed(code), code)
     real = ~torch.tensor(LEVELS[name]).isnan()
     assert torch.equal(out[real], code.codebook()[real])
+
+
+@pytest.mark.parametrize("name", [name for name, code in CODES.items() if code.bits < 8])
+def test_every_byte_holds_its_codes_lowest_bits_first(name: str) -> None:
+    code = CODES[name]
+    fields = [byte >> shift & 2**code.bits - 1 for byte in range(256) for shift in range(0, 8, code.bits)]
+    expected = torch.tensor([LEVELS[name][field] for field in fields], dtype=torch.float32)
+    every = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(decode_unit(every, code), expected)
+    out = torch.full_like(expected, torch.nan)
+    unpack_into(out, every, code)
+    assert torch.equal(out, expected)
 
 
 def test_e4m3_has_its_landmarks() -> None:
@@ -161,7 +185,7 @@ def test_every_fp16_number_goes_to_a_nearest_level(name: str) -> None:
     best = np.minimum(np.abs(x - order[right]), np.abs(x - order[right - 1]))
     got = levels[encoded(values, code).numpy()]
     # Table entries and midpoints are fp32 numbers: a value within an ulp of a midpoint may go either way.
-    slack = 0 if name in ("int8", "e4m3", "int4", "int4_sym", "e2m1") else 1e-7
+    slack = 0 if name in ("int8", "e4m3", "int2", "int4", "int4_sym", "e2m1") else 1e-7
     assert (np.abs(x - got) <= best + slack).all()
 
 
@@ -185,7 +209,7 @@ def test_e4m3_ties_go_to_the_even_code() -> None:
     assert (encoded(-middle, E4M3).numpy() == (low + low % 2) + 0x80).all()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int4_sym"])
+@pytest.mark.parametrize("name", ["int8", "int2", "int4", "int4_sym"])
 def test_integer_ties_go_to_even(name: str) -> None:
     code = CODES[name]
     x = torch.arange(code.lo, code.hi, dtype=torch.float32) + 0.5
@@ -274,13 +298,17 @@ def test_the_registry_is_the_documented_table(registry: dict[str, Format], table
         assert (f.scale.group if f.scale else None) == group
         assert (f.scale.storage if f.scale else None) is scale_dtype
         assert f.is_quantized == (bits < 16)
+        assert f.clip == CLIPS.get(name, 1)
         assert f.token_block == (32 if granularity == "channel" else None)
     assert [n for n, f in registry.items() if f.tensor_scale] == [n for n in registry if n == "nvfp4"]
 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("int4_g32", 5.0), ("int4_g64", 4.5), ("int8_g32", 8.5), ("int4", 4.25), ("int8", 8.125), ("int8_channel", 8.5), ("fp16", 16)],
+    [
+        *(("int4_g32", 5.0), ("int4_g64", 4.5), ("int4", 4.25), ("int2_g32", 3.0), ("int2_g64", 2.5), ("int2", 2.25)),
+        *(("int8_g32", 8.5), ("int8", 8.125), ("int8_channel", 8.5), ("fp16", 16)),
+    ],
 )
 def test_bits_of_kv_formats(name: str, bits: float) -> None:
     assert KV_FORMATS[name].bits_per_element((1, 8, 32, 128)) == bits
@@ -298,6 +326,8 @@ def test_bits_of_weight_formats(name: str, bits: float) -> None:
         ("int8_token", (2, 64)),
         ("int8", (2, 3, 64)),
         ("int4", (2, 3, 64)),
+        ("int2", (2, 3, 64)),
+        ("int2_g64", (2, 3, 64, 2)),
         ("int4_g32", (2, 3, 64, 4)),
         ("int8_g64", (2, 3, 64, 2)),
         ("int8_channel", (2, 3, 2, 128)),
@@ -332,11 +362,12 @@ def test_nbytes_of_weight_formats_are_real_bytes(name: str, shape: tuple[int, ..
 
 @pytest.mark.parametrize("keys", KV_FORMATS)
 def test_nbytes_of_a_cache_are_real_bytes(keys: str) -> None:
-    cache = KVCache(3, 2, 64, 96, keys=keys, values="int4_g32", value_dim=96)
+    dim = head_dim(keys)
+    cache = KVCache(3, 2, dim, 96, keys=keys, values="int4_g32", value_dim=96)
     scales_and_codes = [t for t in cache.tensors() if t.dtype not in (torch.int32, torch.int64)]
     assert cache.nbytes == sum(t.numel() * t.element_size() for t in scales_and_codes)
-    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, 64), (cache.values.format, 96))) + (
-        0 if cache.keys.tail is None else 3 * 2 * 32 * 64 * 2
+    assert cache.nbytes == sum(f.nbytes((3, 2, 96, d)) for f, d in ((cache.keys.format, dim), (cache.values.format, 96))) + (
+        0 if cache.keys.tail is None else 3 * 2 * 32 * dim * 2
     )
     per_token = 3 * 96 * cache.bytes_per_token
     constant = (2 if keys.endswith("tensor") else 0) + (0 if cache.keys.tail is None else cache.keys.tail.nbytes)
@@ -349,12 +380,14 @@ def test_nbytes_of_a_cache_are_real_bytes(keys: str) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("int4_g32", (1, 1, 8, 80), r"last axis of 80.*groups of 32.*groups of 16 would fit"),
-        ("int4_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*groups of 16, 32 would fit"),
-        ("int4_g32", (1, 1, 8, 40), r"last axis of 40.*one scale per head or column"),
-        ("int4", (1, 1, 8, 59), r"last axis of 59.*needs an even one"),
+        ("int4_g32", (1, 1, 8, 80), r"last axis of 80.*groups of 32.*; int4 would fit"),
+        ("int4_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*; int4, int4_g32 would fit"),
+        ("int4_g32", (1, 1, 8, 40), r"last axis of 40.*; int4 would fit"),
+        ("int4", (1, 1, 8, 59), r"last axis of 59.*stores 2 codes in a byte and needs a multiple of 2"),
+        ("int2", (1, 1, 8, 58), r"last axis of 58.*stores 4 codes in a byte and needs a multiple of 4"),
+        ("int2_g64", (1, 1, 8, 96), r"last axis of 96.*groups of 64.*; int2, int2_g32 would fit"),
         ("int4_channel", (1, 1, 33, 64), r"tokens of 33.*groups of 32"),
-        ("int8_channel", (1, 1, 48, 64), r"tokens of 48.*groups of 16 would fit"),
+        ("int8_channel", (1, 1, 48, 64), r"tokens of 48.*; int8, int8_tensor, .* would fit"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused_with_what_would(name: str, shape: tuple[int, ...], says: str) -> None:

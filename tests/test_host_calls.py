@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import launch_cache_ops
 import pretended_gpu
 from halfbyte import decode_attention, linear, qkv_projection
-from launch_cache_ops import APPEND, ATTENTION, LINEAR, PROJECTIONS, rotation, run_append
+from launch_cache_ops import APPEND, APPEND_SLOTS, ATTENTION, LINEAR, PROJECTIONS, rotation, run_append, run_append_slots
 from pretended_gpu import pretend_gpu
 
 #: What is not counted.
@@ -28,8 +28,10 @@ STAND_INS = (__file__, launch_cache_ops.__file__, pretended_gpu.__file__)
 #: (Python instructions, calls of Python functions, calls of C functions), torch and the standard library included.
 LIMITS = {
     "attention": (1095, 27, 68),
+    "attention over rotated keys": (1095, 27, 68),
     "append": (1093, 33, 63),
     "append with rope and q": (1172, 33, 72),
+    "append_slots": (1003, 20, 68),
     "linear": (879, 31, 40),
     "qkv": (1367, 33, 84),
 }
@@ -69,8 +71,10 @@ def counted(call: Callable[[], object]) -> tuple[int, int, int]:
 
 CALLS: dict[str, Callable[[], Callable[[], object]]] = {
     "attention": lambda: partial(decode_attention, **ATTENTION.plain()),
+    "attention over rotated keys": lambda: partial(decode_attention, **ATTENTION.plain() | ATTENTION.options["rotated"]()),
     "append": lambda: partial(run_append, **APPEND.plain()),
     "append with rope and q": lambda: partial(run_append, **APPEND.plain() | rotation()),
+    "append_slots": lambda: partial(run_append_slots, **APPEND_SLOTS.plain()),
     "linear": lambda: partial(linear, **LINEAR.plain()),
     "qkv": lambda: partial(qkv_projection, **PROJECTIONS.plain()),
 }

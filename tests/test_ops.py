@@ -28,6 +28,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"keys": "int8_token", "values": "fp16", "rotate_keys": True},
     {"keys": "int8", "values": "int8", "paged": True},
     {"keys": "int8_channel", "values": "int4", "paged": True},
+    {"keys": "int4", "values": "int8_token", "sink_tokens": 2, "recent_tokens": 4},
 ]
 IDS = ["-".join(str(v) for v in layout.values()) for layout in LAYOUTS]
 
@@ -50,7 +51,7 @@ def flat(cache: KVCache) -> dict[str, Any]:
     k, v = cache.keys, cache.values
     return {
         "k": (k.codes, k.scales, k.offsets, k.tail),
-        "v": (v.codes, v.scales, v.offsets),
+        "v": (v.codes, v.scales, v.offsets, v.tail),
         "formats": (k.format.name, v.format.name),
     }
 
@@ -67,10 +68,22 @@ def test_opcheck_append(layout: dict[str, Any]) -> None:
             *(k, v, given, *parts["k"], cache.keys.saturated, *parts["v"], cache.values.saturated),
             *(cache.lengths, cache.page_table, *parts["formats"], cache.rotate_keys),
         )
-        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+        window = {"sink_tokens": cache.keys.sink_tokens}
+        torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, window)
         q, rope = torch.randn(2, 3, 4, 64).transpose(1, 2), rope_tables(torch.arange(3), 64)
-        rotating = {"cos": rope[0], "sin": rope[1], "q": q, "q_out": torch.empty(q.shape)}
+        rotating = {"cos": rope[0], "sin": rope[1], "q": q, "q_out": torch.empty(q.shape), **window}
         torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments, rotating)
+
+
+def test_opcheck_append_by_slot() -> None:
+    cache, (k, v), q = build(LAYOUTS[4]), random_tokens(1), torch.randn(2, 4, 1, 64)
+    parts, (cos, sin) = flat(cache), rope_tables(torch.arange(2).unsqueeze(1), 64)
+    slots = torch.tensor([-1, 70])
+    arguments = (
+        *(k, v, None, *parts["k"], None, *parts["v"], None, slots, None, *parts["formats"], False, cos, sin, False),
+        *("reference", q, torch.empty(q.shape), True),
+    )
+    torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
@@ -84,7 +97,8 @@ def test_opcheck_decode_attention(layout: dict[str, Any], level: str) -> None:
             *(q, *parts["k"], *parts["v"], cache.lengths, cache.lengths - 3, cache.page_table),
             *(*options, cache.rotate_keys, *parts["formats"], level),
         )
-        torch.library.opcheck(torch.ops.halfbyte.decode_attention.default, arguments)
+        window = {"sink_tokens": cache.keys.sink_tokens}
+        torch.library.opcheck(torch.ops.halfbyte.decode_attention.default, arguments, window)
 
 
 @pytest.mark.parametrize("name", ["int4_g32", "int4_sym_col", "int8_col", "nf4_dq", "mxfp4", "nvfp4"])

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte import quantize
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
@@ -135,12 +135,12 @@ def test_three_weights_share_a_launch() -> None:
 @pytest.mark.parametrize(
     ("name", "n", "k", "rows", "why"),
     [
-        ("int4_sym_g128", 4096, 4096, 17, "17 rows; the tuned kernel takes 16"),
+        ("int4_sym_g128", 4096, 4096, 17, "M = 17; the tuned kernel takes up to 16"),
         ("nf4_dq", 4096, 4096, 1, "portable kernel only"),
-        ("int4_col", 4096, 4096, 1, "zero points of whole rows"),
-        ("int4_sym_col", 4096, 4104, 1, "not whole 16-byte pieces"),
-        ("int4_sym_g128", 4096, 128, 1, "pieces of 4 bytes"),
-        ("int4_g128", 4096, 256, 1, "pieces of 4 bytes"),
+        ("int4_col", 4096, 4096, 1, "per-channel zero points"),
+        ("int4_sym_col", 4096, 4104, 1, "not a multiple of 16"),
+        ("int4_sym_g128", 4096, 128, 1, "4-byte copies"),
+        ("int4_g128", 4096, 256, 1, "4-byte copies"),
     ],
 )
 def test_what_is_left_to_the_portable_kernel(name: str, n: int, k: int, rows: int, why: str) -> None:
@@ -149,7 +149,7 @@ def test_what_is_left_to_the_portable_kernel(name: str, n: int, k: int, rows: in
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
     mixed = [(WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)]
-    assert "several formats" in str(gluon_linear(mixed, m=1, width=4096, dtype="bf16", **H200))
+    assert "different formats" in str(gluon_linear(mixed, m=1, width=4096, dtype="bf16", **H200))
     assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
     assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.use_pdl
 
@@ -179,7 +179,7 @@ def test_what_operands_have_too_much(dtype: str) -> None:
 def test_codebooks_that_no_unit_makes_exact_have_no_mean_error(dtype: str, torch_dtype: torch.dtype) -> None:
     """With x of one sign a mean error of 2e-4 (NF4 rounded as it is) would be ten times that of a 16-bit weight at K = 8192."""
     weight = quantize(torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)), "nf4")
-    codes = unpack_nibbles(weight.codes).long()
+    codes = unpack_codes(weight.codes, 4).long()
     exact, unit = weight.format.code.codebook().double(), unit_of_codebook(weight.format.code, dtype)
     rounded = (exact / unit).to(torch_dtype).double() * unit
     assert abs(float((rounded - exact)[codes].mean())) < 2e-6
@@ -208,7 +208,7 @@ def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, s
     assert torch.equal(operands * factor / weight.unit(dtype), WEIGHT_FORMATS[name].code.codebook().double())
 
 
-# ----------------------------------------------------------------------------------------------------- warp-group products
+# ----------------------------------------------------------------------------------------------------- wgmma
 
 
 def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
@@ -264,11 +264,11 @@ def test_how_warp_groups_share_the_work(name: str, n: int, k: int, rows: int, pr
 @pytest.mark.parametrize(
     ("name", "n", "k", "rows", "device", "why"),
     [
-        ("int4_sym_g128", 4096, 4096, 257, {}, "257 rows; warp-group products take 17 to 256"),
-        ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; warp-group products need 9.0"),
+        ("int4_sym_g128", 4096, 4096, 257, {}, "M = 257; wgmma takes 17 to 256"),
+        ("int4_sym_g128", 4096, 4096, 17, {"capability": (10, 0)}, "compute capability 10.0; wgmma needs 9.0"),
         ("nf4_dq", 4096, 4096, 32, {}, "nf4_dq is read by the portable kernel only"),
-        ("int4_sym_g128", 4096, 4224, 32, {}, "in pieces of 4 bytes"),  # 33 scales of a row: no pieces of 4 bytes
-        ("int8_col", 4096, 4104, 32, {}, "not whole 16-byte pieces"),
+        ("int4_sym_g128", 4096, 4224, 32, {}, "4-byte copies"),  # 33 scales of a row: no pieces of 4 bytes
+        ("int8_col", 4096, 4104, 32, {}, "not a multiple of 16"),
     ],
 )
 def test_what_warp_groups_refuse(name: str, n: int, k: int, rows: int, device: dict[str, Any], why: str) -> None:

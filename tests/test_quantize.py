@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 import decoders
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.reference.dequantize import block_scales, decode, dynamic_map
 from halfbyte.reference.quantize import dequantize, encode, measure, quantize
 from halfbyte.tensors import QuantTensor
-from test_formats import KV_TABLE
+from sizes import head_dim
+from test_formats import CLIPS, KV_TABLE
 
 F32, F16 = np.float32, np.float16
 FLOOR = F32(2.0**-24)
@@ -51,15 +52,16 @@ def nearest_code(x: np.ndarray, table: np.ndarray) -> np.ndarray:
 def kv(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """(codes, scales, offsets, values), one code an element; scales and offsets spread over the elements."""
     bits, granularity, group, *_, storage = KV_TABLE[name]
-    code, axes = "int4" if bits == 4 else "int8" if storage is torch.int8 else "fp8", AXES[str(granularity)]
+    code, axes = f"int{bits}" if bits in (2, 4) else "int8" if storage is torch.int8 else "fp8", AXES[str(granularity)]
     g = int(group or 32) if granularity == "group" else 32
     b, h, t, d = x.shape
     blocks = x.reshape(b, h, t // 32, 32, d // g, g)
-    if code == "int4":
+    if code in ("int2", "int4"):
         low, high = blocks.min(axes, keepdims=True), blocks.max(axes, keepdims=True)
-        s = np.maximum((high - low) / F32(15), FLOOR).astype(F16)
-        m = low.astype(F16)
-        q = np.rint((blocks - m.astype(F32)) / s.astype(F32)).clip(0, 15)
+        top, clip = F32(15 if code == "int4" else 3), F32(CLIPS.get(name, 1))
+        s = np.maximum((high - low) * clip / top, FLOOR).astype(F16)
+        m = (low + (high - low) * ((1 - clip) / 2)).astype(F16)  # clips of KV formats are exact in fp32, and so are their halves
+        q = np.rint((blocks - m.astype(F32)) / s.astype(F32)).clip(0, top)
         q = np.where(high == low, F32(0), q)
         value = q * s.astype(F32) + m.astype(F32)
         offsets = np.broadcast_to(m, blocks.shape).reshape(x.shape)
@@ -136,7 +138,7 @@ def test_kv_formats_are_exact(name: str, kind: str) -> None:
     codes, scales, offsets, values = kv(x.numpy(), name)
     assert q.scales is not None
     np.testing.assert_array_equal(spread(q.scales, fmt, shape), scales)
-    found = unpack_nibbles(q.codes) if fmt.code.bits == 4 else q.codes
+    found = unpack_codes(q.codes, fmt.code.bits) if fmt.code.bits < 8 else q.codes
     np.testing.assert_array_equal(found.numpy(), codes)
     if offsets is not None:
         assert q.offsets is not None
@@ -151,14 +153,15 @@ def test_kv_formats_are_exact(name: str, kind: str) -> None:
     exponent=st.floats(-5, 4),
     mean=st.floats(-1000, 1000),
     heads=st.integers(1, 3),
-    dim=st.sampled_from([64, 128, 256]),
+    times=st.sampled_from([1, 2, 4]),
 )
-def test_kv_formats_are_exact_on_any_data(name: str, seed: int, exponent: float, mean: float, heads: int, dim: int) -> None:
-    shape = (1, heads, 32, dim)
+def test_kv_formats_are_exact_on_any_data(name: str, seed: int, exponent: float, mean: float, heads: int, times: int) -> None:
+    shape = (1, heads, 32, times * head_dim(name))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**exponent + mean
     q = quantize(x, KV_FORMATS[name])
     codes, _, _, values = kv(x.numpy(), name)
-    found = unpack_nibbles(q.codes) if KV_FORMATS[name].code.bits == 4 else q.codes
+    bits = KV_FORMATS[name].code.bits
+    found = unpack_codes(q.codes, bits) if bits < 8 else q.codes
     np.testing.assert_array_equal(found.numpy(), codes)
     np.testing.assert_array_equal(dequantize(q).numpy(), values)
 
@@ -181,7 +184,7 @@ def test_int4_uses_its_codes_at_the_scale_floor() -> None:
 @pytest.mark.parametrize("name", KV_QUANTIZED)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nan_and_infinity_raise(name: str, bad: float) -> None:
-    x = torch.randn(1, 2, 32, 64)
+    x = torch.randn(1, 2, 32, head_dim(name))
     x[0, 1, 3, 5] = bad
     with pytest.raises(InvalidArgument, match="x holds 1 NaN or infinite"):
         quantize(x, KV_FORMATS[name])
@@ -191,7 +194,7 @@ def test_nan_and_infinity_raise(name: str, bad: float) -> None:
 def test_a_scale_or_offset_beyond_fp16_raises(name: str) -> None:
     fmt = KV_FORMATS[name]
     top = 65504.0 if fmt.offset == "float" else 65504.0 * fmt.code.reach
-    x = torch.full((1, 1, 32, 64), top)
+    x = torch.full((1, 1, 32, head_dim(name)), top)
     assert torch.equal(dequantize(quantize(x, fmt)), x)  # the last that fits
     for sign in (1, -1):
         with pytest.raises(InvalidArgument, match="too large"):
@@ -271,7 +274,7 @@ def test_integer_weights_are_exact(name: str, kind: str) -> None:
     codes, scales, zeros, values = integer_weight(x.numpy(), name)
     assert q.scales is not None
     np.testing.assert_array_equal(q.scales.numpy(), scales)
-    found = q.codes if name.startswith("int8") else unpack_nibbles(q.codes)
+    found = q.codes if name.startswith("int8") else unpack_codes(q.codes, 4)
     np.testing.assert_array_equal(found.numpy(), codes)
     assert (zeros is None) == (q.offsets is None)
     if zeros is not None and q.offsets is not None:
@@ -296,7 +299,7 @@ def test_lookup_weights_are_exact(name: str, code: np.ndarray, kind: str) -> Non
     assert q.scales is not None
     np.testing.assert_array_equal(q.scales.numpy(), np.maximum(absmax, np.finfo(F32).tiny))
     unit = (x.numpy().reshape(24, -1, 64) / q.scales.numpy()[..., None]).reshape(24, 256)
-    got, best = code[unpack_nibbles(q.codes).numpy()], code[nearest_code(unit, code)]
+    got, best = code[unpack_codes(q.codes, 4).numpy()], code[nearest_code(unit, code)]
     # A unit within an ulp of the middle between two levels may go to either.
     assert (np.abs(got - unit).astype(np.float64) <= np.abs(best - unit) + 1.2e-7).all()
     assert (got == best).mean() > 0.999
@@ -349,7 +352,7 @@ def test_mxfp4_is_exact(kind: str, scale: float) -> None:
     assert q.scales is not None
     np.testing.assert_array_equal(q.scales.numpy(), stored)
     unit = (blocks.astype(np.float64) / np.ldexp(1.0, stored.astype(np.int32) - 127)[..., None]).reshape(40, 128)
-    np.testing.assert_array_equal(unpack_nibbles(q.codes).numpy(), e2m1_code(unit))
+    np.testing.assert_array_equal(unpack_codes(q.codes, 4).numpy(), e2m1_code(unit))
     np.testing.assert_array_equal(dequantize(q).numpy(), decoders.mxfp4(q.codes.numpy(), q.scales.numpy()))
 
 
@@ -378,7 +381,7 @@ def test_nvfp4_is_exact(kind: str, scale: float) -> None:
     assert q.tensor_scale.item() == g
     np.testing.assert_array_equal(q.scales.numpy(), code)
     unit = (blocks / (decoders.e4m3(code) * g)[..., None]).reshape(40, 128)
-    np.testing.assert_array_equal(unpack_nibbles(q.codes).numpy(), e2m1_code(unit))
+    np.testing.assert_array_equal(unpack_codes(q.codes, 4).numpy(), e2m1_code(unit))
     expected = decoders.nvfp4_modelopt(q.codes.numpy(), q.scales.numpy(), q.tensor_scale.numpy())
     np.testing.assert_array_equal(dequantize(q).numpy(), expected)
 

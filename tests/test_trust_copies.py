@@ -13,6 +13,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.nn import FusedProjections, QuantLinear
+from sizes import head_dim
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -27,19 +28,21 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def filled(kind: type[hb.KVCache], name: str) -> hb.KVCache:
+    dim = head_dim(name)
     values = name if hb.KV_FORMATS[name].token_block is None else "fp8"
-    cache = kind(2, 2, 64, 96, keys=name, values=values)
-    cache.append(drawn(2, 2, 37, 64, seed=1), drawn(2, 2, 37, 64, seed=2), torch.tensor([37, 20]))
+    cache = kind(2, 2, dim, 96, keys=name, values=values)
+    cache.append(drawn(2, 2, 37, dim, seed=1), drawn(2, 2, 37, dim, seed=2), torch.tensor([37, 20]))
     return cache
 
 
 def use_cache(cache: hb.KVCache) -> list[torch.Tensor]:
     """What attention reads before and after more tokens, and over a cache that wraps the same memory."""
-    q = drawn(2, 4, 1, 64, seed=3).half()
+    q = drawn(2, 4, 1, cache.head_dim, seed=3).half()
     results = list(hb.decode_attention(q, cache, return_lse=True))
-    wrapped = hb.KVCache.from_buffers(cache.keys, cache.values, cache.lengths, page_table=cache.page_table)
+    parts = (cache.keys, cache.values, cache.lengths)
+    wrapped = hb.KVCache.from_buffers(*parts, page_table=cache.page_table, rotate_keys=cache.rotate_keys)
     results.append(hb.decode_attention(q, wrapped))
-    cache.append(drawn(2, 2, 3, 64, seed=4), drawn(2, 2, 3, 64, seed=5))
+    cache.append(drawn(2, 2, 3, cache.head_dim, seed=4), drawn(2, 2, 3, cache.head_dim, seed=5))
     results.append(hb.decode_attention(q, cache))
     cache.crop(36)
     return [*results, hb.decode_attention(q, cache), cache.lengths, *cache.dequantized()]
@@ -47,10 +50,14 @@ def use_cache(cache: hb.KVCache) -> list[torch.Tensor]:
 
 def use_format(fmt: hb.Format) -> list[torch.Tensor]:
     """Names are shared: weights and caches may each have an int4_g32 of their own."""
-    of_cache = hb.KV_FORMATS.get(fmt.name) == fmt
-    stored = hb.quantize(drawn(2, 2, 64, 64) if of_cache else drawn(32, 128), fmt)
+    if hb.KV_FORMATS.get(fmt.name) != fmt:
+        stored = hb.quantize(drawn(32, 128), fmt)
+        assert stored.codes.dtype is fmt.storage
+        return [*stored.parts().values(), hb.dequantize(stored)]
+    dim = head_dim(fmt.name)
+    stored = hb.quantize(drawn(2, 2, 64, dim), fmt)
     assert stored.codes.dtype is fmt.storage
-    return [*stored.parts().values(), hb.dequantize(stored), *(use_cache(hb.KVCache(2, 2, 64, 96, keys=fmt)) if of_cache else [])]
+    return [*stored.parts().values(), hb.dequantize(stored), *use_cache(hb.KVCache(2, 2, dim, 96, keys=fmt))]
 
 
 def use_weight(weight: hb.QuantTensor) -> list[torch.Tensor]:

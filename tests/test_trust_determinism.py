@@ -26,7 +26,8 @@ def chosen(cache: hb.KVCache, rows: list[int], *, trimmed: bool = False) -> hb.K
     index = torch.tensor(rows)
     if cache.page_table is not None:
         keys = cache.keys if cache.keys.tail is None else replace(cache.keys, tail=cache.keys.tail[index])
-        return hb.KVCache.from_buffers(keys, cache.values, cache.lengths[index], page_table=cache.page_table[index])
+        parts = (keys, cache.values, cache.lengths[index])
+        return hb.KVCache.from_buffers(*parts, page_table=cache.page_table[index], rotate_keys=cache.rotate_keys)
     made = cache.select(index)
     if not trimmed:
         return made

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.cpu import linear as cpu
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.packing import pack_nibbles
+from halfbyte.packing import pack_codes
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
@@ -45,7 +45,7 @@ def test_rows_whose_codes_cancel(name: str) -> None:
     assert weight.offsets is not None
     codes = torch.randint(0, 15, (rows, width), generator=torch.Generator().manual_seed(4))
     codes[:, ::2] = 14 - codes[:, 1::2]  # pairs add up to twice the zero point
-    parts = {"codes": pack_nibbles(codes.to(torch.uint8)), "scales": torch.full_like(weight.scales, 2**-4)}
+    parts = {"codes": pack_codes(codes.to(torch.uint8), 4), "scales": torch.full_like(weight.scales, 2**-4)}
     weight = replace(weight, **parts, offsets=torch.full_like(weight.offsets, 7))
     x = (1000 + 20 * drawn(16, width, seed=5)).half()
     assert error_against_eager(x, weight) <= 2

@@ -18,15 +18,45 @@ def test_a_reserve_that_is_used_up_stays_alive(monkeypatch: pytest.MonkeyPatch) 
     first = workspace._from_reserve(device, 3)
     second = workspace._from_reserve(device, 200)
     assert second.data_ptr() - first.data_ptr() == 32 * 4
-    memory = weakref.ref(workspace._reserves[device][0])
+    reserve = workspace._reserves[device][0]
+    assert reserve is not None
+    memory = weakref.ref(reserve)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"synchronize": lambda self: None})())
         workspace.prepare(device)
-    del first, second
+    del first, second, reserve
     gc.collect()
     assert memory() is not None
     assert workspace._reserves[device][1] == 0
     assert workspace._from_reserve(device, 300).eq(0).all()  # more than a reserve holds: zeros of its own
+
+
+def test_warm_up_calls_of_many_graphs_keep_the_reserve_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """51 graphs of 8 calls, each with an eager call before: none clears counters of its own."""
+    device, recording = torch.device("cpu"), False
+    monkeypatch.setattr(workspace, "_RESERVE", 1 << 10)
+    monkeypatch.setattr(workspace, "_reserves", {})
+    monkeypatch.setattr(workspace, "_floats", {(device, 0): torch.zeros(8)})
+    monkeypatch.setattr(workspace, "_counters", {(device, 0): torch.zeros(8, dtype=torch.int32)})
+    monkeypatch.setattr(workspace, "stream_of", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    waits: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda *_: type("Stream", (), {"synchronize": lambda self: waits.append(1)})()
+    )
+    workspace.prepare(device)
+    for _ in range(51):
+        recording = False
+        if workspace.shared(device, 8, 8) is None:
+            workspace.prepare(device)  # as `counters` does
+        assert workspace.shared(device, 8, 8) is not None
+        recording = True
+        reserve = workspace._reserves[device][0]
+        assert reserve is not None
+        end = reserve.data_ptr() + 4 * reserve.numel()
+        for _ in range(8):
+            assert reserve.data_ptr() <= workspace._from_reserve(device, 40).data_ptr() < end
+    assert 51 * 8 * 64 / 1024 <= len(waits) <= 52
 
 
 def test_no_counters_take_no_memory_and_need_no_clearing(monkeypatch: pytest.MonkeyPatch) -> None:

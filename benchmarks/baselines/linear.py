@@ -17,7 +17,7 @@ import halfbyte
 from benchmarks import linear_baselines
 from benchmarks.baselines import Baseline, Copies, Prepared
 from benchmarks.linear_targets import INT4, PUBLISHED
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 from halfbyte.tensors import QuantTensor
 
 #: Numbers that share a scale in bitsandbytes.
@@ -60,13 +60,13 @@ def _int4(w: torch.Tensor, dtype: torch.dtype) -> tuple[QuantTensor, torch.Tenso
     assert weight.scales is not None
     scales = weight.scales.to(dtype)
     group = weight.format.group_size(w.shape[1])
-    return weight, scales, (unpack_nibbles(weight.codes).float() - 8) * scales.float().repeat_interleave(group, 1)
+    return weight, scales, (unpack_codes(weight.codes, 4).float() - 8) * scales.float().repeat_interleave(group, 1)
 
 
 def _gemlite(x: torch.Tensor, w: torch.Tensor, copies: Copies) -> Prepared:
     """gemlite's int4 on our codes: W = (q - 8) s, with its own default tuning, which the first call waits for. Not run by us."""
     weight, scales, values = _int4(w, torch.bfloat16)
-    q = unpack_nibbles(weight.codes)
+    q = unpack_codes(weight.codes, 4)
     # It keeps what it is given, so that every copy is made of memory of its own.
     make = import_module("gemlite.helper").A16W4_HQQ_INT(device=str(x.device), dtype=x.dtype)
     nbytes = weight.codes.nbytes + 2 * scales.nbytes

@@ -1,4 +1,4 @@
-"""Studies: one published table or one question each, measured again and told as a table, charts and two sentences.
+"""Studies: one published table or one question each, measured again and reported as a table, charts and two sentences.
 
 A study is one file of this folder that ends with a `STUDY`; `python -m benchmarks study NAME` runs it.
 """
@@ -18,21 +18,22 @@ from halfbyte.measure.timing import GRAPHS, Effort
 #: What each study asks, by its name on the command line; its file has underscores where the name has hyphens.
 QUESTIONS = {
     "int4-gqa": "8 query heads on one KV head over 8,192 tokens: BF16 and INT4 by batch and splits",
-    "int4-ladder": "what each step from the portable kernel to the tuned one as planned is worth, in INT4",
+    "int4-ladder": "INT4 decode attention: what each step from the portable to the tuned kernel gains",
     "int8-granularity": "INT8 with a scale per tensor, token, head or group against FP16: time, bytes, error",
-    "int8-splitk": "one sequence of 1,024 tokens in INT8: splits, order in memory, one launch or two, lengths",
-    "w4a16-splitk": "how the work of a product with 1 to 16 rows is cut: data-parallel, split-K, stream-K",
-    "fused-qkv": "weights dequantized inside the projection of q, k and v: the four published variants, launch by launch",
-    "accuracy": "error and perplexity against bits an element on the shipped model, keys rotated and with a bias",
-    "memory": "what fits: the longest context by model, card, weights, batch and KV format",
-    "prompts": "attention of a prompt's tokens, over themselves and over a packed past, against 16 bits",
-    "decode-70b": "a decode step of one of eight ranks of Llama 2 70B: BF16 against INT4 caches by batch and context",
+    "int8-splitk": "INT8, one sequence of 1,024 tokens: number of splits, memory layout, one launch or two, unequal lengths",
+    "w4a16-splitk": "INT4 GEMM with M = 1 to 16: data-parallel, split-K and stream-K schedules",
+    "fused-qkv": "dequantization fused into the q, k, v projection: the four published variants, launch by launch",
+    "accuracy": "error and perplexity against bits per element on the shipped model; rotated keys, keys with a bias",
+    "quality-per-bit": "divergence and attention error against bits by format and method, with and without outliers",
+    "memory": "the longest context that fits, by model, GPU, weights, batch and KV format",
+    "prompts": "prefill attention over the prompt itself and over a packed past, compared with 16 bits",
+    "decode-70b": "a decode step of one of eight tensor-parallel ranks of Llama 2 70B: BF16 and INT4 caches by batch and context",
 }
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured and how it is told.
+    """What is measured and how it is reported.
 
     jobs    what a session measures: small with `session.options.quick`, and on a CPU
     table   headers, and rows of text

@@ -20,6 +20,7 @@ from benchmarks.studies import Study
 from halfbyte.cache import KVCache
 from halfbyte.evals.heads import BIAS, Heads, recorded_heads
 from halfbyte.evals.model import load
+from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.evals.quality import Quality, Setting, evaluate, every_kv_setting, every_weight_setting
 from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, weight_format
@@ -50,12 +51,17 @@ def _shipped(device: torch.device) -> tuple[Any, list[int]]:
     return model, tokenizer.encode(heldout_text())
 
 
+def shipped(device: torch.device, outliers: Outliers | None = None) -> tuple[Any, list[int]]:
+    """The shipped model, or its variant with these outliers, and the held-out text as its tokens."""
+    model, tokens = _shipped(device)
+    return (model if outliers is None else with_outliers(model, outliers)), tokens
+
+
 def jobs(session: Session) -> list[Job]:
     """The whole model with every cache and with all weights, then the keys alone, as they are and with a bias."""
     quick = session.options.quick
     text, keys_text = (QUICK_TEXT, QUICK_KEYS_TEXT) if quick else (TEXT, KEYS_TEXT)
-    rotated = [Setting(name, name, rotate_keys=True) for name in ("int8", "int4_g32")]
-    caches, weights = [*every_kv_setting(), *rotated], every_weight_setting()
+    caches, weights = [*every_kv_setting(), Setting("int8", "int8", rotate_keys=True)], every_weight_setting()
     keys = [(name, turned) for name, fmt in KV_FORMATS.items() if fmt.is_quantized for turned in (False, True)]
     if quick:
         caches, weights = ([s for s in group if formats_of(s) in QUICK] for group in (caches, weights))
@@ -66,7 +72,7 @@ def jobs(session: Session) -> list[Job]:
 
 def formats_of(setting: Setting) -> str:
     """The formats of a setting as a record names them: those of its weights, or of its cache."""
-    return setting.weights or setting.kv
+    return setting.kv if setting.weights is None else setting.weights + " clipped" * (setting.clip is not None)
 
 
 def _name(keys: str, rotated: bool) -> str:
@@ -82,37 +88,42 @@ class QualityJob:
     count: int
     length: int
     op: str = QUALITY
+    outliers: Outliers | None = None
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The record of the 16-bit run, then one for each setting."""
         wanted = [s for s in self.settings if session.wants(self.name, formats_of(s), "halfbyte")]
         if not wanted:
             return
-        model, tokens = _shipped(session.device.torch)
+        model, tokens = shipped(session.device.torch, self.outliers)
         cut = windows(tokens, self.length, self.count)
         with fixed_threads(session.threads):
             results = evaluate(model, [Setting(), *wanted], cut, chunk=CHUNK, batch=self.count)
         for result in results:
-            yield self._record(session, model, result, results[0])
+            yield quality_record(session, self.op, self.name, (self.count, self.length), model, result, results[0])
 
-    def _record(self, session: Session, model: Any, result: Quality, base: Quality) -> Record:
-        weights = result.setting.weights
-        if weights is None:
-            bits, nbytes = 16 * result.kv_bytes_per_token / base.kv_bytes_per_token, round(result.kv_bytes_per_token)
-        else:
-            saved, parameters = quantized_bytes(model, weight_format(weights))
-            bits, nbytes = 16 - 8 * saved / parameters, result.weight_bytes
-        shape = {"windows": self.count, "T": self.length}
-        return Record(
-            *(QUALITY, shape, formats_of(result.setting), "halfbyte", nbytes, session.environment),
-            case=self.name,
-            error=result.kl_mean,
-            error_kind="mean KL divergence, nats",
-            perplexity=result.perplexity,
-            change=result.change,
-            bits=bits,
-            by_layer=tuple(result.layer_error),
-        )
+
+def quality_record(
+    session: Session, op: str, case: str, text: tuple[int, int], model: Any, result: Quality, base: Quality
+) -> Record:
+    """The quality of one setting as a record; `text` is the number of windows and their length."""
+    weights = result.setting.weights
+    if weights is None:
+        bits, nbytes = 16 * result.kv_bytes_per_token / base.kv_bytes_per_token, round(result.kv_bytes_per_token)
+    else:
+        saved, parameters = quantized_bytes(model, weight_format(weights))
+        bits, nbytes = 16 - 8 * saved / parameters, result.weight_bytes
+    shape = dict(zip(("windows", "T"), text, strict=True))
+    return Record(
+        *(op, shape, formats_of(result.setting), "halfbyte", nbytes, session.environment),
+        case=case,
+        error=result.kl_mean,
+        error_kind="mean KL divergence, nats",
+        perplexity=result.perplexity,
+        change=result.change,
+        bits=bits,
+        by_layer=tuple(result.layer_error),
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,7 @@ class KeysJob:
     count: int
     length: int
     op: str = KEYS
+    outliers: Outliers | None = None
 
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each format; one whose kernel breaks its promise is refused."""
@@ -131,7 +143,7 @@ class KeysJob:
         if not wanted:
             return
         with torch.no_grad(), fixed_threads(session.threads):
-            model, tokens = _shipped(session.device.torch)
+            model, tokens = shipped(session.device.torch, self.outliers)
             layers = recorded_heads(model, windows(tokens, self.length, self.count))
             if self.name == BIASED:
                 layers = [heads.with_key_bias() for heads in layers]

@@ -154,7 +154,7 @@ HEADERS = (
     "splits",
     "us",
     "GB/s",
-    "of roof",
+    "of roofline",
     "x 16-bit",
     "A100 published, us",
     "H100 published, us",
@@ -285,7 +285,7 @@ def says(measured: Sequence[Record]) -> list[str]:
     rates = _between([r.gb_per_s or 0.0 for r in ours], rate_text)
     ratios = [s.seconds / r.seconds for r in ours if (s := _fastest_16_bit(found, r.case)) and s.seconds and r.seconds]
     told = f"On {device}, row-wise INT4 takes {_listed([us(r.seconds) for r in ours])} us at batch {batches} ({rates} GB/s)"
-    told += f", {_between(ratios)} times as fast as the fastest BF16 peer." if ratios else "."
+    told += f", {_between(ratios)} times as fast as the fastest BF16 kernel." if ratios else "."
     shapes = [_shape(r) for r in ours if published("H100", "CU INT4", _shape(r))]
     if not shapes:
         return [

@@ -4,8 +4,9 @@
 differs from the one before by one parameter that the kernels have: stages of the ring, where scales go, how addresses are formed,
 tokens of a tile, programs, paired launches; the first rung of the tuned kernel changes the kernel, and with it the second launch
 that adds splits up. Batch 512 is the published one; at batch 32, where units are fewer than programs, the tiles are as planned.
-The rung after the last has four groups in place of one. Rungs have one name on every GPU; the numbers of a plan are sizes of the
-record. On a CPU there are other rungs: the reference, the CPU's, torch in 16 bits.
+Then keys are rotated, as they are by default, and the last rung has four groups in place of one. Rungs have
+one name on every GPU; the numbers of a plan are sizes of the record. On a CPU there are other rungs: the reference, the CPU's,
+torch in 16 bits.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class LadderJob:
         if session.device.kind != "cuda":
             yield from _numbered(self._on_cpu(session, inputs))
             return
-        ours = measure_variants(session, OP, inputs, ROW_WISE, partial(self._rungs, inputs))
-        groups = measure_variants(session, OP, inputs, GROUPS, partial(_last, inputs))
-        yield from _numbered([*ours, *groups])
+        ours = measure_variants(session, OP, inputs, ROW_WISE, partial(self._rungs, inputs), rotate_keys=False)
+        rotated = measure_variants(session, OP, inputs, ROW_WISE, partial(_last, "keys rotated", inputs))
+        groups = measure_variants(session, OP, inputs, GROUPS, partial(_last, "the same with four groups a row", inputs))
+        yield from _numbered([*ours, *rotated, *groups])
 
     def _rungs(self, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
         tuned, portable = (by_plan.planned(inputs.q, cache, impl) for impl in ("gluon", "triton"))
@@ -102,10 +104,10 @@ class LadderJob:
         return [*ours, *([replace(peer, op=OP)] if peer else [])]
 
 
-def _last(inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
+def _last(name: str, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
     """The tuned kernel as planned for this cache."""
     plan = by_plan.planned(inputs.q, cache, "gluon")
-    return {"the same with four groups a row": DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), _paired(plan))}
+    return {name: DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), _paired(plan))}
 
 
 def _paired(plan: by_plan.Plan) -> bool:
@@ -171,7 +173,7 @@ def _plain(side: KVSpec) -> KVSpec:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roof", "x the rung before", "x the first")
+HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roofline", "x the rung before", "x the first")
 
 
 def table(measured: Sequence[Record]) -> Table:

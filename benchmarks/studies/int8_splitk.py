@@ -136,7 +136,7 @@ def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "kernel", "programs", "launches", "us", "us, overlapping", "of roof", "x as planned", "error")
+HEADERS = ("case", "kernel", "programs", "launches", "us", "us, overlapping", "of roofline", "x as planned", "error")
 
 
 def table(measured: Sequence[Record]) -> Table:
@@ -184,7 +184,7 @@ def of_case(measured: Sequence[Record], case: str, impl: str = "", cut: str = ""
 
 
 def read_of(measured: Sequence[Record]) -> Record | None:
-    """A record of the first case that knows the read roof at its number of bytes."""
+    """A record of the first case that knows the read roofline at its number of bytes."""
     return next((r for r in measured if r.case == ONE.name and r.formats == FORMAT and r.roof_gb_per_s), None)
 
 

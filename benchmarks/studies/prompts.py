@@ -194,12 +194,12 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 def says(measured: Sequence[Record]) -> list[str]:
     """Against 16 bits without and with a past, and against the portable kernel."""
     told = []
-    for what, keep in (("over themselves", lambda r: not r.shape["P"]), ("behind a packed past", lambda r: r.shape["P"] > 0)):
+    for what, keep in (("over itself", lambda r: not r.shape["P"]), ("behind a packed past", lambda r: r.shape["P"] > 0)):
         if found := _faster(measured, TORCH, keep):
-            told.append(f"{what} {_range(found, 2)} times as fast as by torch in 16 bits")
+            told.append(f"{what} {_range(found, 2)} times as fast as torch in 16 bits")
     if portable := _faster(measured, PORTABLE, lambda _: True):
-        told.append(f"{_range(portable, 1)} times as fast as by the portable kernel")
-    return [f"A prompt's tokens are attended {', '.join(told)}."] if told else []
+        told.append(f"{_range(portable, 1)} times as fast as the portable kernel")
+    return [f"Attention of a prompt {', '.join(told)}."] if told else []
 
 
 def _range(found: Mapping[str, float], digits: int) -> str:

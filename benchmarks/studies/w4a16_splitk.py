@@ -196,13 +196,13 @@ def table(measured: Sequence[Record]) -> Table:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each number of rows."""
+    """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each batch size M."""
     found = {kernel: gains(measured, kernel) for kernel in KERNELS}
     shapes = {r.case: (r.shape["N"], r.shape["M"]) for r in measured if r.shape}
     by_kernel: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for kernel, cases in found.items():
         for rows, size, gain in sorted((shapes[case][1], shapes[case][0], gain) for case, gain in cases.items()):
-            by_kernel.setdefault(kernel, {}).setdefault(f"{rows} row{'s' * (rows > 1)}", []).append((size, gain))
+            by_kernel.setdefault(kernel, {}).setdefault(f"M = {rows}", []).append((size, gain))
     if not by_kernel:
         return []
     title = "Gain of the best split-K or stream-K over data-parallel tiles"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from docgen.sources import QUESTIONS, Record, attention, linear, tables
-from docgen.summary import case_name, speedup
+from docgen.summary import speedup
 
 markdown = tables.markdown
 
@@ -34,17 +34,14 @@ def _roofline(measured: Sequence[Record]) -> str:
 
 def losses() -> str:
     """Every measured case in which 16 bits are faster."""
-    slower = [(r, r.case) for r in attention() if r.peer_seconds and speedup(r) < 1]
-    slower += [(r, case_name(r.case)) for r in linear() if r.peer_seconds and speedup(r) < 1]
-    rows = [
-        (name, r.formats, f"{1e6 * (r.seconds or 0):.1f} us", f"{1e6 * (r.peer_seconds or 0):.1f} us", f"{speedup(r):.2f}x")
-        for r, name in slower
-    ]
+    slower = [r for r in (*attention(), *linear()) if r.peer_seconds and speedup(r) < 1]
+    times = [(f"{1e6 * (r.seconds or 0):.1f} us", f"{1e6 * (r.peer_seconds or 0):.1f} us", f"{speedup(r):.2f}x") for r in slower]
+    rows = [(tables.case_name(r.case), r.formats, *cells) for r, cells in zip(slower, times, strict=True)]
     return markdown(("case", "format", "halfbyte", "fastest 16-bit kernel", "speed-up"), rows)
 
 
 def libraries() -> str:
-    """Each library that ran beside halfbyte on a GPU, its last time, and halfbyte's of the same commit."""
+    """Each library that ran in the same process as halfbyte on a GPU, its last time, and halfbyte's of the same commit."""
     timed = [r for r in tables.every_gpu_record() if r.study == "peers" and r.seconds]
     last = {(r.op, str(sorted(r.shape.items())), r.formats, r.implementation): r for r in timed}
     groups: dict[tuple[str, str], list[Record]] = {}

@@ -1,4 +1,4 @@
-"""Reference pages that come from code: the command line from typer, the public names, the environment variables."""
+"""Reference pages: the command line from typer, public names and environment variables from code, decisions from DESIGN.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import typer.main
 
 import halfbyte
-from docgen.sources import tables
+from docgen.sources import ROOT, tables
 from halfbyte import settings
 from halfbyte.cli import app
 
@@ -18,13 +18,14 @@ markdown = tables.markdown
 
 def public_names() -> str:
     """Each public name with the first sentence of its docstring."""
-    rows = [(f"[`{name}`](#halfbyte.{name})", _first_sentence(getattr(halfbyte, name))) for name in halfbyte.__all__]
+    rows = [(f"[`{name}`](#halfbyte.{name})", _first_sentence(name)) for name in halfbyte.__all__]
     return markdown(("name", ""), rows)
 
 
-def _first_sentence(what: object) -> str:
+def _first_sentence(name: str) -> str:
+    what = getattr(halfbyte, name)
     if isinstance(what, dict):
-        return "Every format by its name."
+        return f"The {'KV cache' if name.startswith('KV') else 'weight'} formats by name."
     return " ".join((inspect.getdoc(what) or "").split("\n\n")[0].split()).replace("|", "\\|")
 
 
@@ -36,14 +37,19 @@ def command_line() -> str:
 
 def _commands(path: str, command: object) -> Iterator[tuple[str, object]]:
     yield path, command
-    for name, child in getattr(command, "commands", {}).items():
+    for name, child in _shown(command).items():
         yield from _commands(f"{path} {name}", child)
+
+
+def _shown(command: object) -> dict[str, object]:
+    """The subcommands that the help lists; old names are hidden."""
+    return {name: child for name, child in getattr(command, "commands", {}).items() if not child.hidden}
 
 
 def _section(path: str, command: object) -> str:
     about = inspect.cleandoc(getattr(command, "help", None) or "")
     parts = [f"## {path}", about]
-    children = getattr(command, "commands", {})
+    children = _shown(command)
     if children:
         parts.append(markdown(("command", ""), [(f"`{name}`", _summary(child)) for name, child in children.items()]))
     rows = [row for parameter in getattr(command, "params", []) if (row := _option(parameter))]
@@ -58,7 +64,7 @@ def _summary(command: object) -> str:
 
 def _option(parameter: object) -> tuple[str, str, str] | None:
     names = [*getattr(parameter, "opts", []), *getattr(parameter, "secondary_opts", [])]
-    if "--help" in names:
+    if "--help" in names or getattr(parameter, "hidden", False):
         return None
     is_option = getattr(parameter, "param_type_name", "") == "option"
     shown = ", ".join(f"`{name}`" for name in names) if is_option else f"`{str(getattr(parameter, 'name', '')).upper()}`"
@@ -81,4 +87,10 @@ def environment() -> str:
     return markdown(("variable", "meaning"), sorted(rows))
 
 
-__all__ = ["command_line", "environment", "public_names"]
+def decisions() -> str:
+    """The last section of DESIGN.md, a paragraph a line."""
+    _, _, section = (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("\n## Decisions\n\n")
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", section.strip())
+
+
+__all__ = ["command_line", "decisions", "environment", "public_names"]

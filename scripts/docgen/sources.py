@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import make_tables as tables
 
 from benchmarks.linear_targets import latest as latest_linear
 from benchmarks.studies import QUESTIONS
-from halfbyte.measure.records import Record
+from benchmarks.studies.accuracy import QUALITY
+from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
+from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
+from halfbyte.formats import key_format
+from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
+from halfbyte.measure.records import Record, read
+from halfbyte.reference.hadamard import rotated
 
-__all__ = ["QUESTIONS", "Record", "attention", "cpu", "demo", "linear", "tables"]
+__all__ = [
+    "DATA",
+    "HEAD_DIM",
+    "KEYS",
+    "MEAN_GAIN",
+    "OPS",
+    "PEAK_GAIN",
+    "PLAIN",
+    "QUESTIONS",
+    "ROOT",
+    "VALUES",
+    "WEIGHTS",
+    "Record",
+    "attention",
+    "cpu",
+    "demo",
+    "key_format",
+    "linear",
+    "model",
+    "rotated",
+    "tables",
+]
 
-#: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is held against.
+ROOT = Path(__file__).parents[2]
+#: What ships with the library.
+DATA = ROOT / "src" / "halfbyte" / "data"
+
+#: What the study `quality-per-bit` calls the divergence of caches and that of weights.
+OPS = {True: QUALITY, False: OF_WEIGHTS}
+#: What an op of halfbyte is called in records, and what its fastest 16-bit competitor is compared with.
 OURS = "halfbyte auto"
 
 
@@ -24,9 +59,14 @@ def linear() -> list[Record]:
     return [r for r in latest_linear(tables.every_gpu_record()) if r.seconds and r.implementation == OURS]
 
 
+def model() -> list[Record]:
+    """Decode steps of a whole model, `examples/06_tokens_per_second.py`."""
+    return read(ROOT / "results" / "models.jsonl").records
+
+
 def demo() -> list[dict[str, object]]:
     """Quality of the shipped model, setting by setting."""
-    return tables.json_lines("demo.jsonl")
+    return tables.demo_records()
 
 
 def cpu() -> list[dict[str, object]]:

@@ -1,11 +1,10 @@
-"""Short tables for the README, the home page and the guides, and single figures for sentences."""
+"""Short tables for the README, the home page and the guides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from docgen.sources import Record, attention, cpu, demo, linear, tables
+from docgen.sources import HEAD_DIM, KEYS, OPS, PLAIN, VALUES, WEIGHTS, Record, attention, key_format, linear, rotated, tables
 
 markdown = tables.markdown
 
@@ -50,7 +49,7 @@ def results() -> str:
     cached = [
         (name, f"`{formats.replace('+', '` / `')}`", *_cells(find(attention(), case, formats))) for case, formats, name in ATTENTION
     ]
-    layers = [(case_name(case), f"`{formats}`", *_cells(find(linear(), case, formats))) for case, formats in LINEAR]
+    layers = [(tables.case_name(case), f"`{formats}`", *_cells(find(linear(), case, formats))) for case, formats in LINEAR]
     return "\n\n".join(
         (
             markdown(("decode attention", "KV cache", *heads), cached),
@@ -60,80 +59,32 @@ def results() -> str:
     )
 
 
-def case_name(case: str) -> str:
-    """A case of a linear layer in the words of a GEMM: `8192 x 8192, 1 row` is `8192 x 8192, M = 1`."""
-    size, _, rows = case.rpartition(", ")
-    return f"{size.removeprefix('prefill, ')}, M = {rows.split()[0]}"
+#: The choices of the short table: a name, keys and values, or weights.
+CHOICES = (
+    ("Safe", "int8", "int8"),
+    ("Default", KEYS, VALUES),
+    ("Smallest", "int4_channel", "int4"),
+    ("Fastest", "int4", "int4"),
+    ("Weights, default", WEIGHTS, ""),
+    ("Weights, fastest", "int4_g128", ""),
+)
 
 
 def choice() -> str:
-    """Four answers to 'which format': size and quality of the shipped model, speed of the kernels."""
+    """Answers to 'which format': size, divergence on the shipped model and on the worst outlier variant, speed of the kernels."""
     rows = [
-        ("Safe", "`int8` keys, `int8` values", *_quality("int8"), _cached("int8")),
-        ("Default", "`int8` keys, `int4_g32` values", *_quality("int8 / int4_g32"), _cached("int8+int4_g32")),
-        ("Smallest", "`int4` keys, `int4` values", *_quality("int4"), _cached("int4")),
-        ("Weights", "`int4_g128`", *_quality("bf16", "int4_g128"), _layer("int4_g128")),
+        (name, f"`{keys}` keys, `{values}` values" if values else f"`{keys}`", *_choice(keys, values))
+        for name, keys, values in CHOICES
     ]
-    return markdown(("", "format", "smaller", "perplexity", "faster"), rows)
+    return markdown(("", "format", "smaller", "KL", "KL, outliers", "faster"), rows)
 
 
-def _quality(kv: str, weights: str | None = None) -> tuple[str, str]:
-    measured: list[dict[str, Any]] = demo()
-    (found,) = [r for r in measured if r["kv"] == kv and r["weights"] == weights]
-    return tables.size_ratio(found, measured[0]), f"{found['change']:+.2f} %"
-
-
-def _cached(formats: str) -> str:
-    return f"{speedup(find(attention(), 'batch 128 x 8,192', formats)):.2f}x"
-
-
-def _layer(formats: str) -> str:
-    return f"{speedup(find(linear(), '8192 x 8192, 1 row', formats)):.2f}x"
-
-
-# ------------------------------------------------------------------------------------------------------- figures in sentences
-
-
-def _range(ratios: Iterable[float], digits: int = 1) -> str:
-    found = sorted(ratios)
-    return f"{found[0]:.{digits}f}-{found[-1]:.{digits}f}x"
-
-
-def _cpu_slowdown(op: str) -> str:
-    """How many times as long as torch's fastest 16-bit operator halfbyte takes on a CPU."""
-    timed: list[dict[str, Any]] = [r for r in cpu() if r["op"] == op]
-    shapes = {str(r["shape"]) for r in timed}
-    ratios: list[float] = []
-    for shape in shapes:
-        same = [r for r in timed if str(r["shape"]) == shape]
-        best = min(r["seconds"] for r in same if r["implementation"].startswith("torch"))
-        ratios += [r["seconds"] / best for r in same if not r["implementation"].startswith("torch")]
-    return _range(ratios)
-
-
-def _demo_minutes() -> str:
-    """Time of the evaluations of `halfbyte demo`, as its own records have it."""
-    measured: list[dict[str, Any]] = demo()
-    return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
-
-
-def _roofline(formats: str) -> str:
-    """Share of the read roofline in the cases of the README's chart."""
-    shares = sorted(100 * (find(attention(), f"batch {batch} x 8,192", formats).roof_share or 0.0) for batch in (32, 128, 512))
-    return f"{shares[0]:.0f}-{shares[-1]:.0f} %"
-
-
-def _host_time() -> str:
-    """Host time of an eager call, from the fastest op to the slowest."""
-    times = sorted(1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds)
-    return f"{times[0]:.0f}-{times[-1]:.0f} us"
-
-
-FIGURES: dict[str, Callable[[], str]] = {
-    "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
-    "cpu_linear": lambda: _cpu_slowdown("linear"),
-    "demo_minutes": _demo_minutes,
-    "roofline_int4": lambda: _roofline("int4"),
-    "roofline_int8": lambda: _roofline("int8"),
-    "host_us": _host_time,
-}
+def _choice(keys: str, values: str) -> tuple[str, ...]:
+    formats = keys if keys == values or not values else f"{keys} / {values}"
+    turned = bool(values) and rotated(None, key_format(keys), HEAD_DIM)
+    op, name = OPS[bool(values)], formats + " rotated" * turned
+    measured = {r.case: r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (op, name)}
+    plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
+    timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
+    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, formats.replace(" / ", "+"))]
+    return f"{16 / (plain.bits or 16):.2f}x", f"{plain.error:.1e}", f"{worst.error:.1e}", (faster or ["not measured"])[-1]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from halfbyte.formats import Format as Format
     from halfbyte.formats import key_format as key_format
     from halfbyte.ops.decode_attention import decode_attention as decode_attention
+    from halfbyte.ops.experts_linear import experts_linear as experts_linear
     from halfbyte.ops.linear import linear as linear
     from halfbyte.ops.linear import qkv_projection as qkv_projection
     from halfbyte.ops.merge_states import merge_states as merge_states
@@ -44,6 +45,7 @@ _HOME = {
     "QuantTensor": "tensors",
     "linear": "ops.linear",
     "qkv_projection": "ops.linear",
+    "experts_linear": "ops.experts_linear",
     "Format": "formats",
     "KV_FORMATS": "formats",
     "WEIGHT_FORMATS": "formats",

@@ -12,15 +12,15 @@ import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, key_format, value_format
+from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
 from halfbyte.reference.append import check_capacity
-from halfbyte.reference.hadamard import block_size
+from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.reference.quantize import fixed_scale
-from halfbyte.reference.reopen import reopen_block
+from halfbyte.reference.reopen import reopen
 
 #: The default formats: keys need more bits than values.
 KEYS, VALUES = "int8", "int4_g32"
@@ -31,8 +31,11 @@ class CacheOptions(TypedDict, total=False):
 
     keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
-    rotate_keys        store keys Hadamard-rotated (queries are rotated to match): tames outliers of keys
-    dtype              the 16-bit type of the tail of per-channel keys, which is not quantized yet (bfloat16)
+    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
+                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
+    sink_tokens        the first tokens of a sequence that stay in 16 bits, keys and values (0)
+    recent_tokens      the last tokens of a sequence that stay in 16 bits; they are quantized when they leave this window (0)
+    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet (bfloat16)
     device             where the memory is ("cpu")
     k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
     """
@@ -40,7 +43,9 @@ class CacheOptions(TypedDict, total=False):
     keys: str | Format
     values: str | Format
     value_dim: int | None
-    rotate_keys: bool
+    rotate_keys: bool | None
+    sink_tokens: int
+    recent_tokens: int
     dtype: torch.dtype
     device: torch.device | str
     k_scale: float | None
@@ -51,7 +56,8 @@ class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
     Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. A cache that one thread changes no other may change or read without a lock: tokens would be lost in silence.
+    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
+    Not thread-safe: threads that share a cache need a lock, or tokens are lost silently.
     """
 
     page_table: torch.Tensor | None = None
@@ -71,27 +77,28 @@ class KVCache:
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         block = key_format(options.get("keys", KEYS)).token_block or 1
-        self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, options)
+        self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, capacity, options)
 
-    def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, options: CacheOptions) -> None:
+    def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, capacity: int, options: CacheOptions) -> None:
         """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
         k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
         value_dim, dtype = options.get("value_dim"), options.get("dtype", torch.bfloat16)
         value_dim = head_dim if value_dim is None else value_dim
-        device, self.rotate_keys = device_of(options.get("device", "cpu")), options.get("rotate_keys", False)
+        device, self.rotate_keys = device_of(options.get("device", "cpu")), rotated(options.get("rotate_keys"), k_fmt, head_dim)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        check_rotation(self.rotate_keys, head_dim)
-        tail = (batch, rows[1], k_fmt.token_block or 1, head_dim)
+        sinks, recent = options.get("sink_tokens", 0), options.get("recent_tokens", 0)
+        check_window(sinks, recent, k_fmt, v_fmt, capacity)
         k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
         with outside_inference_mode():
-            self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), tail, dtype, device, k_scale)
-            self.values = new_kv_buffer(v_fmt, (*rows, value_dim), tail, dtype, device, v_scale)
+            k_tail, v_tail = ((batch, rows[1], f.token_block or sinks + recent) for f in (k_fmt, v_fmt))
+            self.keys = new_kv_buffer(k_fmt, (*rows, head_dim), (*k_tail, head_dim), dtype, device, k_scale, sinks)
+            self.values = new_kv_buffer(v_fmt, (*rows, value_dim), (*v_tail, value_dim), dtype, device, v_scale, sinks)
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._given = [_scale_of_tensor(buffer) for buffer in (self.keys, self.values)]
         self._measures = "tensor" in (f.granularity for f, scale in ((k_fmt, k_scale), (v_fmt, v_scale)) if scale is None)
@@ -112,14 +119,14 @@ class KVCache:
         """Wrap memory that an engine owns, without copying: see `KVBuffer` for shapes. Strides are taken as they are.
 
         lengths int32 [B]; page_table int32 [B, pages] when the buffers are paged. A tensor with a stride of 0 makes the cache
-        read-only. The engine manages pages and lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from
-        then on, and does not see lengths that the engine raises later.
+        read-only. rotate_keys: whether the memory holds rotated keys, as `append` then writes them. The engine manages pages and
+        lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from then on, and does not see lengths that
+        the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
-        check_rotation(rotate_keys, keys.dim)
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.lengths, cache.page_table = keys, values, lengths, page_table
-        cache.rotate_keys = rotate_keys
+        cache.rotate_keys = check_rotation(rotate_keys, keys.dim)
         cache._expanded = expanded(keys, values, lengths)
         cache._given = [_scale_of_tensor(buffer) for buffer in (keys, values)]
         cache._measures = "tensor" in (keys.format.granularity, values.format.granularity)
@@ -166,7 +173,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for codes, scales, offsets and tails."""
+        """Bytes allocated for codes, scales, offsets and tails, those of sink and recent tokens included."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -189,7 +196,10 @@ class KVCache:
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
-        return f"{type(self).__name__}({shape}, keys={self.keys.format}, values={self.values.format}, {self.nbytes:,} bytes)"
+        rotated = " rotated" if self.rotate_keys else ""
+        return (
+            f"{type(self).__name__}({shape}, keys={self.keys.format}{rotated}, values={self.values.format}, {self.nbytes:,} bytes)"
+        )
 
     # --------------------------------------------------------------------------------------------------- what it does
 
@@ -270,7 +280,8 @@ class KVCache:
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
 
-        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail.
+        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail; tokens that are
+        among the recent ones again come back in the same way, and are quantized anew when they leave.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)
@@ -283,7 +294,8 @@ class KVCache:
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
         left = torch.minimum(self.lengths, wanted)
         check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
-        reopen_block(self.keys, self.lengths, left, self.page_table)
+        for buffer in (self.keys, self.values):
+            reopen(buffer, self.lengths, left, self.page_table)
         self.lengths.copy_(left)
         if self._bound is not None and not isinstance(length, torch.Tensor):
             self._bound = min(self._bound, int(length))
@@ -330,6 +342,8 @@ class KVCache:
             values=self.values.format,
             value_dim=self.value_dim,
             rotate_keys=self.rotate_keys,
+            sink_tokens=self.keys.sink_tokens,
+            recent_tokens=self.keys.recent_tokens,
             dtype=torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype,
             device=self.device,
         )
@@ -379,10 +393,3 @@ def _version_of(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 def _scale_of_tensor(buffer: KVBuffer) -> torch.Tensor | None:
     """A copy of a per-tensor scale, to go back to at a reset: 0 where it is yet to be measured. None for other formats."""
     return buffer.scales.clone() if buffer.scales is not None and buffer.format.granularity == "tensor" else None
-
-
-def check_rotation(rotate_keys: object, head_dim: int) -> None:
-    """`rotate_keys` must be a bool, and a head that is rotated must be wide enough."""
-    check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
-    if rotate_keys:
-        block_size(head_dim)

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from halfbyte.arguments import check_sizes
+from halfbyte.checkpoints.adapters import weight_from_tensors
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
 from halfbyte.kv_buffer import KVBuffer, PagedView
+from halfbyte.ops.append_slots import append_slots
+from halfbyte.ops.attention_varlen import attention_varlen
+from halfbyte.ops.linear import linear_of_parts
 from halfbyte.tensors import expected_parts
 
-__all__ = ["PAGE_FORMATS", "PageLayout", "PagedView"]
+__all__ = [
+    "PAGE_FORMATS",
+    "PageLayout",
+    "PagedView",
+    "append_slots",
+    "attention_varlen",
+    "linear_of_parts",
+    "weight_from_tensors",
+]
 
 #: Why a format with scales of this granularity cannot live in a page.
 _HOMELESS = {
@@ -70,7 +83,7 @@ class PageLayout:
         """
         pages = self._pages(memory)
         heads, tokens = memory.shape[1:3]
-        parts: dict[str, dict[str, torch.Tensor]] = {"keys": {}, "values": {}}
+        parts: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
         at = 0
         for side, name, shape, dtype in self._arrays(heads, tokens):
             size = math.prod(shape) * dtype.itemsize

@@ -6,7 +6,7 @@ tests are derived from it; nothing else in the library names a format or tests f
 Two families share the description:
 
 * KV formats quantize keys or values, a tensor [B, H, T, D] (batch, KV heads, tokens, head_dim);
-* weight formats quantize a matrix [N, K] (out features, in features) along K.
+* weight formats quantize a matrix [N, K] (out features, in features) along K, or a stack [E, N, K] of experts' matrices.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4; NVIDIA's NVFP4 (blocks of 16, E4M3 block scales, one FP32 scale per tensor);
 QLoRA (arXiv 2305.14314) and bitsandbytes for NF4 and its FP4; GPTQ and AWQ for integer zero points; KIVI (arXiv 2402.02750) for
@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from halfbyte.errors import InvalidArgument, check
+from halfbyte.arguments import integer
+from halfbyte.errors import InvalidArgument, Unsupported, check
 
 Shape = tuple[int, ...]
 Granularity = Literal["tensor", "token", "head", "group", "channel", "out_channel"]
@@ -54,8 +55,8 @@ class Code:
 
     @property
     def per_byte(self) -> int:
-        """Codes in one byte of storage: 2 for 4-bit codes, else 1."""
-        return 2 if self.bits == 4 else 1
+        """Codes in one byte of storage: 2 of 4 bits, 4 of 2 bits, else 1."""
+        return max(1, 8 // self.bits)
 
     @property
     def is_e4m3(self) -> bool:
@@ -64,7 +65,7 @@ class Code:
 
     def codebook(self) -> torch.Tensor:
         """The value of every code, as float32 [2**bits] indexed by the unsigned code. Not for 16 bits."""
-        check(self.bits <= 8, f"code {self.name}: a codebook exists for 4 and 8 bits, not for {self.bits}")
+        check(self.bits <= 8, f"code {self.name}: a codebook exists for up to 8 bits, not for {self.bits}")
         if self.values is not None:
             return torch.tensor(self.values, dtype=torch.float32, device="cpu")
         raw = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
@@ -100,6 +101,7 @@ FP32 = Code("fp32", 32, "float", torch.float32)
 FP64 = Code("fp64", 64, "float", torch.float64)
 INT8 = Code("int8", 8, "affine", torch.int8, reach=127, lo=-127, hi=127)
 E4M3 = Code("e4m3", 8, "float", torch.float8_e4m3fn, reach=448)
+INT2 = Code("int2", 2, "affine", torch.uint8, reach=3, lo=0, hi=3)
 INT4 = Code("int4", 4, "affine", torch.uint8, reach=15, lo=0, hi=15)
 INT4_SYM = Code("int4_sym", 4, "affine", torch.uint8, reach=7.5, lo=-8, hi=7, bias=8)
 E2M1 = Code("e2m1", 4, "lookup", torch.uint8, reach=6, values=_signed(_E2M1))
@@ -144,7 +146,9 @@ class Format:
     """One number format: codes, their scales, and offsets.
 
     `offset`: `none`; `int`, a zero point z per scale, x = s*(q - z); `float`, an offset m per scale, x = s*q + m.
-    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4).
+    `tensor_scale`: one more FP32 factor for the whole tensor (NVFP4); of a stack [E, N, K], one for each row, so that every expert,
+    and its gate and up projection, keeps its own.
+    `clip`: the share of a block's span, around its middle, that codes with a float offset cover; values beyond it saturate.
     """
 
     name: str
@@ -152,6 +156,7 @@ class Format:
     scale: Scale | None = None
     offset: Literal["none", "int", "float"] = "none"
     tensor_scale: bool = False
+    clip: float = 1.0
 
     def __str__(self) -> str:
         return self.name
@@ -181,6 +186,11 @@ class Format:
         """Tokens that share a scale and are quantized together (per-channel formats); None for all others."""
         return self.scale.group if self.scale is not None and self.scale.granularity == "channel" else None
 
+    @property
+    def gains_by_rotation(self) -> bool:
+        """Whether keys are rotated unless the caller says otherwise: few levels, and outlier channels share scales with others."""
+        return self.code.bits <= 4 and self.granularity in ("token", "head", "group")
+
     def group_size(self, last: int) -> int:
         """Neighbours along a last axis of length `last` that share a scale; all of them unless the format has groups."""
         grouped = self.scale is not None and self.scale.granularity == "group" and self.scale.group is not None
@@ -190,9 +200,9 @@ class Format:
         """Raise `InvalidArgument` when a tensor of this shape cannot be stored; the message lists what would fit."""
         check(len(shape) >= 1, f"{name} is a scalar; {self.name} needs at least one axis")
         last = shape[-1]
-        if last % self.code.per_byte:
+        if last % (n := self.code.per_byte):
             raise InvalidArgument(
-                f"{name} has a last axis of {last}; {self.name} stores two codes in a byte and needs an even one; "
+                f"{name} has a last axis of {last}; {self.name} stores {n} codes in a byte and needs a multiple of {n}; "
                 f"use an 8-bit format"
             )
         if self.scale is None or self.scale.group is None:
@@ -200,11 +210,17 @@ class Format:
         axis, what = (-2, "number of tokens") if self.token_block else (-1, "last axis")
         size = shape[axis] if len(shape) >= -axis else 0
         if size % self.scale.group:
-            fits = [g for g in (16, 32, 64, 128) if size % g == 0]
+            fits = self._others_for(shape[-1]) or ["int8_col"]
             raise InvalidArgument(
                 f"{name} has a {what} of {size}, which groups of {self.scale.group} ({self.name}) do not divide; "
-                + (f"groups of {', '.join(map(str, fits))} would fit" if fits else "use a format with one scale per head or column")
+                f"{', '.join(fits)} would fit"
             )
+
+    def _others_for(self, last: int) -> list[str]:
+        """Formats with the same codes that hold a last axis of `last`, however many tokens there are."""
+        registry = KV_FORMATS if KV_FORMATS.get(self.name) == self else WEIGHT_FORMATS
+        alike = [f for f in registry.values() if f.code == self.code and f.scale is not None and not f.token_block]
+        return [f.name for f in alike if last % f.group_size(last) == 0]
 
     def codes_shape(self, shape: Shape) -> Shape:
         """Shape of the stored codes of a tensor of shape `shape`."""
@@ -239,16 +255,20 @@ class Format:
         total += scales * (self.offset_dtype.itemsize if self.offset_dtype else 0)
         if self.scale.nested is not None:
             total += 4 * math.ceil(scales / self.scale.nested) + 4
-        return total + (4 if self.tensor_scale else 0)
+        return total + (4 * math.prod(self.tensor_scale_shape(shape)) if self.tensor_scale else 0)
+
+    def tensor_scale_shape(self, shape: Shape) -> Shape:
+        """Shape of the FP32 factors of a tensor of shape `shape`."""
+        return shape[:-1] if len(shape) > 2 else (1,)
 
     def bits_per_element(self, shape: Shape) -> float:
         """Bits an element takes, scales and offsets included."""
         return 8 * self.nbytes(shape) / math.prod(shape)
 
 
-def _kv(name: str, code: Code, granularity: Granularity, group: int | None = None) -> Format:
-    offset: Literal["none", "float"] = "float" if code is INT4 else "none"
-    return Format(name, code, Scale("f16", granularity, group), offset)
+def _kv(name: str, code: Code, granularity: Granularity, group: int | None = None, clip: float = 1.0) -> Format:
+    offset: Literal["none", "float"] = "float" if code in (INT2, INT4) else "none"
+    return Format(name, code, Scale("f16", granularity, group), offset, clip=clip)
 
 
 def _weight(name: str, code: Code, group: int | None) -> Format:
@@ -277,6 +297,10 @@ KV_FORMATS: dict[str, Format] = _registry(
         _kv("int4_g32", INT4, "group", 32),
         _kv("int4_g64", INT4, "group", 64),
         _kv("int4_channel", INT4, "channel", 32),
+        # The clip with the least squared error of normal numbers in blocks of 128, 64 and 32: tests/test_clip.py derives it.
+        _kv("int2", INT2, "head", clip=19 / 32),
+        _kv("int2_g32", INT2, "group", 32, clip=23 / 32),
+        _kv("int2_g64", INT2, "group", 64, clip=21 / 32),
     ]
 )
 
@@ -338,3 +362,20 @@ def value_format(name: str | Format, argument: str = "values") -> Format:
 def weight_format(name: str | Format, argument: str = "weights") -> Format:
     """The format of this name for weights."""
     return _lookup(WEIGHT_FORMATS, name, argument)
+
+
+def check_window(sink_tokens: int, recent_tokens: int, keys: Format, values: Format, capacity: int = 2**31 - 1) -> None:
+    """Both must be numbers of tokens that fit, of keys and values that are quantized token by token."""
+    for name, count in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
+        integer(name, count, 0, 2**31 - 1, "a number of tokens, 0 or more")
+    if not sink_tokens and not recent_tokens:
+        return
+    given = f"sink_tokens={sink_tokens}, recent_tokens={recent_tokens}"
+    check(sink_tokens + recent_tokens <= capacity, f"{given}: more than the capacity of {capacity} tokens; make the cache larger")
+    for name, fmt in (("keys", keys), ("values", values)):
+        check(fmt.is_quantized, f"{given}: {name}={fmt.name!r} is a 16-bit format; choose a quantized one, or leave them out")
+        if fmt.token_block:
+            raise Unsupported(
+                f"{given}: {name}={fmt.name!r} quantizes {fmt.token_block} tokens at once, and tokens leave the window one by one; "
+                f"choose a format that is not per channel, or leave them out"
+            )

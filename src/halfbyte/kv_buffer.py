@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,8 +23,12 @@ class KVBuffer:
     Contiguous: codes [B, H, T, D / codes per byte]; scales and offsets as `format.scale_shape([B, H, T, D])` says.
     Paged: the same with the batch axis replaced by pages and T by the tokens of a page: codes [P, H, page, ...]; token p*page + j
     of sequence b lives in page `page_table[b, p]`, row j. Any strides.
-    `tail`, only for per-channel formats: [B, H, block, D] in 16 bits. It holds the last `length % block` tokens, which are not
-    quantized yet; codes and scales cover whole blocks only. It belongs to a sequence, so it is never paged.
+    `tail`: [B, H, rows, D], tokens in 16 bits. It belongs to a sequence, so it is never paged. Two kinds of cache have one:
+    - per-channel keys: `block` rows. The last `length % block` tokens are not quantized yet; codes cover whole blocks only.
+    - caches with S `sink_tokens` and W recent tokens, keys and values alike: S + W rows. The first S tokens of a sequence stay in
+      the first S rows; the others are a ring of the last W. A token's codes are made of its 16 bits when the W-th token behind it
+      arrives, so they do not depend on how tokens were cut into appends. Where a token is in the tail, its codes are never read.
+    In both, token t >= S is in row S + t % ring, the ring being the rows behind the first S, from token `coded(length)` on.
     Per-tensor scales are [1] and shared by everything; 0 means not calibrated yet. `saturated`, int64 [1], counts what exceeded
     them.
     """
@@ -35,6 +39,7 @@ class KVBuffer:
     offsets: torch.Tensor | None = None
     tail: torch.Tensor | None = None
     saturated: torch.Tensor | None = None
+    sink_tokens: int = field(default=0, kw_only=True)
 
     @property
     def heads(self) -> int:
@@ -53,10 +58,35 @@ class KVBuffer:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors() if t is not None)
 
+    @property
+    def ring(self) -> int:
+        """Rows of the tail behind those of the sink tokens."""
+        return 0 if self.tail is None else self.tail.shape[2] - self.sink_tokens
+
+    @property
+    def recent_tokens(self) -> int:
+        """How many of the newest tokens are always in 16 bits."""
+        return 0 if self.format.token_block else self.ring
+
+    def coded(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The end of the tokens that are codes (but for the sink tokens), of sequences of these lengths."""
+        block = self.format.token_block
+        return lengths // block * block if block else (lengths - self.ring).clamp_min(0)
+
+    def tail_tokens(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The token that each row of the tail holds, int64 [B, rows]; -1 for none."""
+        assert self.tail is not None
+        row = torch.arange(self.tail.shape[2], device=lengths.device)
+        lengths = lengths.long().unsqueeze(1)
+        first, ring = self.coded(lengths), max(self.ring, 1)
+        token = torch.where(row < self.sink_tokens, row, first + (row - self.sink_tokens - first) % ring)
+        held = (token < lengths) & ((row < self.sink_tokens) | (token >= self.sink_tokens))
+        return token.masked_fill(~held, -1)
+
     def select(self, index: torch.Tensor) -> KVBuffer:
         """A copy of the sequences `index`, of a contiguous buffer; a per-tensor scale and its counter are copied."""
         rest = (None if t is None else t[index] if t.ndim > 1 else t.clone() for t in (*self.tensors()[1:], self.saturated))
-        return KVBuffer(self.format, self.codes[index], *rest)
+        return KVBuffer(self.format, self.codes[index], *rest, sink_tokens=self.sink_tokens)
 
 
 class AttentionOptions(NamedTuple):
@@ -92,6 +122,8 @@ class DecodeCall(NamedTuple):
 
     q [B, Hq, L, D]; lengths, query_start int32 [B]; page_table int32 [B, pages], None where keys and values are contiguous.
     query_start None: the newest tokens, lengths - L. `impl`: what was requested, and then the level that runs.
+    cu_seqlens_q, int32 [B + 1]: q is [1, Hq, T, D], and its tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] are the newest ones of
+    sequence b, which are max_query_len at most. What lies behind all of them is padding: out = 0 and lse = -inf.
     """
 
     q: torch.Tensor
@@ -103,12 +135,22 @@ class DecodeCall(NamedTuple):
     options: AttentionOptions
     impl: str = "auto"
     deterministic_batch: bool = False
+    cu_seqlens_q: torch.Tensor | None = None
+    max_query_len: int = 0
+
+    def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for out [B, Hq, L, Dv] and lse fp32 [B, Hq, L]; of ragged queries heads of a token lie side by side."""
+        batch, heads, length, _ = self.q.shape
+        ragged = self.cu_seqlens_q is not None
+        out = self.q.new_empty((length, heads, self.values.dim) if ragged else (batch, heads, length, self.values.dim))
+        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
+        return (out.transpose(0, 1)[None], lse.t()[None]) if ragged else (out, lse)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Every tensor, in the order in which the op and the kernels take them."""
         k, v, o = self.keys, self.values, self.options
         return (
-            self.q, k.codes, k.scales, k.offsets, k.tail, v.codes, v.scales, v.offsets,
+            self.q, k.codes, k.scales, k.offsets, k.tail, v.codes, v.scales, v.offsets, v.tail,
             self.lengths, self.query_start, self.page_table, o.starts, o.ends, o.alibi_slopes, o.sinks,
         )  # fmt: skip
 
@@ -130,6 +172,8 @@ class AppendCall(NamedTuple):
     rope         keys (and q) are rotated by position first
     q            [B, Hq, L, D], to be rotated by position, too
     measure      the scale of a whole tensor may still be 0, which says that it is to be measured
+    by_slot      `lengths`, int32 or int64 [B], are slots instead, which do not advance: the one token of each sequence (L = 1) goes
+                 to row i % N of page i // N, where pages have N tokens; with a negative slot nowhere
     """
 
     k: torch.Tensor
@@ -143,6 +187,7 @@ class AppendCall(NamedTuple):
     rope: Rope | None = None
     q: torch.Tensor | None = None
     measure: bool = True
+    by_slot: bool = False
 
 
 class Cache(Protocol):
@@ -186,8 +231,12 @@ def new_kv_buffer(
     dtype: torch.dtype,
     device: torch.device | str,
     scale: float | None = None,
+    sink_tokens: int = 0,
 ) -> KVBuffer:
-    """A buffer for a tensor of shape [B or pages, H, T or page, D], zeroed: memory that was never written holds finite numbers."""
+    """A buffer for a tensor of shape [B or pages, H, T or page, D], zeroed: memory that was never written holds finite numbers.
+
+    `tail`: the shape of its tail, of no rows where there is none.
+    """
     fmt.check_shape(shape, "the cache")
     per_tensor = fmt.granularity == "tensor"
 
@@ -210,8 +259,9 @@ def new_kv_buffer(
         zeros(fmt.codes_shape(shape), fmt.storage),
         scales,
         None if fmt.offset_dtype is None else of_tokens(fmt.offset_dtype),
-        zeros(tail, dtype) if fmt.token_block else None,
+        zeros(tail, dtype) if tail[2] else None,
         zeros((1,), torch.int64) if per_tensor else None,
+        sink_tokens=sink_tokens,
     )
 
 
@@ -251,6 +301,10 @@ def _check_buffer(name: str, buffer: KVBuffer, batch: int) -> None:
     )
     shape = (*buffer.codes.shape[:3], buffer.dim)
     fmt.check_shape(shape, name)
+    check(
+        not buffer.sink_tokens and (fmt.token_block is not None or buffer.tail is None),
+        f"{name}.tail was given, for sink or recent tokens; memory of an engine holds codes alone: leave it out, or use a KVCache",
+    )
     expected = dict(expected_parts(fmt, shape))
     if fmt.token_block:
         tail_type = buffer.tail.dtype if buffer.tail is not None and buffer.tail.dtype is torch.float16 else torch.bfloat16

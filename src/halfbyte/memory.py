@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
-from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -39,6 +39,8 @@ class Estimate:
     values: str
     weights: str
     skip_layers: tuple[int, ...]
+    sink_tokens: int
+    recent_tokens: int
     parameters: int
     quantized_parameters: int
     weight_bytes: int
@@ -76,9 +78,13 @@ def estimate(
     values: str = "int4_g32",
     weights: str = "bf16",
     skip_layers: Collection[int] = (),
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
     memory: int | None = None,
 ) -> Estimate:
     """Estimate for a model folder, a Hub id or "demo". `weights` is a weight format, or bf16 for none.
+
+    `sink_tokens` and `recent_tokens` stay in 16 bits as well, in memory of their own.
 
     The caches of `skip_layers` stay 16-bit; negative numbers count from the end. Raises `InvalidArgument` for sizes that are not
     above 0 and formats that do not exist or do not fit; `CheckpointError` when there is no usable configuration; `Unsupported` for
@@ -86,11 +92,11 @@ def estimate(
     """
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
-    key_format(keys), value_format(values)  # before anything is fetched from the Hub
+    check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
     weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
     config = load_config(resolve_model(model))
     skeleton = meta_model(config, model)
-    cache = packed_layers(config, keys, values, skip_layers)
+    cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
     saved, quantized = quantized_bytes(skeleton, weight)
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
@@ -106,6 +112,8 @@ def estimate(
         values=values,
         weights=weights,
         skip_layers=tuple(sorted(set(skip_layers))),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
         parameters=plain_weights // 2,
         quantized_parameters=quantized,
         weight_bytes=plain_weights - saved,
@@ -165,7 +173,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
     return model
 
 
-def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[int]) -> CacheSizes:
+def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.cache import head_dims, layer_formats
     from halfbyte.hf.model_support import check_model_support, text_config
@@ -182,18 +190,23 @@ def packed_layers(config: Any, keys: str, values: str, skip_layers: Collection[i
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window."""
+    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window.
+
+    window   tokens of a sequence that layers with codes also hold in 16 bits
+    """
 
     formats: tuple[tuple[Format, Format], ...]
     heads: int
     key_dim: int
     value_dim: int
     sliding: int
+    window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers."""
         key_shape, value_shape = (batch, self.heads, tokens, self.key_dim), (batch, self.heads, tokens, self.value_dim)
-        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) for k, v in self.formats)
+        kept = 2 * batch * self.heads * self.window * (self.key_dim + self.value_dim)
+        return sum(_plane_bytes(k, key_shape) + _plane_bytes(v, value_shape) + kept * k.is_quantized for k, v in self.formats)
 
     def plain_nbytes(self, batch: int, tokens: int) -> int:
         """Bytes of all layers in 16 bits."""
@@ -210,16 +223,15 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
 
 def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
     """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
-    from halfbyte.hf.weights import linear_size, select
+    from halfbyte.hf.weights import select
 
     if fmt is None:
         return 0, 0
     saved = parameters = 0
-    for name, module in select(model, ("lm_head",)).items():
-        n, k = linear_size(module) or (0, 0)
-        fmt.check_shape((n, k), f"{name}.weight [{n}, {k}]")
-        saved += 2 * n * k - fmt.nbytes((n, k))
-        parameters += n * k
+    for name, target in select(model, ("lm_head",)).items():
+        fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
+        saved += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
+        parameters += math.prod(target.shape)
     return saved, parameters
 
 
@@ -237,7 +249,4 @@ def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method
         notes.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
-    experts = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3)
-    if experts and fmt is not None:
-        notes.append(f"{experts:,} expert parameters are not in linear layers and are counted in 16 bits")
     return tuple(notes)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.formats import Format, weight_format
+from halfbyte.formats import Format, Shape, weight_format
 from halfbyte.ops.linear import linear, linear_of_parts, projections, projections_of_parts
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
@@ -36,7 +36,7 @@ class LayerWeight(QuantTensor):
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         raise NoTensor(
-            f"the weight [{self.shape[0]}, {self.shape[1]}] of a linear layer is quantized ({self.format.name}), and the model "
+            f"the weight {list(self.shape)} of a layer is quantized ({self.format.name}), and the model "
             f"computes with it as a tensor instead of calling the layer; leave that layer in 16 bits (skip_modules)"
         )
 
@@ -54,58 +54,34 @@ class LayerWeight(QuantTensor):
         return {name: part for name, part in found.items() if part is not None}
 
 
-class QuantLinear(nn.Module):
-    """y = x W^T + b with W [out_features, in_features] quantized.
+class QuantLayer(nn.Module):
+    """A quantized weight as a module, and a bias with one number for each of its rows.
 
     The parts of the QuantTensor are parameters without gradient named weight_codes, weight_scales, ... with the out features first,
     so that checkpoints, device maps and tensor parallelism treat them like any weight. Casting the module (`.half()`, `.to(dtype)`)
     moves them and never changes their types; the bias is cast.
     """
 
-    in_features: int
-    out_features: int
     bias: nn.Parameter | None
-    #: transformers: under tensor parallelism hand over local shards. Without it TP runs and gives wrong numbers.
-    _hf_quantized_needs_local_tp = True
-    #: How transformers shares the layer out over ranks (`hf/parallel.py`); out_features and in_features stay those of the whole.
-    parallel_style: str | None = None
 
     def __init__(self, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        check(len(weight.shape) == 2, f"weight has shape {list(weight.shape)}; a linear layer holds [out_features, in_features]")
-        self.out_features, self.in_features = weight.shape
         self.format_name = weight.format.name
         for name, part in weight.parts().items():
             self.register_parameter(f"weight_{name}", nn.Parameter(part, requires_grad=False))
         if bias is not None:
-            check(
-                tuple(bias.shape) == (self.out_features,),
-                f"bias has shape {list(bias.shape)}; the layer has {self.out_features} out features",
-            )
+            check(bias.shape == weight.shape[:-1], f"bias has shape {list(bias.shape)}; the weight has {list(weight.shape)}")
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self._weight: QuantTensor | None = None
 
     @classmethod
-    def from_linear(cls, layer: nn.Module, fmt: str | Format, *, clip: str | None = None) -> QuantLinear:
-        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed; `clip` as in `quantize`."""
-        return cls(quantize(dense_weight(layer), weight_format(fmt), clip=clip), getattr(layer, "bias", None))
-
-    @classmethod
     def empty(
-        cls,
-        out_features: int,
-        in_features: int,
-        fmt: Format,
-        bias_dtype: torch.dtype | None,
-        device: str = "meta",
-        *,
-        act_order: bool = False,
-    ) -> QuantLinear:
+        cls, shape: Shape, fmt: Format, bias_dtype: torch.dtype | None, device: str = "meta", *, act_order: bool = False
+    ) -> Self:
         """A layer of the right shapes and types for a checkpoint to be loaded into; without a bias when `bias_dtype` is None."""
-        shape = (out_features, in_features)
         expected = expected_parts(fmt, shape, act_order=act_order)
         parts = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in expected.items()}
-        bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype, device=device)
+        bias = None if bias_dtype is None else torch.empty(shape[:-1], dtype=bias_dtype, device=device)
         return cls(QuantTensor(fmt, shape, **parts), bias)
 
     @property
@@ -122,8 +98,8 @@ class QuantLinear(nn.Module):
         parts = {name: _local(part) for name, part in self._parts().items()}
         kept = self._weight
         if kept is None or any(getattr(kept, name) is not part for name, part in parts.items()):
-            shape = (parts["codes"].shape[0], parts["codes"].shape[1] * self.format.code.per_byte)
-            kept = LayerWeight(self.format, shape, **parts)
+            *rows, width = parts["codes"].shape
+            kept = LayerWeight(self.format, (*rows, width * self.format.code.per_byte), **parts)
             if not torch.compiler.is_compiling():
                 self._weight = None if self._offloaded() else kept
         return kept
@@ -140,18 +116,6 @@ class QuantLinear(nn.Module):
         named = {name: self._parameters.get(f"weight_{name}") for name in PARTS}
         return {name: part for name, part in named.items() if part is not None}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return linear_of_parts(x, *_stored(self._parameters), self.format_name)
-        if x.requires_grad and torch.is_grad_enabled():
-            out: torch.Tensor = _Frozen.apply(x, self.weight, self._bias())  # type: ignore[no-untyped-call]
-            return out
-        return linear(x, self.weight, self._bias())
-
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, format={self.format.name}, bias={self.bias is not None}"
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the quantized parts wherever `fn` moves tensors, but keep their types: a scale cast to bf16 is another number."""
         before = {name: part.data for name, part in self._parts().items()}
@@ -165,6 +129,39 @@ class QuantLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `Module.compile` made
         return {**state, "_weight": None}
+
+
+class QuantLinear(QuantLayer):
+    """y = x W^T + b with W [out_features, in_features] quantized."""
+
+    in_features: int
+    out_features: int
+    #: transformers: under tensor parallelism hand over local shards. Without it TP runs and gives wrong numbers.
+    _hf_quantized_needs_local_tp = True
+    #: How transformers shares the layer out over ranks (`hf/parallel.py`); out_features and in_features stay those of the whole.
+    parallel_style: str | None = None
+
+    def __init__(self, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:
+        check(len(weight.shape) == 2, f"weight has shape {list(weight.shape)}; a linear layer holds [out_features, in_features]")
+        super().__init__(weight, bias)
+        self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def from_linear(cls, layer: nn.Module, fmt: str | Format, *, clip: str | None = None) -> QuantLinear:
+        """Quantize an `nn.Linear`, or a transformers `Conv1D` (GPT-2), whose weight is transposed; `clip` as in `quantize`."""
+        return cls(quantize(dense_weight(layer), weight_format(fmt), clip=clip), getattr(layer, "bias", None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return linear_of_parts(x, *stored(self._parameters), self.format_name)
+        if x.requires_grad and torch.is_grad_enabled():
+            out: torch.Tensor = _Frozen.apply(x, self.weight, self._bias())  # type: ignore[no-untyped-call]
+            return out
+        return linear(x, self.weight, self._bias())
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, format={self.format.name}, bias={self.bias is not None}"
 
 
 class _Frozen(torch.autograd.Function):
@@ -191,7 +188,7 @@ def _local(t: torch.Tensor) -> torch.Tensor:
         return t.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
-def _stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """A layer's weight as flat parts, and its bias. Compiled code reads no more: every traced attribute is a guard on each call."""
     held = {name: _local(part) for name, part in parameters.items() if part is not None}
     # In the order of names: a parameter that was removed and registered again comes last.
@@ -275,7 +272,7 @@ class FusedProjections(QuantLinear):
             )
         if any(shard.parallel_style not in (None, "colwise") for shard in (first, *others)):
             styles = ", ".join(str(shard.parallel_style) for shard in (first, *others))
-            raise Unsupported(f"the projections are shared out as {styles}; fused ones must be column-parallel (colwise)")
+            raise Unsupported(f"the projections are sharded as {styles}; fused ones must be column-parallel (colwise)")
         nn.Module.__init__(self)
         _adopt(self, first)
         # In a tuple, so that they are not submodules of this layer: they are submodules of the model.
@@ -312,7 +309,7 @@ class FusedProjections(QuantLinear):
         return first
 
     def _compiled(self, x: torch.Tensor) -> torch.Tensor:
-        parts, biases = zip(*(_stored(shard) for shard in self._shards), strict=True)
+        parts, biases = zip(*(stored(shard) for shard in self._shards), strict=True)
         first, *others = projections_of_parts(x, parts, biases, self._formats)
         for ready, out in zip(self._ready, others, strict=True):
             ready.held = (x, out)

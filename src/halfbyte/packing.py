@@ -1,6 +1,7 @@
 """Where the bytes sit: pack and unpack, each the other's inverse.
 
-The canonical storage of 4-bit codes is uint8 [..., K/2]: element 2i in the low nibble of byte i, element 2i + 1 in the high one.
+The canonical storage of codes of 4 or 2 bits is uint8 [..., K/n], n = 8 / bits: element n i in the lowest bits of byte i, element
+n i + 1 in those above, and so on.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import torch
 from halfbyte.errors import check
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15, one a byte, uint8 [..., K] -> uint8 [..., K/2]. K must be even."""
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes 0 .. 2^bits - 1, one a byte, uint8 [..., K] -> uint8 [..., K * bits / 8], which must be whole bytes."""
     good = isinstance(codes, torch.Tensor) and codes.dtype is torch.uint8 and codes.ndim > 0
-    check(good, f"codes is {getattr(codes, 'dtype', type(codes))}; 4-bit codes to pack are torch.uint8 [..., K], one a byte")
-    check(codes.shape[-1] % 2 == 0, f"codes has a last axis of {codes.shape[-1]}; two codes share a byte, it must be even")
-    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+    check(good, f"codes is {getattr(codes, 'dtype', type(codes))}; {bits}-bit codes to pack are torch.uint8 [..., K], one a byte")
+    n, mask, last = 8 // bits, 2**bits - 1, codes.shape[-1]
+    check(last % n == 0, f"codes has a last axis of {last}; {n} codes share a byte, it must be a multiple of {n}")
+    packed: torch.Tensor = codes[..., 0::n] & mask
+    for j in range(1, n):
+        packed = packed | (codes[..., j::n] & mask) << bits * j
+    return packed
 
 
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K/2] -> codes 0..15, one a byte, uint8 [..., K]."""
-    check(packed.dtype is torch.uint8, f"packed is {packed.dtype}; packed 4-bit codes are torch.uint8")
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., K * bits / 8] -> codes 0 .. 2^bits - 1, one a byte, uint8 [..., K]."""
+    check(packed.dtype is torch.uint8, f"packed is {packed.dtype}; packed {bits}-bit codes are torch.uint8")
+    mask = 2**bits - 1
+    return torch.stack([packed >> bits * j & mask for j in range(8 // bits)], dim=-1).flatten(-2)

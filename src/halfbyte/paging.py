@@ -27,8 +27,8 @@ class PagedKVCache(KVCache):
     page_size  tokens in a page: 16, 32, 64, 128 or 256; a multiple of 32 for per-channel keys
     pages      pages in the pool; None: enough for every sequence at full capacity
 
-    One thread at a time, as a `KVCache`: all sequences share the pool, so threads that append to different sequences need the lock
-    too. An append that is refused changes no sequence; a page that it had copied is free again, and what it holds is never read.
+    Not thread-safe, even for threads that append to different sequences: all share the pool. An append that is refused changes no
+    sequence; a page that it had copied is free again.
     """
 
     page_table: torch.Tensor
@@ -52,7 +52,7 @@ class PagedKVCache(KVCache):
         per_sequence = -(-capacity // page_size)
         pages = batch * per_sequence if pages is None else pages
         integer("pages", pages, 0, 2**31 - 1, "an integer of at least 0")
-        self._allocate(batch, (pages, kv_heads, page_size), head_dim, options)
+        self._allocate(batch, (pages, kv_heads, page_size), head_dim, capacity, options)
         with outside_inference_mode():
             self._table = torch.full(
                 (batch, per_sequence), -1, dtype=torch.int32, device="cpu"
@@ -101,7 +101,8 @@ class PagedKVCache(KVCache):
             self._recount()
             raise
         shared = any(held and self._holders[held[-1]] > 1 for held in self._held)
-        room = (len(held) * self.page_size - n for held, n in zip(self._held, self._tokens, strict=True))
+        unpaged = self.keys.recent_tokens
+        room = (len(held) * self.page_size + unpaged - n for held, n in zip(self._held, self._tokens, strict=True))
         self._spare = 0 if shared else min(room, default=0)
         return rotated
 
@@ -123,7 +124,7 @@ class PagedKVCache(KVCache):
         self._held = [list(self._held[i]) for i in chosen]
         self._tokens = [self._tokens[i] for i in chosen]
         self._recount()
-        for t in (self.keys.tail, self.lengths):
+        for t in (self.keys.tail, self.values.tail, self.lengths):
             if t is not None:
                 t.copy_(t[index])
 
@@ -137,21 +138,25 @@ class PagedKVCache(KVCache):
 
     # --------------------------------------------------------------------------------------------------------- pages
 
+    def _in_pages(self, tokens: int) -> int:
+        """Of a sequence of so many tokens, those that its pages have room for: all but the recent ones in 16 bits."""
+        return max(tokens - self.keys.recent_tokens, 0)
+
     def _lacks_room(self, sequence: int, count: int) -> bool:
         """Whether `count` more tokens of a sequence need a new page, or a copy of a shared one."""
-        held, used = self._held[sequence], self._tokens[sequence]
-        return used + count > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
+        held, total = self._held[sequence], self._tokens[sequence] + count
+        return self._in_pages(total) > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
 
     def _make_room(self, sequence: int, count: int) -> None:
         """Give a sequence the pages for `count` more tokens, its last page copied if others hold it too."""
         held, used, total = self._held[sequence], self._tokens[sequence], self._tokens[sequence] + count
         if total > self.capacity:
             return  # the append itself refuses, with the numbers
-        if count and used % self.page_size and self._holders[held[-1]] > 1:
+        if count and self._in_pages(used) % self.page_size and self._holders[held[-1]] > 1:
             shared, held[-1] = held[-1], self._take(sequence)
             self._holders[shared] -= 1
             self._copy_page(shared, held[-1])
-        while len(held) * self.page_size < total:
+        while len(held) * self.page_size < self._in_pages(total):
             held.append(self._take(sequence))
 
     def _take(self, sequence: int) -> int:
@@ -172,11 +177,11 @@ class PagedKVCache(KVCache):
 
     def _keep(self, tokens: list[int]) -> None:
         self._tokens = tokens
-        self._held = [held[: -(-n // self.page_size)] for held, n in zip(self._held, tokens, strict=True)]
+        self._held = [held[: -(-self._in_pages(n) // self.page_size)] for held, n in zip(self._held, tokens, strict=True)]
         self._recount()
 
     def _recount(self) -> None:
-        """Count holders anew and free what nobody holds."""
+        """Count holders anew and free pages without one."""
         self._holders = [0] * len(self._holders)
         for page in (page for held in self._held for page in held):
             self._holders[page] += 1

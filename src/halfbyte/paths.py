@@ -1,9 +1,10 @@
-"""Where things are: a model (the shipped one, a folder, a name on the Hugging Face Hub), and measured plans of a GPU."""
+"""Where models (shipped, in folders, on the Hugging Face Hub) and measured plans of a GPU are, and files written whole."""
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from halfbyte.errors import CheckpointError, InvalidArgument
@@ -54,7 +55,7 @@ def shipped_plans(gpu: str) -> Path:
 
 
 def own_plans(gpu: str) -> Path:
-    """Where `halfbyte tune` stores the plans of GPUs of this name: below XDG_CACHE_HOME, which is ~/.cache unless set."""
+    """Where measured plans of GPUs of this name are stored: below XDG_CACHE_HOME, which is ~/.cache unless set."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
     return folder / "halfbyte" / "plans" / _plans_name(gpu)
@@ -62,3 +63,20 @@ def own_plans(gpu: str) -> Path:
 
 def _plans_name(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write `text` to `path`, its folder made if it is missing; a reader sees the old file or the whole new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; these files are to be shown
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

@@ -13,6 +13,6 @@ _NAMES = {"Plane": "KVBuffer", "new_plane": "new_kv_buffer", **{name: name for n
 def __getattr__(name: str) -> Any:
     """A name of this module as it was up to 0.1."""
     if name not in _NAMES:
-        raise AttributeError(f"module 'halfbyte.planes' has no attribute {name!r}")
-    warnings.warn(f"halfbyte.planes.{name} is called halfbyte.kv_buffer.{_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        raise AttributeError(f"module `halfbyte.planes` has no attribute {name!r}")
+    warnings.warn(f"`halfbyte.planes.{name}` is called halfbyte.kv_buffer.{_NAMES[name]}", DeprecationWarning, stacklevel=2)
     return getattr(kv_buffer, _NAMES[name])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import html
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from halfbyte.errors import check
+from halfbyte.paths import write_whole
 
 #: What a table shows in one place.
 Cell = str | int | float | None
@@ -113,20 +112,7 @@ class Report:
 
     def write(self, path: Path | str) -> Path:
         """Write the page to `path`; a reader sees the old file or the whole new one, never a part."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_html())
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp makes it private; a report is to be shown
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return path
+        return write_whole(Path(path), self.to_html())
 
     def _add(self, part: str) -> Report:
         self._parts.append(part)
@@ -149,7 +135,7 @@ def _show(value: Cell, decimals: int | None = None) -> str:
 
 
 def _decimals(rows: Sequence[Sequence[Cell]], column: int) -> int | None:
-    """Decimals that give a column of floats one look, its largest four digits; None when their sizes are too far apart."""
+    """Decimals that give a column of floats one look, its largest four digits; None when their sizes differ too much."""
     sizes = [abs(v) for row in rows if isinstance(v := row[column], float) and v and math.isfinite(v)]
     if not sizes or max(sizes) / min(sizes) >= 1e3:
         return None

@@ -12,12 +12,12 @@ IMPLS = ("auto", "reference", "cpu", "triton", "gluon")
 
 
 def default_impl() -> str:
-    """HALFBYTE_IMPL: the implementation that `impl="auto"` means, one of `IMPLS`; unset or empty is "auto", the best that runs."""
+    """HALFBYTE_IMPL: the implementation that `impl="auto"` means, one of `IMPLS`; default `auto`, the best that runs."""
     return _choice("HALFBYTE_IMPL", IMPLS, "auto")
 
 
 def pair_launches() -> bool:
-    """HALFBYTE_PDL: whether a kernel may start while its predecessor ends (programmatic dependent launch), where the GPU can."""
+    """HALFBYTE_PDL: 0 turns programmatic dependent launch off: a kernel then starts after its predecessor has ended; default 1."""
     return _choice("HALFBYTE_PDL", ("0", "1"), "1") == "1"
 
 
@@ -33,19 +33,19 @@ def as_set() -> tuple[object, object]:
 
 
 def stored_plans() -> str:
-    """HALFBYTE_PLANS: a file of `halfbyte tune`, the only one to take measured plans from; "0": none; unset or empty is "", those
-    that are stored for the GPU and those that come with the library. Read when a problem is planned for the first time.
+    """HALFBYTE_PLANS: a file to take measured plans from, and from no other; 0: from none; unset: those stored for this GPU and
+    those that ship with the library. Read when a problem is planned for the first time.
     """
     value = os.environ.get("HALFBYTE_PLANS", "")
     if value not in ("", "0") and not os.path.isfile(value):
         raise InvalidArgument(
-            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `halfbyte tune` wrote, or 0 for none"
+            f"environment variable HALFBYTE_PLANS={value!r}; give a file that `python -m benchmarks tune` wrote, or 0 for none"
         )
     return value
 
 
 def interpreted() -> bool:
-    """TRITON_INTERPRET, Triton's own flag: its kernels run on a CPU, slowly and for tests."""
+    """TRITON_INTERPRET, Triton's own flag: 1 runs Triton's kernels in its interpreter on a CPU; slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 

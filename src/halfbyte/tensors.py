@@ -20,11 +20,11 @@ class QuantTensor:
     codes         [..., last / codes per byte] in `format.storage`
     scales        `format.scale_shape(shape)` in `format.scale.storage`; None for 16-bit formats
     offsets       same shape: uint8 zero points or fp16 offsets; None when the format has none
-    tensor_scale  float32 [1]: the second-level scale of NVFP4
+    tensor_scale  float32 [1]: the second-level scale of NVFP4; of a stack [E, N, K], [E, N]
     nested        float32 [ceil(scales / 256) + 1]: with double quantization, the absmax of each block of scales, then their mean
     perm          int32 [K], of a weight [N, K] in act-order: stored column j is column perm[j]; groups are neighbours as stored.
-                  None: each column where it belongs. That it is a permutation is not looked at here, as that would wait for a
-                  GPU: what reads one from a file checks it (`checkpoints/`)
+                  Of a stack [E, N, K]: [E, K]. None: columns in order. Not checked to be a permutation, which would wait
+                  for the GPU; loaders check it
     """
 
     format: Format
@@ -78,8 +78,8 @@ class QuantTensor:
 
 
 def weight_of(fmt: Format, parts: Sequence[torch.Tensor]) -> QuantTensor:
-    """A weight [N, K] from its flat parts: the tensors of `expected_parts`, in that order; one more than it stores is `perm`."""
-    shape = (parts[0].shape[0], parts[0].shape[1] * fmt.code.per_byte)
+    """A weight from its flat parts: the tensors of `expected_parts`, in that order; one more than it stores is `perm`."""
+    shape = (*parts[0].shape[:-1], parts[0].shape[-1] * fmt.code.per_byte)
     act_order = len(parts) > len(expected_parts(fmt, shape))
     return QuantTensor(fmt, shape, **dict(zip(expected_parts(fmt, shape, act_order=act_order), parts, strict=True)))
 
@@ -98,9 +98,9 @@ def expected_parts(fmt: Format, shape: Shape, *, act_order: bool = False) -> dic
     if fmt.offset_dtype is not None:
         parts["offsets"] = (scales, fmt.offset_dtype)
     if fmt.tensor_scale:
-        parts["tensor_scale"] = ((1,), torch.float32)
+        parts["tensor_scale"] = (fmt.tensor_scale_shape(shape), torch.float32)
     if fmt.scale.nested is not None:
         parts["nested"] = ((math.ceil(math.prod(scales) / fmt.scale.nested) + 1,), torch.float32)
-    if act_order and len(shape) == 2:
-        parts["perm"] = ((shape[1],), torch.int32)
+    if act_order and len(shape) in (2, 3):
+        parts["perm"] = ((*shape[:-2], shape[-1]), torch.int32)
     return parts

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.studies import accuracy, memory, study
+from benchmarks.studies import accuracy, memory, quality_per_bit, study
 from halfbyte.device import Device
 from halfbyte.evals.heads import Heads, recorded_heads
 from halfbyte.evals.model import load
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import KV_FORMATS
 from halfbyte.measure import records
 from halfbyte.measure.checks import float64_attention
 from halfbyte.measure.records import Record
@@ -74,6 +75,7 @@ def test_errors_of_keys_are_ordered_as_their_bits() -> None:
         return error / norm
 
     assert 0 < relative(heads, "int8") < relative(heads, "int4_g32") < relative(heads, "int4") < 0.5
+    assert 2 * relative(heads, "int4") < min(relative(heads, "int2_g32"), relative(heads, "int2"))
     assert relative(biased, "int4_g32") > 5 * relative(heads, "int4_g32")
     assert relative(biased, "int4", True) < 0.95 * relative(biased, "int4")
     assert relative(biased, "int4_channel") < 2 * relative(heads, "int4_channel")
@@ -142,7 +144,7 @@ def test_the_front_gains_a_fifth_with_every_step() -> None:
 def test_every_format_is_in_the_full_study_and_some_in_a_quick_one() -> None:
     full = accuracy.jobs(Session(Options(threads=1), FAKE))
     assert len(full[0].settings) >= 15 and len(full[1].settings) == 17  # type: ignore[attr-defined]  # noqa: PT018
-    assert len(full[2].keys) == 24  # type: ignore[attr-defined]
+    assert len(full[2].keys) == 2 * sum(fmt.is_quantized for fmt in KV_FORMATS.values())  # type: ignore[attr-defined]
     small = accuracy.jobs(quick())
     assert {accuracy.formats_of(s) for job in small[:2] for s in job.settings} | {  # type: ignore[attr-defined]
         accuracy._name(*pair)
@@ -191,3 +193,55 @@ def test_records_table_and_charts() -> None:
     assert set(whole[0][4:]) == {"none"}
     assert len(memory.drawn(measured)) == len(memory.says(measured)) == 2
     assert all(study(name).name == name for name in ("memory", "accuracy"))
+
+
+# --------------------------------------------------------------------------------------------------------- quality per bit
+
+
+def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain model and one with outliers; each number is where its kind and its model say, and the sentences compare like bits."""
+    model, tokenizer = shipped
+    monkeypatch.setattr(accuracy, "_shipped", lambda device: (model, tokenizer.encode(heldout_text())))
+    s = quick()
+    s.study = "quality-per-bit"
+    alike = (Setting("int4", "int4"), Setting("int4", "int4", rotate_keys=True), quality_per_bit.DEFAULT, Setting("int8", "int4"))
+    two = {name: quality_per_bit.MODELS[name] for name in (quality_per_bit.PLAIN, "Qwen3")}
+    monkeypatch.setattr(quality_per_bit, "MODELS", two)
+    for name, outliers in two.items():
+        s.run(
+            [
+                accuracy.QualityJob(name, alike, 1, 64, outliers=outliers),
+                quality_per_bit.PlansJob(name, (7.0,), 1, 32, outliers=outliers),
+                accuracy.KeysJob(name, (("int4", False), ("int4", True)), 1, 64, outliers=outliers),
+                accuracy.QualityJob(name, (Setting(weights="int4_col"),), 1, 64, quality_per_bit.OF_WEIGHTS, outliers),
+            ]
+        )
+    assert not [r.refused for r in s.records if r.refused]
+    headers, rows = quality_per_bit.table(s.records)
+    assert headers[2:] == ("bits", quality_per_bit.PLAIN, "Qwen3")
+    assert [row[0] for row in rows].count("KL, all layers alike") == 4
+    by_kind = {(row[0], row[1]): row for row in rows}
+    int4, rotated = (by_kind["KL, all layers alike", name] for name in ("int4", "int4 rotated"))
+    assert float(int4[4]) > 10 * float(rotated[4]) > 10 * float(by_kind["KL, all layers alike", quality_per_bit.DEFAULT.kv][4])
+    assert float(by_kind["attention error, keys", "int4"][4]) > 2 * float(by_kind["attention error, keys", "int4 rotated"][4])
+    (plan,) = (row for row in rows if row[0] == "KL, by layer" and row[3])
+    assert 0 < float(plan[2]) <= 7
+    assert ("KL, weights", "int4_col") in by_kind
+    assert len(quality_per_bit.drawn(s.records)) == 2
+    default, plans = quality_per_bit.says(s.records)
+    assert default.startswith(
+        "KL of the default cache, int4_channel / int8, and of the best other choice of no more bits: no outliers "
+    )
+    assert "(int8 / int4)" in default
+    assert "of 2 cases" in plans
+
+
+def test_quality_per_bit_measures_every_format_once() -> None:
+    full = quality_per_bit.jobs(Session(Options(threads=1), FAKE))
+    assert [job.name for job in full[::4]] == list(quality_per_bit.MODELS)
+    names = [s.kv for s in full[0].settings]  # type: ignore[attr-defined]
+    assert len(set(names)) == len(names)
+    as_wide_as_a_head = {"int8_g64", "int4_g64", "int2_g64"}
+    assert {s.keys for s in full[0].settings} == {n for n, f in KV_FORMATS.items() if f.is_quantized} - as_wide_as_a_head  # type: ignore[attr-defined]
+    assert quality_per_bit.DEFAULT.kv in names
+    assert not any(KV_FORMATS[s.keys].token_block and s.rotate_keys for s in full[0].settings)  # type: ignore[attr-defined]

@@ -207,7 +207,7 @@ def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> 
         ("int4", "halfbyte triton", "FD INT4", "4", "235.0", "4.3", "4.3 %", "2.00", "1581", "756", "1.32"),
     ]
     assert int4_gqa.says(measured) == [
-        "On fake, row-wise INT4 takes 136.0 us at batch 512 (7.4 GB/s), 3.46 times as fast as the fastest BF16 peer.",
+        "On fake, row-wise INT4 takes 136.0 us at batch 512 (7.4 GB/s), 3.46 times as fast as the fastest BF16 kernel.",
         "Published for an H100, not measured here: 575 us, 1.74 times as fast as Flash-Decoding in BF16.",
     ]
     beside = [*measured, one("int4", "fbgemm", 400.0)]

@@ -478,7 +478,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
     records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study])
     text = tables.linear()
-    assert "| 8192 x 8192, 1 row | 11.0, 85 % |" in text
+    assert "| 8192 x 8192, M = 1 | 11.0, 85 % |" in text
     assert "15.6 humming" in text
     assert "another run" in text
     assert "99.0" not in text

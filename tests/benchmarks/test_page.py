@@ -210,9 +210,9 @@ def test_time_by_size_needs_two_sizes_of_ours() -> None:
 
 def test_the_roofline_is_that_of_the_run() -> None:
     (chart,) = measure_figures.rooflines(attention())
-    assert "read roof of the same runs" in chart
-    assert measure_figures.rooflines([r for r in attention() if r.formats == "bf16"]) == []  # no roof was measured beside them
-    with pytest.raises(InvalidArgument, match="roof is empty"):
+    assert "read roofline of the same runs" in chart
+    assert measure_figures.rooflines([r for r in attention() if r.formats == "bf16"]) == []  # no roofline was measured in that run
+    with pytest.raises(InvalidArgument, match="measured is empty"):
         charts.roofline({}, [], title="t")
     with pytest.raises(InvalidArgument, match="stacks is empty"):
         charts.stacked_bars({}, x_label="x", title="t")
@@ -259,7 +259,7 @@ def test_the_page_keeps_machines_apart_and_names_commands(tmp_path: Path) -> Non
     assert "# 2026-01-01T00:00, abc123" in page
     assert "Refused: wrong &lt;result&gt;" in page
     assert "Kernel time: batch 32, int8, halfbyte auto: kernels 8.0 us of 10.0 us a call (CUPTI)" in page
-    assert "0 of 2" in page  # bars met
+    assert "0 of 2" in page  # targets met
     assert page.count("<svg") == 5  # share, speed, roofline, time by batch; the times of the linear layer
     with pytest.raises(InvalidArgument, match="records is empty"):
         page_of([], "none", tmp_path / "p.html")
@@ -323,7 +323,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (
             json.dumps(json.loads(rec().to_json()) | {"study": "int8-granularity", "op": "granularity study", "formats": "x"})
             + "\n",
-            "the records of 'int8-granularity' cannot be told (KeyError: ",
+            "the records of 'int8-granularity' cannot be shown (KeyError: ",
         ),
         (
             json.dumps(json.loads(rec().to_json()) | {"environment": {**dataclasses.asdict(GPU), "versions": None}}) + "\n",

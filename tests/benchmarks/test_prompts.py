@@ -70,8 +70,8 @@ def test_how_it_is_told() -> None:
     assert all(len(row) == len(headers) for row in rows)
     assert rows[1] == ("prompts, 1 x 1,024", "", prompts.PORTABLE, "9,000.0", "0.22", "0.955", "0.001")
     assert prompts.says(measured) == [
-        "A prompt's tokens are attended over themselves 1.00 times as fast as by torch in 16 bits, behind a packed past 0.50 times "
-        "as fast as by torch in 16 bits, 4.5 times as fast as by the portable kernel."
+        "Attention of a prompt over itself 1.00 times as fast as torch in 16 bits, behind a packed past 0.50 times "
+        "as fast as torch in 16 bits, 4.5 times as fast as the portable kernel."
     ]
     assert "1 x 128 behind 32,768, int4" in prompts.drawn(measured)[0]
     assert prompts.says([]) == prompts.drawn([]) == []

@@ -10,9 +10,20 @@ from gpu_cases import Call, Case, Variant, build, same_bits, simple, with_scale
 import halfbyte as hb
 
 PLAIN = frozenset[str]()
+ROTATED = frozenset({"rotate"})
 CASES = {
     "int4": Case(Variant("int4", "int4", group=8), 1, (300, 7)),
     "int4 groups, 5 heads": Case(Variant("int4_g32", "int4_g64", group=5, dim=64), 2, (150, 129), slack=7),
+    "int2": Case(Variant("int2", "int2", group=8), 1, (300, 7)),
+    "int2 groups, 5 heads": Case(Variant("int2_g32", "int2_g64", group=5, options=frozenset({"rotate"})), 2, (150, 129), slack=7),
+    "int2 groups, pages, 4 queries": Case(
+        Variant("int2_g64", "int2_g32", queries=4, page=16, options=frozenset({"window", "alibi", "softcap"})), 1, (130, 47)
+    ),
+    "int2 heads of 256": Case(Variant("int2_g32", "int2_g32", dim=256, group=2), 1, (100, 33)),
+    "int4 over int2, 16 heads": Case(Variant("int4", "int2", group=16), 1, (200, 3)),
+    "int2, tokens first, two heads": Case(Variant("int2", "int2", layout="BTHD", group=4), 2, (200, 64)),
+    "int2 groups, 64 rows, pages": Case(Variant("int2_g32", "int2", group=8, queries=8, page=64), 1, (300, 7)),
+    "int2 groups, 128 rows, tokens first": Case(Variant("int2", "int2_g32", group=16, queries=8, layout="BTHD"), 2, (200, 0)),
     "int8 over int4, pages": Case(Variant("int8", "int4", page=16), 2, (130, 0, 47)),
     "int8, 16 heads, sums in the ring": Case(Variant("int8", "int8", group=16), 1, (700, 3)),
     "fp8, 4 queries": Case(Variant("fp8", "fp8", queries=4), 1, (260, 40), early=True),
@@ -50,6 +61,24 @@ CASES = {
         Variant("int4_g32", "int8", group=4, queries=70, options=frozenset({"window", "starts"})), 1, (150, 90)
     ),
     "a prompt in pages, in blocks of 25 tokens": Case(Variant("int8", "int4", group=5, queries=30, page=16), 1, (47, 130)),
+    "rotated int4": Case(Variant("int4", "int4", group=8, options=ROTATED), 1, (300, 7)),
+    "rotated groups, 5 heads": Case(Variant("int4_g32", "int4", group=5, dim=64, options=ROTATED), 2, (150, 129)),
+    "rotated in blocks of 32, pages": Case(Variant("int4", "int8", dim=96, page=16, queries=2, options=ROTATED), 2, (130, 0, 47)),
+    "rotated in blocks of 16": Case(
+        Variant("fp8", "int8", dim=80, group=7, options=frozenset({"rotate", "softcap"})), 1, (120, 31)
+    ),
+    "rotated, tokens first, two heads": Case(Variant("int4", "int4", layout="BTHD", group=4, options=ROTATED), 2, (200, 64)),
+    "rotated, 256 wide": Case(Variant("int4", "int4", dim=256, group=16, options=ROTATED), 1, (120, 31)),
+    "rotated 16 bits": Case(Variant("bf16", "bf16", group=2, options=ROTATED), 1, (100, 65)),
+    "rotated channels": Case(Variant("int4_channel", "int4_g32", group=8, options=ROTATED), 1, (300, 64)),
+    "rotated, 64 rows": Case(Variant("int4", "int4", group=8, queries=8, options=ROTATED), 1, (300, 7)),
+    "rotated groups, 40 rows, pages": Case(
+        Variant("int4_g32", "int8", dim=64, group=8, queries=5, page=64, options=ROTATED), 1, (70, 300)
+    ),
+    "rotated, 80 rows of bytes": Case(
+        Variant("int8_token", "int8", dim=96, group=5, queries=16, options=frozenset({"rotate", "alibi"})), 1, (150,)
+    ),
+    "a prompt over rotated keys": Case(Variant("int4", "int8", group=5, queries=30, page=16, options=ROTATED), 1, (47, 130)),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
 }
 

@@ -42,6 +42,7 @@ NARROW = (
     ("int4", "fp8_tensor", 64),
     ("int8", "int8", 64),
     ("int4", "int4", 64),
+    ("int2", "int2", 128),
     ("fp8", "int8_tensor", 64),
 )
 EDGES = sorted({0, 1, 2, 3, *(n + d for n in (16, 32, 64, 128, 256, 512, 1024) for d in (-1, 0, 1))})
@@ -300,14 +301,17 @@ class Call:
         return got
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise."""
+        """The formula in one dtype over the dequantized cache: the truth in float64, eager PyTorch's answer otherwise.
+
+        Rotated keys are rotated back: both know of no rotation.
+        """
         cache, given = self.cache, dict(self.options)
         start = given.pop("query_start", cache.lengths - self.q.shape[2])
         options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5} | given)
         oldest = reference.oldest_visible(start, options)
-        k, v = (reference.read(p, cache.lengths, cache.page_table, oldest).to(dtype) for p in (cache.keys, cache.values))
-        q = rotate(self.q.double()) if cache.rotate_keys else self.q
-        return reference.attend(q.to(dtype), k, v, cache.lengths, start, options)
+        k, v = (reference.read(p, cache.lengths, cache.page_table, oldest) for p in (cache.keys, cache.values))
+        k = rotate(k.double()) if cache.rotate_keys else k
+        return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), cache.lengths, start, options)
 
     def wrong(self, out: torch.Tensor, lse: torch.Tensor) -> str:
         """What of a result breaks the promise, in words; "" when nothing does."""

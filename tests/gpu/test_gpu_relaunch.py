@@ -58,8 +58,9 @@ def test_another_layer_is_launched_like_the_first(number: int, impl: str) -> Non
 
 
 @needs_gpu
-def test_the_second_call_is_launched_again(again: list[Any]) -> None:
-    call = build(Case(TUNED, 2, LENGTHS), PLACE.device)
+@pytest.mark.parametrize("option", ["sinks", "rotate"])
+def test_the_second_call_is_launched_again(again: list[Any], option: str) -> None:
+    call = build(Case(replace(TUNED, options=frozenset({option})), 2, LENGTHS), PLACE.device)
     expected = call.run("auto")
     assert not again
     got = call.run("auto")

@@ -1,4 +1,4 @@
-"""Plans by other choices than the analytic one, as `halfbyte tune` measures them: each is right, and gives its bits again."""
+"""Plans by other choices than the analytic one, as `python -m benchmarks tune` measures them: right, and the same bits again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from accuracy import check_product
+from benchmarks.tuning_choices import decode_choices, linear_choices
 from halfbyte.device import describe
 from halfbyte.measure.caches import Promise, held_by
 from halfbyte.ops import _linear_on_gpu, by_plan
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuning_space import decode_choices, linear_choices, with_decode_choice, with_linear_choice
+from halfbyte.plans.tuning_space import with_decode_choice, with_linear_choice
 
 
 @needs_gpu
@@ -57,7 +58,10 @@ def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tupl
 @pytest.mark.compile_first
 @pytest.mark.parametrize(
     ("formats", "lengths", "heads"),
-    [(("int8", "int4_g32"), (1, 5000, 64, 777), 2), (("int4", "int4"), (8192,), 1), (("fp8", "fp8"), (100,) * 40, 8)],
+    [
+        *((("int8", "int4_g32"), (1, 5000, 64, 777), 2), (("int4", "int4"), (8192,), 1), (("fp8", "fp8"), (100,) * 40, 8)),
+        *((("int2", "int2"), (4000, 33, 2048), 2), (("int4", "int2_g64"), (1, 3000), 2)),
+    ],
 )
 def test_every_choice_of_attention_is_right(formats: tuple[str, str], lengths: tuple[int, ...], heads: int) -> None:
     gpu = describe("cuda")

@@ -1,4 +1,4 @@
-"""Fixtures: models, prompts, and transformers' own cache with the same 16-bit rounding to compare with."""
+"""Fixtures: models, prompts, and transformers' own cache with the same rounding to compare with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from rounded_cache import rounded_cache
 from tiny_models import VOCAB, base
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -37,34 +38,10 @@ def prompt() -> Callable[..., torch.Tensor]:
     return make
 
 
-class RoundedLayer(DynamicLayer):
-    """transformers' growing layer, its contents rounded to 16 bits; long chunks see themselves exactly, as ours do."""
-
-    kind = torch.bfloat16
-
-    def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_initialized:
-            self.lazy_initialization(k, v)
-        parts = []
-        for old, new in ((self.keys, k), (self.values, v)):
-            rounded = new.to(self.kind).to(new.dtype)
-            parts.append((torch.cat([old, rounded], -2), torch.cat([old, new if new.shape[-2] > 16 else rounded], -2)))
-        self.keys, self.values = parts[0][0], parts[1][0]
-        return parts[0][1], parts[1][1]
-
-
 @pytest.fixture
 def rounded() -> Callable[..., DynamicCache]:
-    """rounded(model, dtype): a cache of transformers whose contents are rounded to `dtype`."""
-
-    def make(model: Any, kind: torch.dtype = torch.bfloat16) -> DynamicCache:
-        cache = DynamicCache()
-        cache.layers = [RoundedLayer() for _ in range(model.config.num_hidden_layers)]
-        for layer in cache.layers:
-            layer.kind = kind
-        return cache
-
-    return make
+    """rounded(model, fmt): a cache of transformers whose contents are rounded as a format does it."""
+    return rounded_cache
 
 
 @pytest.fixture

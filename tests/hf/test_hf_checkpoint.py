@@ -19,7 +19,7 @@ from fuzz import mutate
 from halfbyte.checkpoints import safetensors_files as files
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
-from halfbyte.hf.quantizer import mark_quantized
+from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.nn import QuantLinear, fuse_qkv
 
 ORDER = "model.layers.0.self_attn.q_proj.weight_perm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from mixtures import expand
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA
 from torch import nn
@@ -25,6 +27,7 @@ from checkpoint_files import KINDS, Drawn, draw
 from fuzz import damage_config, mutate
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.experts import QuantExperts
 from halfbyte.hf.weights import linear_size
 from halfbyte.nn import FusedProjections, QuantLinear, fuse_qkv
 from halfbyte.paths import shipped_model
@@ -350,14 +353,31 @@ def gpt_oss(folder: Path) -> Any:
     return model
 
 
-def test_experts_of_gpt_oss(prompt: Any, tmp_path: Path) -> None:
-    model = gpt_oss(tmp_path)
-    loaded = hf.load(tmp_path)
+def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:
+    """The codes of the files, packed; saved and loaded again; the rest is in 16 bits, and can still be quantized."""
+    model, stored = gpt_oss(tmp_path / "released"), load_file(tmp_path / "released" / "model.safetensors")
+    loaded = hf.load(tmp_path / "released")
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, QuantExperts):
+            assert torch.equal(layer.weight.codes, stored[f"{name}_blocks"].flatten(2))
+            assert torch.equal(layer.weight.scales, stored[f"{name}_scales"])
+            assert torch.equal(layer.bias, stored[f"{name}_bias"])
+    plain = expand(loaded, copy.deepcopy(model).float())
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, loaded.get_parameter(name)), name
+        assert torch.equal(parameter.float(), plain.get_parameter(name)), name
+    hf.quantize(loaded, keys="int8", values="int8")
+    tokens, _ = greedy(loaded, prompt())
+    again = hf.load(hf.save(loaded, tmp_path / "saved"))
+    assert torch.equal(greedy(hf.quantize(again, keys="int8", values="int8"), prompt())[0], tokens)
     with torch.no_grad():
-        assert torch.equal(loaded(prompt()).logits, model(prompt()).logits)
-    hf.quantize(loaded, "int4_g32", keys="int8", values="int8")  # the rest is in 16 bits, and can still be quantized
+        wanted = model.float()(prompt()).logits
+        assert (hf.load(tmp_path / "released", dtype=torch.float32)(prompt()).logits - wanted).abs().max() < 1e-4 * wanted.std()
+    hf.quantize(loaded, "int4_g32")
+    assert isinstance(loaded.model.layers[0].self_attn.q_proj, QuantLinear)
+    formats = set(loaded.config.quantization_config.modules.values())
+    assert formats == {"mxfp4", "int4_g32"}
+    with pytest.raises(InvalidArgument, match="quantized already"):
+        hf.quantize(loaded, "int4_g32")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,7 @@ def _mask(batch: int, tokens: int, pads: tuple[int, ...]) -> torch.Tensor:
 def test_sixteen_bits_equal_transformers(build, prompt, rounded, greedy, family, kind):
     model, ids = build(family), prompt()
     model.set_attn_implementation("eager")  # the only one of transformers that has softcap and sinks
-    expected, logits = greedy(
-        model, ids, past_key_values=rounded(model, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[kind]))
-    )
+    expected, logits = greedy(model, ids, past_key_values=rounded(model, kind))
     assert len(set(expected[:, ids.shape[1] :].flatten().tolist())) > 3  # the text is no single token, or the test shows nothing
     hf.quantize(model, keys=kind, values=kind)
     got, own = greedy(model, ids)
@@ -96,6 +94,36 @@ def test_rotated_keys_change_nothing_but_rounding(build, prompt):
     model, ids = hf.quantize(build("llama"), keys="int8"), prompt(2, 30)
     runs = [_logits(model, ids, hf.PackedCache(model, 64, keys="int8", values="bf16", rotate_keys=r)) for r in (False, True)]
     assert 1e-6 < (runs[0] - runs[1]).norm() / runs[0].norm() < 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("window", [(0, 64), (64, 0), (20, 40)])
+def test_a_window_that_holds_everything_is_sixteen_bits(build, prompt, family, window):
+    """With left padding and beams; and one that does not reads codes."""
+    ids = prompt(2, 30)
+    mask = _mask(2, 30, (0, 7))
+    given = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    exact = hf.quantize(build(family), keys="bf16", values="bf16")
+    model = hf.quantize(build(family), keys="int4", values="int4", sink_tokens=window[0], recent_tokens=window[1])
+    with torch.no_grad():
+        assert torch.equal(model.generate(ids * mask, **given), exact.generate(ids * mask, **given))
+    caches = [hf.PackedCache(model, 64, keys="int4", values="int4", sink_tokens=s, recent_tokens=r) for s, r in (window, (3, 5))]
+    logits = [_logits(model, ids, cache) for cache in caches]
+    assert not torch.allclose(*logits, atol=1e-3)
+    assert caches[0].nbytes > caches[1].nbytes
+
+
+def test_a_window_in_compiled_layers_and_skipped_ones(build):
+    cache = hf.PackedCache(build("llama").config, 64, keys="int8", values="int8", sink_tokens=2, recent_tokens=9, skip_layers=(0,))
+    assert [(layer.sink_tokens, layer.recent_tokens) for layer in cache.layers[:2]] == [(0, 0), (2, 9)]
+    with pytest.raises(InvalidArgument, match="capacity of 64"):
+        hf.PackedCache(build("llama").config, 64, sink_tokens=2, recent_tokens=63)
+    for options, message in (
+        ({"keys": "int4"}, "values='bf16' is a 16-bit format"),
+        ({"weights": "int4_g32"}, "about the KV cache"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            hf.quantize(build("llama"), recent_tokens=4, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])

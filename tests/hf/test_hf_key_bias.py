@@ -70,9 +70,23 @@ def test_the_warning_is_right(build, prompt):
 
     exact = keys("fp16")
     error = {k: float((keys(k) - exact).norm() / exact.norm()) for k in ("int4", "int4_channel", "int8")}
-    assert error["int4"] > 1  # the rounding step is larger than the keys
+    assert error["int4"] > 1  # rotated, as by default: the rounding step is larger than the keys
     assert error["int4_channel"] < 0.2
     assert error["int8"] < 0.5
+
+
+def test_rotation_is_part_of_the_measure(build):
+    """A rotation spreads a bias over all dims: one of moderate size in one dim ruins 4-bit keys only if they are not rotated."""
+    model = build("qwen2")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.bias[3] = 20.0
+    plain, rotated = (key_biases(model, turned)[2].ratio for turned in (False, True))
+    assert plain > 1 > rotated
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.quantize(model, keys="int4")
+    with pytest.warns(hf.KeyBiasWarning, match="layer 2 .* will ruin this model. Use"):
+        hf.quantize(model, keys="int4", rotate_keys=False)
 
 
 def test_measures_keys_not_queries(build):

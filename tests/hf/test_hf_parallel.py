@@ -19,9 +19,10 @@ from torch import nn
 
 import halfbyte.hf as hf
 from halfbyte.errors import Unsupported
+from halfbyte.experts import QuantExperts
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.parallel import WHOLE, part_styles, update_plan
-from halfbyte.hf.quantizer import mark_quantized
+from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.nn import FusedProjections, QuantLinear
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
@@ -73,6 +74,12 @@ def test_row_parallel_shares_are_columns(fmt: str) -> None:
 def test_what_cannot_be_cut_is_named(whole: QuantLinear, style: str, message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         part_styles("layer", whole, style, 2)
+
+
+def test_experts_are_not_sharded() -> None:
+    experts = nn.ModuleDict({"experts": QuantExperts(quantize(torch.randn(2, 8, 64), "nf4"))})
+    with pytest.raises(Unsupported, match="experts: quantized experts cannot be sharded over 2 ranks"):
+        update_plan(experts, {}, 2)
 
 
 def test_layers_that_one_rule_cannot_describe() -> None:

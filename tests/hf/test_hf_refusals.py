@@ -10,8 +10,8 @@ from tiny_models import LLAMA, SIZES
 import halfbyte.hf as hf
 from halfbyte import errors
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.hf import attention
 from halfbyte.hf.attention import Handle, mask
-from halfbyte.hf.model_support import REFUSED, TESTED
 from halfbyte.nn import QuantLinear
 
 
@@ -40,9 +40,15 @@ def test_families(config, reason):
         hf.PackedCache(config(), 64)
 
 
-def test_families_that_run_are_not_refused():
-    assert not set(TESTED) & set(REFUSED)
+def test_gemma_without_its_images_is_not_refused():
     assert hf.PackedCache(tf.Gemma3TextConfig(), 64).capacity == 64
+
+
+def test_a_model_that_changes_its_weights_itself_is_refused():
+    model = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2))
+    with pytest.raises(Unsupported, match="weights of rwkv"):
+        hf.quantize(model, "int8_col")
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
 
 
 def test_refused_model_is_unchanged():
@@ -67,7 +73,9 @@ def test_a_model_whose_attention_cannot_be_set_is_refused(build, monkeypatch):
 
 def test_shapes_that_do_not_fit_name_the_module():
     model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**LLAMA, "intermediate_size": 96}))
-    with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*16, 32 would fit.*skip_modules"):
+    with pytest.raises(
+        InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\].*nf4.*int8_col would fit.*skip_modules"
+    ):
         hf.quantize(model, "nf4", keys="int8")
     assert not any(isinstance(m, QuantLinear) for m in model.modules())
     assert model.config._attn_implementation != hf.NAME
@@ -95,7 +103,6 @@ def test_nan_in_a_weight_changes_nothing(build):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "all None"),
         ({"weights": "nf5"}, "weights='nf5' is not a format"),
         ({"keys": "nf4"}, "keys='nf4' is not a format"),
         ({"values": "int8_channel"}, "for keys only"),
@@ -155,8 +162,9 @@ def test_handles_refuse():
             use()
 
 
-def test_window_that_the_model_keeps_to_itself():
+def test_window_that_the_model_keeps_to_itself(monkeypatch):
     """A model that masks a window but does not hand it to attention would silently attend to everything."""
+    monkeypatch.setattr(attention, "WINDOW_IN_MASK", frozenset())
     config = tf.PhimoeConfig(**{**SIZES, "num_key_value_heads": 2}, num_hidden_layers=1, intermediate_size=64, num_local_experts=2)
     config.sliding_window, config.pad_token_id = 4, 0
     model = tf.AutoModelForCausalLM.from_config(config).eval()
@@ -172,9 +180,19 @@ def test_patterns_over_the_causal_mask():
 
 def test_a_warning_about_experts_comes_once(build, monkeypatch, recwarn):
     monkeypatch.setattr(errors, "_WARNED", set())
-    model = hf.quantize(build("gpt_oss"), "int4_g32")
-    hf.quantize(build("gpt_oss"), "int4_g32")
-    assert sum("experts" in str(w.message) for w in recwarn) == 1
+    skips = ("lm_head", "experts")
+    model = hf.quantize(build("gpt_oss"), "int4_g32", skip_modules=skips)
+    hf.quantize(build("gpt_oss"), "int4_g32", skip_modules=skips)
+    assert sum("GptOssExperts" in str(w.message) for w in recwarn) == 1
     layer = model.model.layers[0]
     assert isinstance(layer.self_attn.q_proj, QuantLinear)
     assert not any(isinstance(m, QuantLinear) for m in layer.mlp.modules())
+
+
+def test_continuous_batching_is_refused_and_not_done_in_16_bits(build, prompt):
+    model, ids = hf.quantize(build("llama"), keys="int8", values="int8"), prompt().tolist()
+    for call in (lambda: model.generate_batch(ids, max_new_tokens=2), lambda: model.init_continuous_batching()):
+        with pytest.raises(Unsupported, match="generate_batch, serve"):
+            call()
+    model.set_attn_implementation("sdpa")
+    assert isinstance(model.init_continuous_batching(), tf.ContinuousBatchingManager)

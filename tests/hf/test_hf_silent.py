@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from tiny_models import LLAMA, SIZES
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import configuration_utils
 from transformers.quantizers import auto
 
 import halfbyte.hf as hf
@@ -45,10 +46,28 @@ def test_a_pipeline_without_halfbyte_fails(folder, unknown):
         tf.pipeline("text-generation", model=str(folder))
 
 
-def test_transformers_own_save_pretrained_stops_them_too(build, unknown, tmp_path):
+@pytest.fixture
+def shards(build, tmp_path):
     hf.quantize(build("gpt2"), "nf4").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    return tmp_path / "model"
+
+
+def test_transformers_own_save_pretrained_stops_them_too(shards, unknown):
     with pytest.raises(RuntimeError, match="mismatched"):
-        tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        tf.AutoModelForCausalLM.from_pretrained(shards)
+
+
+def test_a_folder_whose_cache_is_packed_stops_them_too(build, tmp_path, monkeypatch):
+    """Its weights are plain: transformers would run it with a 16-bit cache."""
+    folder = hf.save(hf.quantize(build("llama"), keys="int8", values="int8"), tmp_path / "model")
+    for known in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        monkeypatch.delitem(known, "halfbyte")
+    names = tuple(n for n in configuration_utils.ALL_CACHE_IMPLEMENTATIONS if n != "halfbyte")
+    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
+    with pytest.raises(ValueError, match=r"cache_implementation. \(halfbyte\)"):
+        tf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="Could not load model"):
+        tf.pipeline("text-generation", model=str(folder))
 
 
 def test_folders_of_older_versions_load(build, prompt, tmp_path, monkeypatch):
@@ -121,7 +140,7 @@ def test_longrope_keeps_its_packed_cache(config, options, tokens, prompt, greedy
     mask[1, :3] = 0
     with monkeypatch.context() as patch:  # transformers drops a cache that is given: its own one must round
         patch.setattr(DynamicLayer, "update", type(rounded(model).layers[0]).update)
-        patch.setattr(DynamicLayer, "kind", torch.bfloat16, raising=False)
+        patch.setattr(DynamicLayer, "fmt", "bf16", raising=False)
         expected, _ = greedy(model, ids, attention_mask=mask)
     packed = hf.quantize(copy.deepcopy(model), keys="bf16", values="bf16")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -202,11 +221,14 @@ def test_a_forward_without_a_cache_says_so(build, prompt, monkeypatch, recwarn):
 
 
 def test_the_share_of_a_mixture_that_is_quantized(monkeypatch):
-    """Half of the layers by number, little of the weights."""
+    """All of them, but for routers; without the experts half of the layers by number, and little of the weights."""
     monkeypatch.setattr(errors, "_WARNED", set())
     config = tf.MixtralConfig(**{**LLAMA, "intermediate_size": 512}, num_local_experts=8)
-    with pytest.warns(UserWarning, match=r"MixtralExperts.*1,573,888 weights stay in 16 bits, and 3\.0% of the model's weights"):
-        model = hf.quantize(tf.AutoModelForCausalLM.from_config(config), "nf4")
+    model = hf.quantize(tf.AutoModelForCausalLM.from_config(config), "nf4")
+    assert packed_share(model) > 0.99
+    says = r"1,573,888 weights of MixtralForCausalLM in MixtralExperts.*stay in 16 bits; 3\.0% of the model's weights"
+    with pytest.warns(UserWarning, match=says):
+        model = hf.quantize(tf.AutoModelForCausalLM.from_config(config), "nf4", skip_modules=("lm_head", "experts"))
     assert packed_share(model) == pytest.approx(49152 / (49152 + 1572864 + 2 * 101 * 64 + 2 * 8 * 64 + 5 * 64))
 
 

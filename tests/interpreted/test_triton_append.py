@@ -304,13 +304,23 @@ def test_pages_that_are_not_there(keys: str) -> None:
 def test_a_block_with_nan_or_infinity_is_nan(fmt: str, bad: float) -> None:
     k, v = tokens((1, 2, 2, 64))
     k[0, 1, 1, 40] = v[0, 1, 1, 40] = bad
-    cache = KVCache(1, 2, 64, 4, keys=fmt, values=fmt)
+    cache = KVCache(1, 2, 64, 4, keys=fmt, values=fmt, rotate_keys=False)
     put(cache, k, v, None, "triton")
     for got in cache.dequantized():
         wrong = got.isnan()
         broken = {"group": (0, 1, 1, slice(32, 64)), "token": (0, slice(None), 1)}.get(str(key_format(fmt).granularity), (0, 1, 1))
         assert wrong[broken].all()
         assert int(wrong.sum()) == wrong[broken].numel()
+
+
+def test_a_rotated_key_with_nan_is_nan_as_far_as_rotation_mixes() -> None:
+    k, v = tokens((1, 1, 2, 96))
+    k[0, 0, 1, 40] = torch.nan
+    cache = KVCache(1, 1, 96, 4, keys="int4_g32", values="int4_g32")
+    put(cache, k, v, None, "triton")
+    wrong = cache.dequantized()[0].isnan()
+    assert wrong[0, 0, 1, 32:64].all()
+    assert int(wrong.sum()) == 32
 
 
 @pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
@@ -351,7 +361,7 @@ def test_a_scale_beyond_fp16_saturates() -> None:
     x = torch.zeros(1, 1, 1, 64)
     x[..., 0], x[..., 1] = 3e38, -3e38
     for fmt, codes in (("int8", [127, -127, 0]), ("int4", [15, 0])):
-        cache = KVCache(1, 1, 64, 4, keys=fmt, values=fmt)
+        cache = KVCache(1, 1, 64, 4, keys=fmt, values=fmt, rotate_keys=False)
         put(cache, x, x, None, "triton")
         assert cache.keys.scales is not None
         assert float(cache.keys.scales[0, 0, 0]) == 65504
@@ -420,7 +430,7 @@ def test_opcheck_and_compiling() -> None:
     k, v = tokens((3, 1, 3, 64))
     q = tokens((3, 4, 3, 64), 1)[0]
     counts, kp, vp = torch.tensor([3, 1, 0], dtype=torch.int32), a.keys, a.values
-    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors()[:3], vp.saturated, a.lengths, a.page_table)
+    flat = (k, v, counts, *kp.tensors(), kp.saturated, *vp.tensors(), vp.saturated, a.lengths, a.page_table)
     torch.library.opcheck(
         torch.ops.halfbyte.append_.default,
         (*flat, kp.format.name, vp.format.name, False, *(rope := rope_tables(torch.arange(3), 64)), True, "triton", q, q.clone()),

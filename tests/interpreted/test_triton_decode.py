@@ -108,6 +108,7 @@ def test_new_keys_and_values_as_they_are(plain: str) -> None:
         (192, 128, "int8_g64", "int8_token"),
         (256, 256, "int4", "int4"),
         (20, 12, "int4", "int8"),
+        (96, 64, "int2", "int2_g32"),
     ],
 )
 def test_head_sizes(dim: int, value_dim: int, keys: str, values: str) -> None:

@@ -601,7 +601,7 @@ def test_a_case_is_measured_and_judged() -> None:
     assert ours.roof_share == pytest.approx(ours.nbytes / ours.seconds / 1e9 / (ours.roof_gb_per_s or 0))
     assert [(v.quantity, v.met) for v in ours.bars] == [("roof_share", True), ("times_16_bit", False), ("times_even", True)]
     assert ours.bars[1].value == pytest.approx((ours.peer_seconds or 0) / (ours.seconds or 1))
-    assert tables.count_text(measured) == "2 bars met, 1 missed, 0 not measured"
+    assert tables.count_text(measured) == "2 targets met, 1 missed, 0 not measured"
     assert len(targets.table_rows(measured)[-1]) == len(targets.HEADERS)
 
 
@@ -612,7 +612,7 @@ def test_a_wrong_kernel_meets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.seconds is None
     assert "exceeds the allowed" in record.refused
     assert [v.met for v in record.bars] == [False] * 3
-    assert tables.count_text([record]) == "0 bars met, 0 missed, 3 not measured"
+    assert tables.count_text([record]) == "0 targets met, 0 missed, 3 not measured"
     assert targets.table_rows([record])[0][-1].startswith("not measured")
 
 
@@ -744,7 +744,7 @@ def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.
     page = tables.all_bars()
     assert "34.9" in page  # the last of two runs
     assert "50.0" not in page
-    assert "1 bars met, 1 missed, 0 not measured" in page
+    assert "1 targets met, 1 missed, 0 not measured" in page
     assert "met: 95.6 %<br>missed: 3.20x (by 3 %)" in page
     tables.write_charts()
     svg = (tmp_path / tables.CHART).read_text()
@@ -756,7 +756,7 @@ def test_tables_and_chart_come_from_records(tmp_path: Path, monkeypatch: pytest.
 def test_a_page_of_bars(tmp_path: Path) -> None:
     page = write_page([measured_case()], "bars", tmp_path / "p.html", section_of=section_of).read_text()
     assert "missed: 3.20x" in page
-    assert "read roof" in page
+    assert "read roofline" in page
     with pytest.raises(InvalidArgument, match="values is empty"):
         charts.marked_bars({}, {}, x_label="x")
 

@@ -142,8 +142,14 @@ NUMERICS = [
         Rewrite("_s.repeat_interleave(_g, dim=-1)", "_s.repeat((1,) * (_s.ndim - 1) + (_g,))"),
         codecs("test_kv_formats_are_exact"),
     ),
-    Mutant("nibbles swapped", PACKING, "unpack_nibbles", Rewrite("[_p & 15, _p >> 4]", "[_p >> 4, _p & 15]"), packing()),
-    Mutant("nibbles swapped both ways", PACKING, "pack_nibbles", Rewrite("_a & 15 | _b << 4", "_b & 15 | _a << 4"), packing()),
+    Mutant(
+        "codes of a byte in the wrong order",
+        PACKING,
+        "unpack_codes",
+        Rewrite("range(8 // bits)", "reversed(range(8 // bits))"),
+        packing(),
+    ),
+    Mutant("codes of a byte shifted wrongly", PACKING, "pack_codes", Rewrite("_c << bits * j", "_c << bits * (n - j)"), packing()),
     Mutant(
         "ties to the lower code",
         QUANTIZE,
@@ -199,7 +205,7 @@ NUMERICS = [
     Mutant(
         "double quantization loses the mean",
         DEQUANTIZE,
-        "block_scales",
+        "_unnested",
         Rewrite("_f * _s + _m", "_f * _s"),
         codecs("test_double_quantization"),
     ),

@@ -24,6 +24,7 @@ plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
 ops = tests_of("test_ops.py")
 launches = tests_of("test_launch_cache.py")
+varlen = tests_of("test_attention_varlen.py")
 
 STATE = [
     # -- caches
@@ -50,6 +51,20 @@ STATE = [
             "_c._replace(query_start=_p, lengths=_p, options=_o._replace(sinks=None))",
         ),
         attention("test_prefill_after_any_past"),
+    ),
+    Mutant(
+        "blocks of tokens begin where the window does",
+        "cpu/decode_attention.py",
+        "chunk_attention",
+        Rewrite("_f // CHUNK_TOKENS * CHUNK_TOKENS", "_f"),
+        varlen("test_bits_depend_neither_on_chunks_nor_on_pages_nor_on_the_batch[fp8-int8-window-cpu-dtype1]"),
+    ),
+    Mutant(
+        "an exact prompt attends to its stored tokens, too",
+        "ops/attention_varlen.py",
+        "_exact",
+        Rewrite("_o._replace(sinks=None, ends=_e)", "_o._replace(sinks=None)"),
+        varlen("test_exact_prompts_attend_to_their_own_tokens[plain-cpu]"),
     ),
     Mutant(
         "no capacity check",
@@ -97,7 +112,7 @@ STATE = [
         "the block is not brought back by crop",
         CACHE,
         "KVCache.crop",
-        drop("reopen_block(*_a)"),
+        drop("reopen(*_a)"),
         caches("test_crop_into_a_finished_block_brings_it_back"),
     ),
     Mutant(
@@ -152,9 +167,9 @@ STATE = [
     ),
     Mutant(
         "a fake of the wrong shape",
-        DECODE_OP,
-        "_empty",
-        Rewrite("_q.new_empty(*_s, _v.dim)", "_q.new_empty(*_s, _v.codes.shape[-1])"),
+        "kv_buffer.py",
+        "DecodeCall.new_results",
+        Rewrite("(_b, _h, _l, self.values.dim)", "(_b, _h, _l, self.values.codes.shape[-1])"),
         ops("test_opcheck_decode_attention[cpu-int8-int4_g32]"),
     ),
     Mutant(
@@ -218,7 +233,7 @@ STATE = [
         "the tail of an earlier call",
         KV_BUFFER,
         "DecodeCall.tensors",
-        Rewrite("(*_b, _k.tail, *_a)", "(*_b, None, *_a)"),
+        Rewrite("(*_b, _k.tail, _v.codes, *_a)", "(*_b, None, _v.codes, *_a)"),
         launches("test_the_same_arguments_at_other_addresses[attention: a tail]"),
     ),
     Mutant(
@@ -243,10 +258,38 @@ STATE = [
         launches("test_what_is_never_like_another[linear: act-order]"),
     ),
     Mutant(
+        "rotated keys are no fact of attention",
+        DECODE_OP,
+        "_signature",
+        Rewrite("(*_b, _o.rotate_keys, _k)", "(*_b, _k)"),
+        launches("test_every_fact_makes_another_call[attention: rotated keys]"),
+    ),
+    Mutant(
+        "per-channel keys rotated by default",
+        "formats.py",
+        "Format.gains_by_rotation",
+        Rewrite("_b and _g", "_b"),
+        caches("test_which_keys_are_rotated_by_default[int4_channel-False]"),
+    ),
+    Mutant(
+        "every layer rotated as the first",
+        "hf/quantize_model.py",
+        "_rotations",
+        Rewrite("_e[0] if _n else _e", "_e[0]"),
+        tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
+    ),
+    Mutant(
+        "values that are rotated already rotated back",
+        "hf/value_rotation.py",
+        "layers_to_rotate",
+        Rewrite("getattr(_m.config, SAVED, False)", "False"),
+        tests_of("hf/test_hf_value_rotation.py")("test_it_is_saved_and_done_once"),
+    ),
+    Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",
-        Rewrite("(_c.rotate_keys,)", "()"),
+        Rewrite("(_c.rotate_keys, _k)", "(_k,)"),
         launches("test_every_fact_makes_another_call[append: rotated keys]"),
     ),
     Mutant(

@@ -17,7 +17,8 @@ from mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src" / "halfbyte"
-CONTROL = "no fault"
+#: No fault: where kernels are compiled, and in Triton's interpreter, which replaces the compiler in a whole process.
+CONTROLS = {"compiled": False, "interpreted": True}
 pytestmark = pytest.mark.timeout(900)  # all of them run for the first test
 STALE = -1  # in place of an exit status: the edit does not apply
 
@@ -34,32 +35,47 @@ def copy_with(mutant: Mutant | None, to: Path) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit status of pytest and its output, for every mutant and for the control."""
+    """Exit status of pytest and its output, for every mutant and for the controls."""
     folder = tmp_path_factory.mktemp("mutants")
-    found: dict[str, tuple[int, str]] = {}
-    jobs: dict[str, tuple[str, list[str]]] = {}
     every = sorted({test for m in MUTANTS for test in m.tests})
-    for number, mutant in enumerate([None, *MUTANTS]):
-        name, tests = (CONTROL, every) if mutant is None else (mutant.name, list(mutant.tests))
-        try:
-            jobs[name] = copy_with(mutant, folder / f"src{number}"), [str(TESTS / test) for test in tests]
-        except StaleEdit as error:
-            found[name] = STALE, str(error)
-    (folder / "logs").mkdir()
-    (folder / "jobs.json").write_text(json.dumps([*jobs.values()]))
+    found: dict[str, tuple[int, str]] = {}
+    for control, interpreted in CONTROLS.items():
+        wanted: list[tuple[str, Mutant | None, list[str]]] = [
+            (control, None, [t for t in every if in_interpreter(t) is interpreted])
+        ]
+        wanted += [(m.name, m, list(m.tests)) for m in MUTANTS if in_interpreter(m.tests[0]) is interpreted]
+        jobs: dict[str, tuple[str, list[str]]] = {}
+        for number, (name, mutant, tests) in enumerate(wanted):
+            try:
+                jobs[name] = copy_with(mutant, folder / f"{control}{number}"), [str(TESTS / test) for test in tests]
+            except StaleEdit as error:
+                found[name] = STALE, str(error)
+        found |= dict(zip(jobs, run(list(jobs.values()), folder / f"{control}-logs", interpreted), strict=True))
+    return found
+
+
+def in_interpreter(test: str) -> bool:
+    return test.startswith("interpreted/")
+
+
+def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool) -> list[tuple[int, str]]:
+    """Exit status and log of each job: a copy of the source and the tests to run against it."""
+    logs.mkdir()
+    (logs / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_mutants.py")), str(folder / "logs"), str(folder / "jobs.json")],
+        [sys.executable, str(Path(__file__).with_name("run_mutants.py")), str(logs), str(logs / "jobs.json")],
+        env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},
         capture_output=True,
         text=True,
         timeout=880,
     )
     assert done.returncode == 0, done.stderr
-    logs = [(folder / "logs" / str(n)).read_text()[-3000:] for n in range(len(jobs))]
-    return found | dict(zip(jobs, zip(json.loads(done.stdout), logs, strict=True), strict=True))
+    return [(status, (logs / str(n)).read_text()[-3000:]) for n, status in enumerate(json.loads(done.stdout))]
 
 
-def test_without_a_fault_everything_passes(outcomes: dict[str, tuple[int, str]]) -> None:
-    status, log = outcomes[CONTROL]
+@pytest.mark.parametrize("control", CONTROLS)
+def test_without_a_fault_everything_passes(control: str, outcomes: dict[str, tuple[int, str]]) -> None:
+    status, log = outcomes[control]
     assert status == 0, log
 
 
@@ -73,3 +89,7 @@ def test_the_fault_is_noticed(mutant: Mutant, outcomes: dict[str, tuple[int, str
 
 def test_names_are_unique() -> None:
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+def test_tests_of_a_mutant_run_in_one_process() -> None:
+    assert [m.name for m in MUTANTS if len({in_interpreter(test) for test in m.tests}) != 1] == []

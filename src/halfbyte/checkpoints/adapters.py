@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from halfbyte.arguments import check_sizes
 from halfbyte.checkpoints.autoround import AutoRound
 from halfbyte.checkpoints.awq import Awq
 from halfbyte.checkpoints.bitsandbytes import BitsAndBytes
@@ -19,9 +22,10 @@ from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.int8 import CompressedInt8
-from halfbyte.checkpoints.layer import Adapter
+from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
-from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
+from halfbyte.tensors import QuantTensor
 
 #: `quant_method`, and its `format` where that has an adapter of its own -> adapter.
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -66,7 +70,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     own = config is not None and config["quant_method"] == OWN
     adapter = None if config is None or own else make_adapter(config)
     infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
-    return Checkpoint(folder, infos, config is not None, adapter)
+    quantized = config is not None and not (own and not config.get("modules"))  # one of halfbyte may be about the cache alone
+    return Checkpoint(folder, infos, quantized, adapter)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
@@ -83,6 +88,32 @@ def make_adapter(config: Mapping[str, Any]) -> Adapter:
             f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
         )
     return ADAPTERS.get(f"{method} {config.get('format')}", ADAPTERS[method])(config)
+
+
+def weight_from_tensors(
+    quantization_config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    out_features: int,
+    in_features: int,
+    name: str = "layer",
+) -> QuantTensor:
+    """The weight of one linear layer of a checkpoint that somebody else has read, code for code, on the CPU.
+
+    quantization_config  of config.json, with its `quant_method`: every kind that loads from a folder
+    tensors              by their names below the layer ("qweight", "scales", ...), on any device; nothing keeps them. Of a shard,
+                         with the sizes of the shard
+    name                 the layer in errors
+
+    Raises `Unsupported` for what is not read, and `CheckpointError` for tensors that do not fit the sizes or the configuration.
+    """
+    check_sizes(out_features=out_features, in_features=in_features)
+    if "quant_method" not in quantization_config:
+        raise CheckpointError("quantization_config has no quant_method")
+    for part, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            raise InvalidArgument(f"tensors[{part!r}] is a {type(t).__name__}; expected a tensor")
+    stored = {f"{name}.{part}": t for part, t in tensors.items()}
+    return make_adapter(quantization_config).convert(StoredLayer(name, out_features, in_features, stored))
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """bitsandbytes in 4 bits: NF4 and its FP4, with plain or nested (doubly quantized) block scales.
 
 weight                 bytes [N * K / 2, 1]    the flattened weight [N, K], the even element in the HIGH nibble
-weight.absmax          f32 [N * K / block]; nested: u8
+weight.absmax          f32 [N * K / block], or bf16 [K / block, N]; nested: u8
 weight.quant_map       f32 [16]                what the codes mean
 weight.nested_absmax, weight.nested_quant_map  f32 [blocks / 256], f32 [256]
 weight.quant_state.bitsandbytes__nf4           JSON as bytes: quant_type, blocksize, shape, nested_offset, ...
@@ -74,10 +74,18 @@ class BitsAndBytes(Adapter):
         _check_map(layer, "weight.quant_map", code)
         codes = _swap(_bytes(layer, shape))
         if state.nested_block is None:
-            absmax = layer.tensor("weight.absmax", (_blocks(shape, state.block),), torch.float32)
-            layer.check_scales("weight.absmax", absmax)
+            absmax = layer.check_scales("weight.absmax", _absmax(layer, shape, state.block))
             return QuantTensor(base, shape, codes, _per_group(absmax, state.block // base.scale.group, base, shape))
         return _nested(layer, state, base, codes)
+
+
+def _absmax(layer: StoredLayer, shape: tuple[int, int], block: int) -> torch.Tensor:
+    """The scale of each block, fp32. A forward on a CPU leaves them in bf16 and transposed, and so they are saved."""
+    used = (shape[1] // block, shape[0])
+    info = layer.info("weight.absmax")
+    if shape[1] % block or info is None or tuple(info.shape) != used:
+        return layer.tensor("weight.absmax", (_blocks(shape, block),), torch.float32)
+    return layer.tensor("weight.absmax", used, torch.bfloat16).T.float().flatten()
 
 
 def _nested(layer: StoredLayer, state: _State, base: Format, codes: torch.Tensor) -> QuantTensor:

@@ -17,7 +17,6 @@ from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.reference.dequantize import e8m0_to_float
-from halfbyte.reference.quantize import dequantize
 from halfbyte.tensors import QuantTensor
 
 MXFP4, NVFP4 = WEIGHT_FORMATS["mxfp4"], WEIGHT_FORMATS["nvfp4"]
@@ -89,14 +88,13 @@ class Quark(Adapter):
 
 
 class GptOss(Quark):
-    """OpenAI's gpt-oss: stacks of experts in MXFP4, which transformers holds in 16 bits; all else is bf16 in the files."""
+    """OpenAI's gpt-oss: stacks of experts in MXFP4; all else is bf16 in the files."""
 
     docs = (
         (
             "`mxfp4`",
-            "gpt-oss. Its experts are no linear layers: they are expanded to the model's 16-bit type, exactly, and take 4 times "
-            "the memory",
-            "16 bits",
+            "gpt-oss, as released: its experts; all else stays in 16 bits",
+            "`mxfp4`",
         ),
     )
 
@@ -106,20 +104,17 @@ class GptOss(Quark):
     def stacks(self, names: Iterable[str]) -> list[str]:
         return [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
 
-    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
-        """[E, K, out] in `dtype`. A value is 2 bits times a power of two, so bf16 and fp32 hold it exactly."""
-        blocks, scales = infos[f"{stack}_blocks"], infos.get(f"{stack}_scales")
+    def stack(self, name: str, infos: Mapping[str, TensorInfo]) -> QuantTensor:
+        blocks, scales = infos[f"{name}_blocks"], infos.get(f"{name}_scales")
         if scales is None or blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
-            raise CheckpointError(f"{stack}_blocks and {stack}_scales must both be there, of uint8")
+            raise CheckpointError(f"{name}_blocks and {name}_scales must both be there, of uint8")
         if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
             raise CheckpointError(
-                f"{stack}_blocks is {list(blocks.shape)} and {stack}_scales {list(scales.shape)}; "
+                f"{name}_blocks is {list(blocks.shape)} and {name}_scales {list(scales.shape)}; "
                 f"expected [E, N, G, 16] and [E, N, G]"
             )
         experts, out_features, groups = scales.shape
-        shape = (experts, out_features, groups * 32)
-        values = dequantize(QuantTensor(MXFP4, shape, read_tensor(blocks).flatten(2), read_tensor(scales)), torch.float32)
-        made = values.to(dtype).transpose(1, 2).contiguous()
-        if not bool(torch.isfinite(made).all()):
-            raise CheckpointError(f"{stack}_scales holds scales that are NaN, or too large for {dtype}")
-        return made
+        stored = read_tensor(scales)
+        if bool((stored == 255).any()):
+            raise CheckpointError(f"{name}_scales holds scales that are NaN")
+        return QuantTensor(MXFP4, (experts, out_features, groups * 32), read_tensor(blocks).flatten(2), stored)

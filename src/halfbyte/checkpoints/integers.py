@@ -11,7 +11,7 @@ import torch
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.errors import Unsupported
 from halfbyte.formats import INT4, INT4_SYM, INT8, WEIGHT_FORMATS, Code, Format
-from halfbyte.packing import pack_nibbles
+from halfbyte.packing import pack_codes
 from halfbyte.tensors import QuantTensor
 
 
@@ -47,7 +47,7 @@ def integer_weight(
     return QuantTensor(
         fmt,
         (layer.out_features, layer.in_features),
-        pack_nibbles(codes.contiguous()) if code.bits == 4 else (codes ^ 128).view(torch.int8),
+        pack_codes(codes.contiguous(), code.bits) if code.per_byte > 1 else (codes ^ 128).view(torch.int8),
         stored.repeat_interleave(repeat, dim=1),
         None if zeros is None else zeros.repeat_interleave(repeat, dim=1),
         perm=perm,

@@ -21,14 +21,14 @@ SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The tensors below `name` in the files, of a layer that has `out_features` and `in_features` in the model."""
+    """The tensors below `name`, in files or in memory, of a layer that has `out_features` and `in_features` in the model."""
 
     name: str
     out_features: int
     in_features: int
-    infos: Mapping[str, TensorInfo]
+    infos: Mapping[str, TensorInfo | torch.Tensor]
 
-    def info(self, part: str) -> TensorInfo | None:
+    def info(self, part: str) -> TensorInfo | torch.Tensor | None:
         """Where `name.part` lies; None when there is no such tensor."""
         return self.infos.get(f"{self.name}.{part}")
 
@@ -40,10 +40,10 @@ class StoredLayer:
         if info.shape != shape or info.dtype not in dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             self.refuse(part, f"is {str(info.dtype).removeprefix('torch.')} {list(info.shape)}; expected {wanted} {list(shape)}")
-        return read_tensor(info)
+        return info.detach().to("cpu", copy=True) if isinstance(info, torch.Tensor) else read_tensor(info)
 
     def shape(self, part: str, axes: int) -> Shape:
-        """The shape that `name.part` has in the file; it must have so many axes."""
+        """The shape that `name.part` has; it must have so many axes."""
         info = self.info(part)
         if info is None:
             raise CheckpointError(f"{self.name}.{part} is missing; a layer of {self.out_features} x {self.in_features} needs it")
@@ -96,9 +96,9 @@ class Adapter(ABC):
         """The stacks of experts among the tensor names, by the names of the parameters that they stand for."""
         return []
 
-    def expand(self, stack: str, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> torch.Tensor:
-        """The values of a stack in `dtype`, as the model holds them; they fit exactly, or this raises."""
-        raise Unsupported(f"{stack}: {type(self).__name__} has no stacks of experts")
+    def stack(self, name: str, infos: Mapping[str, TensorInfo]) -> QuantTensor:
+        """The weights [E, N, K] of a stack of experts, code for code; gate and up rows alternate."""
+        raise Unsupported(f"{name}: {type(self).__name__} has no stacks of experts")
 
     def consumed(self, layer: str) -> set[str]:
         """The names of the tensors that `convert` reads, or leaves out, for this layer."""

@@ -261,8 +261,9 @@ def check_parts(name: str, fmt: Format, shape: Shape, infos: Mapping[str, Tensor
 
 def check_perm(tensor: str, perm: torch.Tensor) -> None:
     """An act-order must hold every column once; the error names the tensor."""
-    if not torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device)):
-        raise CheckpointError(f"{tensor} is no permutation of the {len(perm)} in features; the file is damaged")
+    columns = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
+    if not torch.equal(perm.sort().values, columns.expand_as(perm)):
+        raise CheckpointError(f"{tensor} is no permutation of the {len(columns)} in features; the file is damaged")
 
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:
@@ -273,11 +274,11 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
     scales = parts.get("scales")
     if scales is None:
         return
-    shape = (parts["codes"].shape[0], parts["codes"].shape[1] * fmt.code.per_byte)
+    *rows, width = parts["codes"].shape
     for part in ("tensor_scale", "nested"):
         if part in parts and not bool(torch.isfinite(parts[part]).all()):
             raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
-    plain = block_scales(QuantTensor(fmt, shape, **parts))
+    plain = block_scales(QuantTensor(fmt, (*rows, width * fmt.code.per_byte), **parts))
     # Double quantization rounds the scale of an all but empty block to a little on either side of 0.
     # Symmetric integers may have negative scales (AutoRound), to reach 8 steps on either side.
     signed = fmt.code in (INT4_SYM, INT8)

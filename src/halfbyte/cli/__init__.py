@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
-from halfbyte.cli.tune import tune
+from halfbyte.cli.calibrate import calibrate
+from halfbyte.cli.formats import formats
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -28,10 +29,12 @@ app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("extract")(models.extract)
+app.command("calibrate")(calibrate)
+app.command("formats")(formats)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)
-app.command("tune")(tune)
+bench.moved(app, "tune", "halfbyte tune", "tune")
 app.add_typer(bench.app, name="bench")
 
 
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run_app(app: typer.Typer, arguments: list[str] | None = None) -> None:
     """Run a command. The library's own errors become one line and exit code 1; any other error keeps its traceback."""
     # OpenMP threads spin long while they wait, unless set otherwise before torch is loaded. On two cores with anything else
-    # running that made the demo up to fifty times slower; a short spin costs nothing (MEASURED.md).
+    # running that made the demo up to fifty times slower; a short spin costs nothing (docs/internals/log/cpu.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number, and the command goes on
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +13,15 @@ from halfbyte.cli.shared import integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
-    help="Time what runs on this machine; results that fail their accuracy promise get no time.", no_args_is_help=True
+    help="Benchmark the kernels on this machine. A result that fails its accuracy check gets no time.", no_args_is_help=True
 )
 
-Files = Annotated[list[Path], typer.Argument(help="Records, as --output writes them.")]
+Files = Annotated[list[Path], typer.Argument(help="Files of records, written by --output.")]
 Against = Annotated[
-    list[Path] | None, typer.Option("--against", help="Records of before: what changed beyond the noise is marked. Repeatable.")
+    list[Path] | None, typer.Option("--against", help="Earlier records: changes beyond the noise are marked. Repeatable.")
 ]
-PageFile = Annotated[Path, typer.Option("--output", "-o", help="The page.")]
-Title = Annotated[str, typer.Option(help="What the page is of.")]
+PageFile = Annotated[Path, typer.Option("--output", "-o", help="The HTML page to write.")]
+Title = Annotated[str, typer.Option(help="Title of the page.")]
 #: Commands that left the wheel, and what each is called now.
 MOVED = {"all": "all", "qkv": "qkv", "study": "study", "peers": "baselines", "overhead": "overhead"}
 
@@ -44,13 +43,13 @@ def bench_decode(
     options: RunOptions,
     batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
-    dim: Annotated[str, typer.Option(help="Head sizes.")] = "",
+    dim: Annotated[str, typer.Option(help="Head dims.")] = "",
     context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "",
     formats: Formats = "",
     impl: Impls = "",
     bars: Bars = False,
 ) -> None:
-    """Attention of one new token over a cache, compared with torch's own in 16 bits."""
+    """Decode attention, one new token, compared with torch's 16-bit attention."""
     from halfbyte.measure import suite
     from halfbyte.measure.decode import DecodeShape
 
@@ -69,13 +68,13 @@ def bench_decode(
 @measures
 def bench_linear(
     options: RunOptions,
-    rows: Annotated[str, typer.Option(help="Batch sizes M (rows of x); without any size option the default cases run.")] = "",
+    rows: Annotated[str, typer.Option(help="Batch sizes M; without any size option the default cases run.")] = "",
     size: Annotated[str, typer.Option(help="Out x in features, such as 4096x4096,14336x4096.")] = "",
     formats: Formats = "",
     impl: Impls = "",
     bars: Bars = False,
 ) -> None:
-    """Linear layers with low-bit weights, compared with torch's own in 16 bits."""
+    """Linear layers with packed weights, compared with torch's 16-bit GEMM."""
     from halfbyte.measure import suite
     from halfbyte.measure.linear import LinearShape
 
@@ -90,10 +89,10 @@ def bench_linear(
 
 @app.command("roofline")
 def bench_roofline(
-    mib: Annotated[str, typer.Option("--mib", help="MiB that are read and copied, separated by commas.")] = "64",
+    mib: Annotated[str, typer.Option("--mib", help="Sizes of the buffer in MiB, separated by commas.")] = "64",
     device: Where = None,
 ) -> None:
-    """How fast this machine reads, copies and multiplies 16-bit matrices: what times are held against."""
+    """The roofline of this machine: bandwidth of reading and copying, and 16-bit GEMM throughput."""
     session = RunOptions(device=device).session()
     for size in integers(mib, "mib"):
         session.show_roofline(size * 2**20)
@@ -101,19 +100,17 @@ def bench_roofline(
 
 @app.command("report")
 def bench_report(files: Files, against: Against = None, output: PageFile = Path("report.html"), title: Title = "report") -> None:
-    """Any set of records as one HTML page: tables, charts, environments and commands; with --against also what changed."""
+    """Write records as one HTML page: tables, charts, environments, commands; with --against also changes."""
     write_report(files, against or [], output, title)
 
 
 @app.command("compare")
 def bench_compare(
-    before: Annotated[Path, typer.Argument(help="Records of before.")],
+    before: Annotated[Path, typer.Argument(help="Earlier records.")],
     after: Annotated[Path, typer.Argument(help="Records to compare with them.")],
-    full: Annotated[bool, typer.Option("--full", help="Also what did not change beyond the noise.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="List unchanged cases too.")] = False,
 ) -> None:
-    """What became faster or slower, by more than the samples vary, between two files of records."""
-    from rich.table import Table
-
+    """List what became faster or slower, beyond the noise, between two files of records."""
     from halfbyte.measure.compare import changes
     from halfbyte.measure.page import CHANGES, change_row
     from halfbyte.measure.records import read_all
@@ -123,21 +120,18 @@ def bench_compare(
         print(f"note: {notice}", file=sys.stderr)
     found = changes(old, new)
     shown = [c for c in found if full or c.marked]
-    table = Table(*CHANGES, header_style="bold")
-    for change in shown:
-        table.add_row(*map(str, change_row(change)))
     if shown:
-        print_table(table)
+        print_table("", CHANGES, [[str(cell) for cell in change_row(c)] for c in shown], text_columns=3)
     print(f"{sum(c.marked for c in found)} of {len(found)} changed")
 
 
-def _moved(old: str, new: str) -> Callable[[typer.Context], None]:
-    def command(context: typer.Context) -> None:
-        raise InvalidArgument(f"`halfbyte bench {old}` is `python -m benchmarks {new}` now; run it from a checkout of halfbyte")
+def moved(to: typer.Typer, name: str, old: str, new: str) -> None:
+    """Let `name` of a command group, in full `old`, answer with what it is called now."""
 
-    return command
+    @to.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def command(context: typer.Context) -> None:
+        raise InvalidArgument(f"`{old}` is `python -m benchmarks {new}` now; run it from a checkout of halfbyte")
 
 
 for _old, _new in MOVED.items():
-    _anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(_old, hidden=True, context_settings=_anything)(_moved(_old, _new))
+    moved(app, _old, f"halfbyte bench {_old}", _new)

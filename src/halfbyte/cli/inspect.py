@@ -39,13 +39,15 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 def memory(
     model: Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo'.")],
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
-    keys: Annotated[str, typer.Option(help="Format of cached keys.")] = "int8",
-    values: Annotated[str, typer.Option(help="Format of cached values.")] = "int4_g32",
-    weights: Annotated[str, typer.Option(help="Format of the linear layers; bf16 for none.")] = "bf16",
-    skip_layers: Annotated[str, typer.Option(help="Layers that stay 16-bit, such as 0,1,31.")] = "",
-    fit: Annotated[str, typer.Option("--memory", help="Also say how many tokens fit in so much, such as 24GB.")] = "",
+    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
+    values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
+    weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
+    skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
+    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
+    recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
+    fit: Annotated[str, typer.Option("--memory", help="Also print how many tokens fit in this much memory, such as 24GB.")] = "",
     as_json: Json = False,
 ) -> None:
     """What a model takes in memory, from its configuration alone."""
@@ -59,6 +61,8 @@ def memory(
         values=values,
         weights=weights,
         skip_layers=integers(skip_layers, "skip-layers"),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
         memory=parse_bytes(fit) if fit else None,
     )
     if as_json:
@@ -68,24 +72,19 @@ def memory(
 
 
 def _print_estimate(e: Estimate) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{e.model}: {e.batch:,} x {e.context:,} tokens", title_justify="left", header_style="bold")
-    for header in ("", "16 bits", f"{e.weights} weights, {e.keys} keys, {e.values} values", "ratio"):
-        table.add_column(header, justify="left" if not header else "right")
+    headers = ("", "16 bits", f"{e.weights} weights, {e.keys} keys, {e.values} values", "ratio")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
-    rows: list[tuple[str, float, float]] = [
+    sizes: list[tuple[str, float, float]] = [
         ("weights", e.plain_weight_bytes, e.weight_bytes),
         ("KV cache per token", per_token, e.kv_bytes_per_token),
         ("KV cache", e.plain_kv_bytes, e.kv_bytes),
         ("together", e.plain_total_bytes, e.total_bytes),
     ]
-    for name, plain, packed in rows:
-        table.add_row(name, human_bytes(plain), human_bytes(packed), f"{plain / packed:.2f}x" if packed else "")
+    rows = [(name, human_bytes(a), human_bytes(b), f"{a / b:.2f}x" if b else "") for name, a, b in sizes]
     if e.memory is not None and e.tokens_that_fit is not None and e.plain_tokens_that_fit is not None:
         ratio = f"{e.tokens_that_fit / e.plain_tokens_that_fit:.2f}x" if e.plain_tokens_that_fit else ""
-        table.add_row(f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio)
-    print_table(table)
+        rows.append((f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio))
+    print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", headers, rows, text_columns=1)
     print(
         f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of "
         f"{e.kv_heads} heads x {e.head_dim}. Activations come on top."
@@ -99,27 +98,29 @@ def explain(
     linear: Annotated[
         str,
         typer.Option(
-            help="Instead of attention, a linear layer: out x in features; of q, k and v 4096,1024,1024x4096, of gate and up "
-            "14336,14336x4096."
+            help="A linear layer instead of attention, out x in features: 6144x4096; fused q, k and v 4096,1024,1024x4096; "
+            "fused gate and up 14336,14336x4096."
         ),
     ] = "",
-    weights: Annotated[str, typer.Option(help="With --linear: the weight's format, or one for each of several.")] = "int4_g128",
-    rows: Annotated[int, typer.Option(help="With --linear: batch size M, one row a token.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    weights: Annotated[str, typer.Option(help="With --linear: weight format, or one for each weight.")] = "int4_g128",
+    rows: Annotated[int, typer.Option(help="With --linear: batch size M.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
-    dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
-    capacity: Annotated[int, typer.Option(help="Tokens that a sequence's cache can hold.")] = 8192,
-    queries: Annotated[int, typer.Option(help="New tokens of a sequence.")] = 1,
-    keys: Annotated[str, typer.Option(help="Format of cached keys.")] = "int8",
-    values: Annotated[str, typer.Option(help="Format of cached values.")] = "int4_g32",
-    page: Annotated[int, typer.Option(help="Tokens of a page; 0: contiguous.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Type of the queries, or of x: bf16 or fp16.")] = "bf16",
-    deterministic_batch: Annotated[bool, typer.Option(help="The same bits in every batch.")] = False,
-    sms: Annotated[int, typer.Option(help="Multiprocessors; 0: of this machine's GPU, or an H200's 132.")] = 0,
-    capability: Annotated[str, typer.Option(help="Compute capability; empty: of this machine's GPU, or 9.0.")] = "",
+    dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    capacity: Annotated[int, typer.Option(help="Capacity of the cache in tokens a sequence.")] = 8192,
+    queries: Annotated[int, typer.Option(help="New tokens a sequence.")] = 1,
+    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
+    values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
+    page: Annotated[int, typer.Option(help="Page size in tokens; 0: contiguous.")] = 0,
+    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
+    recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
+    dtype: Annotated[str, typer.Option(help="dtype of the queries or of x: bf16 or fp16.")] = "bf16",
+    deterministic_batch: Annotated[bool, typer.Option(help="Batch-invariant attention.")] = False,
+    sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,
+    capability: Annotated[str, typer.Option(help="Compute capability; empty: this machine's GPU, or 9.0.")] = "",
     as_json: Json = False,
 ) -> None:
-    """How decode attention or a linear layer would run on a GPU: the kernel, its tiles, how the work is split, and why."""
+    """Which kernel a GPU runs for decode attention or a linear layer: tiles, programs, splits, and the reasons."""
     from halfbyte.plans.explain import explanation, linear_explanation
     from halfbyte.plans.tuning_cache import NO_TABLE, table_of
 
@@ -135,7 +136,8 @@ def explain(
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
-        found = explanation(batch, q_heads, kv_heads, dim, capacity, queries, keys, values, page, dtype, deterministic_batch, **gpu)
+        shape, formats = (batch, q_heads, kv_heads, dim, capacity, queries), (keys, values, page, dtype)
+        found = explanation(*shape, *formats, deterministic_batch, **gpu, window=(sink_tokens, recent_tokens))
     if as_json:
         print(json.dumps(found, indent=2))
     else:

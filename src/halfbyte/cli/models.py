@@ -5,37 +5,47 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, check_page, check_writable, console, print_table, words
+from halfbyte.cli.shared import Json, Wide, check_page, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     import torch
 
-Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that comes with halfbyte.")]
-Keys = Annotated[str, typer.Option(help="Format of cached keys.")]
-Values = Annotated[str, typer.Option(help="Format of cached values.")]
-Weights = Annotated[str, typer.Option(help="Format of the linear layers; bf16 leaves them.")]
-Rotate = Annotated[bool, typer.Option("--rotate-keys", help="Hadamard-rotate cached keys, against outliers.")]
+    from halfbyte.cache_plan import CachePlan
+
+Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that ships with halfbyte.")]
+Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
+Values = Annotated[str, typer.Option(help="Format of the cached values.")]
+Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
+Rotate = Annotated[
+    bool | None,
+    typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
+]
+RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
-Clip = Annotated[str | None, typer.Option(help="search: per group, the share of the range with the least error; slower.")]
+Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
+Plan = Annotated[
+    Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
 def demo(
-    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("halfbyte-report.html"), output: Output = None
+    report: Annotated[Path, typer.Option(help="The HTML report to write.")] = Path("halfbyte-report.html"), output: Output = None
 ) -> None:
-    """Run the shipped model with every KV and weight format: a table, three texts, an HTML report."""
+    """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
     from halfbyte.evals.present import append_records
 
     check_page(report, "report")
     check_writable(output, "output")
-    results = run(report, console())
+    results = run(report, console(), console(stderr=True))
     if output is not None:
         append_records(results, output)
 
@@ -45,24 +55,33 @@ def evaluate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
-    rotate_keys: Rotate = False,
+    rotate_keys: Rotate = None,
+    rotate_values: RotateValues = False,
     skip_layers: Skip = "",
     clip: Clip = None,
-    every: Annotated[bool, typer.Option("--every", help="Every KV and weight format instead of the one named.")] = False,
+    plan: Plan = None,
+    every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to evaluate on; default: the shipped held-out text.")] = None,
-    windows: Annotated[int | None, typer.Option(help="At most so many windows, spread over the text; default: all.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Maximum number of windows, spread over the text; default: all.")] = None,
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
+    long: Annotated[
+        int | None, typer.Option(help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report.")] = None,
     output: Output = None,
     as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """Perplexity, KL divergence and agreement of a quantized model with its 16-bit self, and a check against transformers."""
+    """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
+    from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
-    from halfbyte.evals.present import append_records, record, table, write_report
+    from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, write_report
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
+    from halfbyte.hf.cache import head_dims
+    from halfbyte.hf.model_support import text_config
 
     check_page(report, "report")
     check_writable(output, "output")
@@ -70,20 +89,29 @@ def evaluate(
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
-    asked = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers, clip)
-    wanted = [*every_kv_setting(), *every_weight_setting()] if every else [asked]
-    tokens = cut(tokenizer.encode(read_text(text)), length, windows, tokenizer.bos)
-    results = run_evaluation(loaded, [Setting(), *[s for s in wanted if s != Setting()]], tokens, chunk, console(stderr=True))
+    asked = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers, clip)
+    if plan is not None:
+        asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
+    asked = replace(asked, rotate_values=rotate_values)
+    wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
+    ids = tokenizer.encode(read_text(text))
+    tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
+    settings = [Setting(), *[s for s in wanted if s != Setting()]]
+    results = run_evaluation(loaded, settings, tokens, chunk, console(stderr=True))
+    longer = [] if tasks is None else run_long_context(loaded, settings, tasks, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
     if as_json:
-        print(json.dumps({"results": [record(r) for r in results], "equal_tokens": equal, "compared_tokens": compared}))
+        print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
-        print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
+        title = f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"
+        print_table(title, HEADERS, rows(results), text_columns=2, wide=wide)
+        if longer:
+            print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
         print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
     if output is not None:
-        append_records(results, output)
+        append_records(results, output, longer)
     if report is not None:
-        write_report(results, f"{model}: what the bits cost", report)
+        write_report(results, f"{model}: what the bits cost", report, longer)
 
 
 def generate(
@@ -92,26 +120,46 @@ def generate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
-    rotate_keys: Rotate = False,
+    rotate_keys: Rotate = None,
     skip_layers: Skip = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the sampling.")] = 0,
 ) -> None:
-    """Continue a prompt with a packed cache, printing as it goes."""
+    """Generate text with a packed cache, printing tokens as they come."""
     from halfbyte.evals.model import load, write
     from halfbyte.evals.quality import Setting, parse_layers, with_weights
 
     text = _text(prompt)
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-    setting = Setting(keys, values, None if weights == "bf16" else weights, rotate_keys, layers)
+    setting = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers)
     quantized = with_weights(loaded, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def _rotated(model: Any, rotate_keys: bool | None, keys: str) -> bool:
+    """Whether keys in this format are rotated in a cache of this model."""
+    from halfbyte.formats import key_format
+    from halfbyte.hf.cache import head_dims
+    from halfbyte.hf.model_support import text_config
+    from halfbyte.reference.hadamard import rotated
+
+    return rotated(rotate_keys, key_format(keys), head_dims(text_config(model))[0])
+
+
+def read_plan_of(plan: Path, model: Any) -> CachePlan:
+    """A plan from its file, for this model."""
+    from halfbyte.cache_plan import read_plan
+    from halfbyte.evals.calibrate import sizes_of
+
+    found = read_plan(plan)
+    found.check_model(sizes_of(model))
+    return found
 
 
 def _text(prompt: str) -> str:
@@ -127,16 +175,17 @@ def _text(prompt: str) -> str:
 def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     model: Annotated[str | None, typer.Argument(help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Format of the linear layers.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
     source: Annotated[
-        str | None, typer.Option("--from", help="A model that is quantized already (GPTQ, AWQ, ...): saved anew, code for code.")
+        str | None, typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.")
     ] = None,
+    rotate_values: RotateValues = False,
     clip: Clip = None,
 ) -> None:
-    """Quantize a model's weights and save them as safetensors that load again, bit for bit (checked before it is called done).
+    """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL --weights FORMAT rounds 16-bit weights; --from DIR takes over those that another library quantized
+    MODEL --weights FORMAT quantizes 16-bit weights; --from DIR converts a checkpoint of another library
     (docs/guides/checkpoints.md).
     """
     import torch
@@ -150,7 +199,7 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
-    made = _quantized(model, weights, skip, source, clip)
+    made = _quantized(model, weights, skip, source, clip, rotate_values)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -169,7 +218,7 @@ def extract(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
-    head: Annotated[int | None, typer.Option(help="Only this query head, and the KV head that it reads.")] = None,
+    head: Annotated[int | None, typer.Option(help="Only this query head and its KV head.")] = None,
 ) -> None:
     """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
     from halfbyte.hf.extract import load_layer
@@ -182,7 +231,9 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantized(model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None) -> torch.nn.Module:
+def _quantized(
+    model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None, rotate_values: bool
+) -> torch.nn.Module:
     """A model with quantized weights: rounded here, or as another library rounded them."""
     import torch
 
@@ -195,6 +246,7 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
     if (model is None) == (source is None) or (model is None) != (weights is None):
         raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
+    check(not (rotate_values and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
@@ -204,7 +256,8 @@ def _quantized(model: str | None, weights: str | None, skip: str, source: str | 
             )
         return made
     check_clip(clip, weight_format(weights or ""))
-    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, skip_modules=tuple(words(skip)), clip=clip)
+    options: dict[str, Any] = {"skip_modules": tuple(words(skip)), "clip": clip, "rotate_values": rotate_values}
+    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from halfbyte.cli.shared import Json, check_appendable, check_page
+from halfbyte.cli.shared import Json, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -31,22 +31,21 @@ class RunOptions:
     """What a command measures on, how much, and where its records go."""
 
     output: Output = None
-    quick: Annotated[bool, typer.Option("--quick", help="Few cases, few repeats.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats.")] = False
     pattern: Annotated[str, typer.Option("--filter", help="Regular expression over 'case formats implementation'.")] = ""
     device: Where = None
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")] = None
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="On a GPU also the kernels' own times, by CUPTI; it slows what is timed later.")
-    ] = False
+    kernels: Annotated[bool, typer.Option("--kernels", help="On a GPU, also kernel times by CUPTI; slows later timings.")] = False
     html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
     as_json: Json = False
+    wide: Wide = False
 
     def session(self) -> Session:
         """A session by these options."""
         from halfbyte.measure.session import Options, Session
 
-        options = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels)
-        return Session.start(options)
+        measured = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels, self.wide)
+        return Session.start(measured)
 
 
 def measures(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +91,7 @@ def run_suites(
 def write_report(
     files: Sequence[Path], against: Sequence[Path], output: Path, title: str, section_of: SectionOf | None = None
 ) -> None:
-    """Any set of records as one HTML page, held against others if there are any."""
+    """Any set of records as one HTML page, compared with others if there are any."""
     from halfbyte.measure.page import write_page
     from halfbyte.measure.records import read_all
     from halfbyte.measure.report_sections import by_operation

@@ -11,13 +11,13 @@ from halfbyte.formats import Code
 
 def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
     """Write the values of `codes` [..., D / codes per byte] to `out`, contiguous fp32 or float64 [..., D]."""
-    if code.values is not None:
-        out.copy_(_look_up_pairs(codes, code).view(out.shape))
+    if code.values is not None or code.per_byte > 2:
+        _look_up_into(out, codes, code)
         return
     if code.is_e4m3:
         _e4m3_into(out, codes)
         return
-    out.copy_(_nibbles(codes) if code.bits == 4 else codes)
+    out.copy_(_nibbles(codes) if code.per_byte > 1 else codes)
     if code.bias:
         out.sub_(code.bias)
 
@@ -39,15 +39,19 @@ def _e4m3_into(out: torch.Tensor, codes: torch.Tensor) -> None:
     out.masked_fill_((codes & 0x7F) == 0x7F, torch.nan)
 
 
-def _look_up_pairs(packed: torch.Tensor, code: Code) -> torch.Tensor:
-    """float32 [elements], one access for the two codes of a byte."""
-    pairs = _pair_table(code, packed.device).index_select(0, packed.flatten().int())
-    return pairs.view(torch.float32)
+def _look_up_into(out: torch.Tensor, packed: torch.Tensor, code: Code) -> None:
+    """One access for all codes of a byte."""
+    table, index = _byte_table(code, packed.device), packed.flatten().int()
+    if out.dtype is torch.float32:
+        torch.index_select(table, 0, index, out=out.flatten().view(table.dtype))
+    else:
+        out.copy_(table.index_select(0, index).view(torch.float32).view(out.shape))
 
 
 @functools.cache
-def _pair_table(code: Code, device: torch.device) -> torch.Tensor:
-    """The two float32 values of every byte, low nibble first, as one int64: [256]."""
-    values = code.codebook()
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]
-    return pairs.view(torch.int64).flatten().to(device)
+def _byte_table(code: Code, device: torch.device) -> torch.Tensor:
+    """The two or four float32 values of every byte, lowest bits first, as one int64 or complex128: [256]."""
+    shifts = torch.arange(0, 8, code.bits, device="cpu")
+    fields = torch.arange(256, device="cpu")[:, None] >> shifts & 2**code.bits - 1
+    whole = torch.int64 if code.per_byte == 2 else torch.complex128  # as wide as that many float32
+    return code.codebook()[fields].view(whole).flatten().to(device)

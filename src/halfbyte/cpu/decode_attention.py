@@ -7,12 +7,14 @@ one block is ever decoded, into a scratch buffer that stays in cache between bei
 A scale of whole tokens stays outside the products: it multiplies the score, or the weight, of its token. All other scales,
 and the offsets, are applied to the decoded block. The G query heads of a KV head and the L queries share its block as
 R = G * L rows of one matrix product.
+
+`chunk_attention` gives a query the same bits in every chunk: matrix products have one shape, and a query one place in them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +26,8 @@ from halfbyte.reference.hadamard import rotate
 
 #: Numbers in one decoded block: few enough for a CPU's last cache, enough to hide the cost of calling thirty operators.
 BLOCK = 1 << 21
+#: Queries and tokens of a matrix product in `chunk_attention`; blocks start at multiples of them.
+CHUNK_QUERIES, CHUNK_TOKENS = 8, 256
 
 
 def decode_attention(
@@ -36,29 +40,71 @@ def decode_attention(
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
+    span = _span(keys, page_table, lengths, query_start, q.shape[2], options)
+    return _walk(q, keys, values, lengths, page_table, query_start, options, replace(span, step=_step(span, q, keys, values)))
+
+
+def chunk_attention(
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    start: int,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [L, Hq, D], consecutive queries of one sequence from position `start` on; lengths int32 [1].
+
+    out [L, Hq, Dv] in q's dtype, lse float32 [L, Hq]. A query's bits depend on what it sees, on its position and on nothing else.
+    """
+    length, before = len(q), start % CHUNK_QUERIES
+    blocks = -(-(before + length) // CHUNK_QUERIES)
+    padded = q.new_zeros(blocks * CHUNK_QUERIES, *q.shape[1:])
+    padded[before : before + length] = q
+    query_start = torch.arange(blocks, device=q.device) * CHUNK_QUERIES + (start - before)  # [blocks]
+    # No query of the chunk sees anything older, whatever those see that fill up the first block.
+    options = options._replace(starts=oldest_visible(query_start[:1] + before, options))
+    span = _span(keys, page_table, lengths, query_start[:1] + before, length, options)
+    span = replace(span, first=span.first // CHUNK_TOKENS * CHUNK_TOKENS, step=CHUNK_TOKENS, padded=True)
+    by_block = padded.unflatten(0, (blocks, CHUNK_QUERIES)).transpose(1, 2)  # [blocks, Hq, queries, D]
+    out, lse = _walk(by_block, keys, values, lengths, page_table, query_start, options, span)
+    out, lse = (t.transpose(1, 2).flatten(0, 1)[before : before + length] for t in (out, lse))
+    return out, lse
+
+
+def _walk(
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    query_start: torch.Tensor,
+    options: AttentionOptions,
+    span: _Span,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, Hq, L, D] over the memory of B sequences, or of one that all share (lengths [1]); query_start [B]."""
     queries = q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
     oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
-    span = _span(keys, page_table, lengths, query_start, queries, options)
-    step = _step(span, rows, keys, values)
-    scratch = rows.new_empty(rows.shape[0] * rows.shape[1] * step * max(keys.dim, values.dim))
+    oldest = oldest if len(oldest) == len(limit) else oldest.amin(0, keepdim=True)
+    scratch = rows.new_empty(len(lengths) * rows.shape[1] * span.step * max(keys.dim, values.dim))
 
     peak = rows.new_full((*rows.shape[:3], 1), -torch.inf)  # [B, H, R, 1]
     total = torch.zeros_like(peak)
     out = rows.new_zeros((*rows.shape[:3], values.dim))
-    for lo in range(span.first, span.last, step):
-        hi = min(lo + step, span.last)
-        tokens = torch.arange(lo, hi, device=q.device).view(1, 1, 1, -1)
-        masked = not span.all_visible(lo, hi)
+    for lo in range(span.first, span.last, span.step):
+        hi = min(lo + span.step, span.last)
+        size = span.step if span.padded else hi - lo
+        tokens = torch.arange(lo, lo + size, device=q.device).view(1, 1, 1, -1)
+        masked = not span.all_visible(lo, lo + size)
 
         block, scale = _load(keys, page_table, lo, hi, scratch)
-        if keys.tail is not None and hi > span.shortest:
-            block = _with_tail(block, keys.tail, lengths, lo)
-        scores = rows @ block.mT  # [B, H, R, n]
+        scale = _put_tail(keys, block, scale, lengths, lo)
+        scores = _product(rows, _filled(block, size).mT)  # [B, H, R, n]
         if scale is not None:
-            scores.mul_(scale.mT)
-        per_query = scores.view(q.shape[0], -1, queries, hi - lo)  # the same memory, [B, Hq, L, n]
+            scores.mul_(_filled_scale(scale, size).mT)
+        per_query = scores.view(q.shape[0], -1, queries, size)  # the same memory, [B, Hq, L, n]
         _adjust(per_query, positions, tokens, options)
         if masked:
             per_query.masked_fill_(~visible(positions, tokens, lengths, options), -torch.inf)
@@ -69,12 +115,29 @@ def decode_attention(
         keep = peak.sub_(shift).exp_()
         peak = rise
         total = total.mul_(keep).add_(p.sum(-1, keepdim=True))
-        stored = stored_tokens(tokens.mT, limit, oldest) if masked else None
+        stored = stored_tokens(tokens[..., : hi - lo].mT, limit, oldest) if masked else None
         block, scale = _load(values, page_table, lo, hi, scratch, stored)
+        scale = _put_tail(values, block, scale, lengths, lo, stored)
         if scale is not None:
-            p.mul_(scale.mT)
-        out = out.mul_(keep).add_(p @ block)
+            p.mul_(_filled_scale(scale, size).mT)
+        out = out.mul_(keep).add_(_product(p, _filled(block, size)))
     return _finish(q, out, peak, total, options)
+
+
+def _product(rows: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """rows [B, H, R, D] times block [B, H, D, n], or [1, H, D, n]: then one after the other, in the same shapes for any B."""
+    return rows @ block if len(rows) == len(block) else torch.stack([part @ block[0] for part in rows])
+
+
+def _filled(block: torch.Tensor, size: int) -> torch.Tensor:
+    """A block [B, H, n, D] with zeros up to `size` tokens."""
+    missing = size - block.shape[2]
+    return torch.nn.functional.pad(block, (0, 0, 0, missing)) if missing else block
+
+
+def _filled_scale(scale: torch.Tensor, size: int) -> torch.Tensor:
+    """Its scales; one that all tokens share stays as it is."""
+    return scale if scale.shape[2] == 1 else _filled(scale, size)
 
 
 def _query_rows(q: torch.Tensor, heads: int, options: AttentionOptions) -> torch.Tensor:
@@ -117,7 +180,8 @@ def _finish(
 class _Span:
     """No query sees a key outside [first, last); every query sees every key of [clear_first, clear_last).
 
-    `alignment`: blocks start at its multiples. `shortest`: the smallest length; a block that ends by then has no part in a tail.
+    `alignment`: blocks start at its multiples. `step`: tokens of a block; `padded`: of every block, with zeros beyond the last
+    token.
     """
 
     first: int
@@ -125,7 +189,8 @@ class _Span:
     alignment: int
     clear_first: int = 0
     clear_last: int = 0
-    shortest: int = 0
+    step: int = 1
+    padded: bool = False
 
     def all_visible(self, lo: int, hi: int) -> bool:
         return self.clear_first <= lo and hi <= self.clear_last
@@ -159,13 +224,13 @@ def _span(
         alignment=alignment,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
-        shortest=int(lengths.min()),
     )
 
 
-def _step(span: _Span, rows: torch.Tensor, keys: KVBuffer, values: KVBuffer) -> int:
+def _step(span: _Span, q: torch.Tensor, keys: KVBuffer, values: KVBuffer) -> int:
     """Tokens of a block: a multiple of the alignment, at least one."""
-    per_token = rows.shape[0] * rows.shape[1] * max(keys.dim, values.dim, rows.shape[2])
+    group = q.shape[1] // keys.heads
+    per_token = q.shape[0] * keys.heads * max(keys.dim, values.dim, group * q.shape[2])
     wanted = min(BLOCK // max(per_token, 1), span.last - span.first)
     return max(1, -(-wanted // span.alignment)) * span.alignment
 
@@ -235,12 +300,34 @@ def _rows(t: torch.Tensor, page_table: torch.Tensor | None, lo: int, hi: int) ->
     size = t.shape[axis]
     numbers = page_table[:, lo // size : -(-hi // size)].clamp(0, t.shape[0] - 1)
     pages = torch.unflatten(t.index_select(0, numbers.flatten()), 0, numbers.shape)  # [B, pages, (H,) rows, ...]
-    return pages.movedim(1, axis).flatten(axis, axis + 1).narrow(axis, 0, hi - lo)
+    return pages.movedim(1, axis).flatten(axis, axis + 1).narrow(axis, lo % size, hi - lo)
 
 
-def _with_tail(block: torch.Tensor, tail: torch.Tensor, lengths: torch.Tensor, lo: int) -> torch.Tensor:
-    """A block of keys with every sequence's unfinished tokens taken from its 16-bit tail [B, H, every, D]."""
-    every = tail.shape[2]
-    parts = torch.unflatten(block, 2, (-1, every))  # [B, H, n / every, every, D]
-    ends = torch.arange(lo, lo + block.shape[2], every, device=tail.device).view(1, 1, -1, 1, 1) + every
-    return torch.where(ends <= lengths.view(-1, 1, 1, 1, 1), parts, tail.unsqueeze(2).to(block.dtype)).flatten(2, 3)
+def _put_tail(
+    buffer: KVBuffer,
+    block: torch.Tensor,
+    scale: torch.Tensor | None,
+    lengths: torch.Tensor,
+    lo: int,
+    stored: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Put tokens of the 16-bit tail into a block from token `lo` on, in place, where they are `stored` (as for `_load`).
+
+    Returns the scales of its tokens, which are 1 of these.
+    """
+    if buffer.tail is None:
+        return scale
+    token, count = buffer.tail_tokens(lengths), block.shape[2]  # [B, rows]
+    here = (token >= lo) & (token < lo + count)
+    if stored is not None:
+        here &= stored[:, 0, :, 0].gather(1, (token - lo).clamp(0, count - 1))
+    sequence, row = here.nonzero(as_tuple=True)
+    if not sequence.numel():
+        return scale
+    at = token[sequence, row] - lo
+    block.transpose(1, 2)[sequence, at] = buffer.tail.transpose(1, 2)[sequence, row].to(block.dtype)
+    if scale is None:
+        return None
+    scale = scale.expand(block.shape[0], scale.shape[1], count, 1).clone()
+    scale.transpose(1, 2)[sequence, at] = 1
+    return scale

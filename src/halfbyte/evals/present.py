@@ -10,19 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
-from halfbyte.evals.quality import Quality
+from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
+    from halfbyte.evals.long_context import LongContext
     from halfbyte.measure.charts import Point
 
 KL_LABEL = "mean KL divergence (nats)"
 #: What a logarithmic axis shows for no divergence at all.
 LEAST_KL = 1e-9
-HEADERS = ("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "top-1 %", "KV B/token", "weights MB", "seconds")
+BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
+HEADERS = (
+    *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
+    *("top-1 %", "KL p99", "KL by third", "seconds"),
+)
 
 
 def row(result: Quality) -> tuple[str, ...]:
@@ -33,22 +40,56 @@ def row(result: Quality) -> tuple[str, ...]:
         f"{result.perplexity:.4f}",
         f"{result.change:+.3f}",
         f"{result.kl_mean:.2e}",
-        f"{result.kl_p99:.2e}",
-        f"{100 * result.top1:.2f}",
         f"{result.kv_bytes_per_token:,.0f}",
         f"{result.weight_bytes / 1e6:.2f}",
+        f"{100 * result.top1:.2f}",
+        f"{result.kl_p99:.2e}",
+        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
         f"{result.seconds:.1f}",
     )
 
 
-def table(results: Sequence[Quality], title: str) -> Table:
-    """The terminal table; a line between the 16-bit run, the caches and the weights."""
-    made = Table(title=title, title_justify="left", header_style="bold")
-    for i, header in enumerate(HEADERS):
-        made.add_column(header, justify="left" if i < 2 else "right", no_wrap=i >= 2)
-    for result, following in zip(results, [*results[1:], None], strict=True):
-        ends = following is None or _kind(following) != _kind(result)
-        made.add_row(*row(result), end_section=ends)
+def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
+    """The rows of a terminal's table; an empty one, which draws a line, between the 16-bit run, the caches and the weights."""
+    made: list[tuple[str, ...]] = []
+    for before, result in zip([None, *results], results, strict=False):
+        made += [()] * (before is not None and _kind(before) != _kind(result)) + [row(result)]
+    return made
+
+
+def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(header, rows): each setting's size and perplexity on the model itself, its KL in thousandths of a nat on every model."""
+    models = list(dict.fromkeys(r.model for r in results))
+    kl = {(r.model, r.setting): 1e3 * r.kl_mean for r in results}
+    plain = [r for r in results if r.model == models[0]]
+    rows = [
+        (
+            r.setting.name,
+            f"{_smaller(r, plain[0]):.2f}x",
+            f"{r.change:+.2f}",
+            *(f"{x:.2f}" if (x := kl[model, r.setting]) < 10 else f"{x:,.0f}" for model in models),
+        )
+        for r in plain[1:]
+    ]
+    return ("formats", "smaller", "ppl %", *(model or "plain" for model in models)), rows
+
+
+def _smaller(result: Quality, base: Quality) -> float:
+    """How many times smaller than in 16 bits what is quantized is: the cache, or else the weights."""
+    if result.setting.kv == base.setting.kv:
+        return base.weight_bytes / result.weight_bytes
+    return base.kv_bytes_per_token / result.kv_bytes_per_token
+
+
+def model_table(results: Sequence[Quality]) -> Table:
+    """`by_model` for a terminal of 80 columns. What diverges by 0.1 nats and more, enough to change what is written, is red."""
+    header, rows = by_model(results)
+    made = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, name in enumerate(header):
+        made.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    for row in rows:
+        cells = [Text(x, style="red" if float(x.replace(",", "")) >= 100 else "") for x in row[3:]]
+        made.add_row(*row[:3], *cells)
     return made
 
 
@@ -69,7 +110,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
     caches = [r for r in others if _kind(r) == "KV cache"]
     if caches:
         shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
-        points = _points(caches, shares, [r.setting.kv for r in caches], [r.setting.keys.split("_")[0] for r in caches])
+        points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
         chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
         report.figure(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")
         errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
@@ -96,11 +137,13 @@ def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence
     return list(merged.values())
 
 
-def write_report(results: Sequence[Quality], title: str, path: Path) -> None:
+def write_report(results: Sequence[Quality], title: str, path: Path, longer: Sequence[LongContext] = ()) -> None:
     """A report of an evaluation alone."""
     command = "halfbyte " + shlex.join(sys.argv[1:])
     report = Report(title, f"{results[0].tokens:,} predicted tokens; every run reads older keys and values from its own cache")
     add_results(report, results)
+    if longer:
+        add_long_context(report, longer)
     report.code(command, "The command that made this page").write(path)
 
 
@@ -109,8 +152,8 @@ def record(result: Quality) -> dict[str, Any]:
     return {"kv": result.setting.kv} | dataclasses.asdict(result.setting) | dataclasses.asdict(result)
 
 
-def append_records(results: Sequence[Quality], path: Path) -> None:
-    """Append one JSON object a result to a file, with where and how it was made."""
+def append_records(results: Sequence[Quality], path: Path, longer: Sequence[LongContext] = ()) -> None:
+    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one."""
     import torch
 
     from halfbyte.device import describe
@@ -118,7 +161,56 @@ def append_records(results: Sequence[Quality], path: Path) -> None:
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record(result) | {"environment": made}) + "\n" for result in results)
+        for one in records(results, longer):
+            file.write(json.dumps(one | {"environment": made}) + "\n")
+
+
+def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
+    """`record` of each result, with its long context if there is one."""
+    added: list[dict[str, Any]] = [{"long_context": dataclasses.asdict(one)} for one in longer] or [{}] * len(results)
+    return [record(result) | more for result, more in zip(results, added, strict=True)]
+
+
+LONG_HEADERS = ("formats", "key found, %", "parts after", "of tokens", "first", "nats a token", "seconds")
+
+
+def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
+    """One result a row in the order of `LONG_HEADERS`: the median token that parts from the 16-bit text, and the first."""
+    return [
+        (
+            r.formats,
+            f"{100 * r.found:.0f}",
+            f"{r.median_parted:,.0f}",
+            f"{r.written:,}",
+            f"{min(r.parted):,}",
+            f"{r.nll:.3f}",
+            f"{r.seconds:.1f}",
+        )
+        for r in results
+    ]
+
+
+def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
+    """The section of long contexts: what was asked, the table, and how many texts are still the 16-bit ones, token by token."""
+    from halfbyte.measure.charts import lines
+
+    report.heading(f"Contexts of {results[0].context:,} tokens").text(
+        "Retrieval: a random key stands in a text, each time at another depth, and the end requests it; counted are the tokens of "
+        "keys that are the likeliest ones, given those before them. Continuations: greedy texts, how many of their tokens equal "
+        "those of the 16-bit run before the first that differs, and how likely the 16-bit model finds them: a text that breaks "
+        "down is unlikely, and one that repeats itself very likely. Prompts are read in one piece, each later token from the cache."
+    )
+    report.table(LONG_HEADERS, long_rows(results))
+    at = [results[0].written * i // 64 for i in range(65)]
+    equal = {r.formats: [100 * sum(p >= t for p in r.parted) / len(r.parted) for t in at] for r in results[1:]}
+    if equal:
+        chart = lines(dict(list(equal.items())[:6]), x=at, x_label="tokens written", y_label="% of texts equal so far")
+        report.figure(chart, "Where greedy texts part from the 16-bit run's")
+
+
+def _series(setting: Setting) -> str:
+    """Which caches share a colour: those of one type of keys."""
+    return setting.keys.split("_")[0] if isinstance(setting.keys, str) else "by layer"
 
 
 def _family(name: str) -> str:

@@ -12,32 +12,49 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
+from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.formats import Format, key_format, value_format, weight_format
-from halfbyte.nn import QuantLinear
+from halfbyte.measure.progress import progress
+from halfbyte.nn import QuantLayer, QuantLinear
+from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip."""
+    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip.
 
-    keys: str = "bf16"
-    values: str = "bf16"
+    Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
+    values are rotated by the weights, as `halfbyte.hf.quantize` does it.
+    """
+
+    keys: str | tuple[str, ...] = "bf16"
+    values: str | tuple[str, ...] = "bf16"
     weights: str | None = None
-    rotate_keys: bool = False
+    rotate_keys: bool | tuple[bool, ...] = False
     skip_layers: tuple[int, ...] = ()
     clip: str | None = None
+    plan: str = ""
+    rotate_values: bool = False
+
+    @classmethod
+    def of_plan(cls, plan: CachePlan, weights: str | None = None, clip: str | None = None) -> Setting:
+        """The cache of a plan."""
+        return cls(plan.keys, plan.values, weights, plan.rotate_keys, clip=clip, plan=f"plan, {plan.bits:.2f} bits")
 
     def __post_init__(self) -> None:
-        key_format(self.keys), value_format(self.values)
+        for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:
+            key_format(keys)
+        for values in (self.values,) if isinstance(self.values, str) else self.values:
+            value_format(values)
         if self.weights is not None:
             check_clip(self.clip, weight_format(self.weights))
 
@@ -46,16 +63,35 @@ class Setting:
         return {name: getattr(self, name) for name in ("keys", "values", "rotate_keys", "skip_layers")}
 
     @property
+    def in_weights(self) -> tuple[str | None, str | None, bool]:
+        """What of the model differs: settings that agree in it share one."""
+        return self.weights, self.clip, self.rotate_values
+
+    @property
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
-        both = self.keys if self.keys == self.values else f"{self.keys} / {self.values}"
+        turned = ", values rotated" if self.rotate_values else ""
+        if self.plan:
+            return self.plan + turned
+        keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
+        both = keys if keys == values else f"{keys} / {values}"
         skipped = f", {len(self.skip_layers)} layers 16-bit" if self.skip_layers else ""
-        return both + (" rotated" if self.rotate_keys else "") + skipped
+        return both + (" rotated" if self.rotate_keys else "") + turned + skipped
+
+    @property
+    def name(self) -> str:
+        """The formats: of the cache, of the weights, or of both."""
+        if self.weights is None:
+            return self.kv
+        return f"{self.weights} weights" if self.kv == "bf16" else f"{self.kv} + {self.weights}"
 
 
 @dataclass
 class Quality:
-    """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity."""
+    """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity.
+
+    `kl_by_third` is the mean over the first, the second and the last third of each window; `model` names an outlier variant.
+    """
 
     setting: Setting
     tokens: int = 0
@@ -69,6 +105,8 @@ class Quality:
     seconds: float = 0.0
     layer_error: list[float] = field(default_factory=list)
     plain_weights: str = "bf16"
+    kl_by_third: list[float] = field(default_factory=list)
+    model: str = ""
 
 
 Step = Callable[[], None]
@@ -95,17 +133,17 @@ def evaluate(
         bool(settings) and settings[0] == Setting(),
         "settings must begin with the 16-bit run, Setting(), which the others are compared with",
     )
-    models = {weights: with_weights(model, *weights) for weights in dict.fromkeys((s.weights, s.clip) for s in settings)}
+    models = {given: with_weights(model, *given) for given in dict.fromkeys(s.in_weights for s in settings)}
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
         base: list[_Outputs] = []
         for tally in tallies:
-            tally.run(models[tally.setting.weights, tally.setting.clip], part, chunk, base, on_step)
+            tally.run(models[tally.setting.in_weights], part, chunk, base, on_step)
     results = [tally.result() for tally in tallies]
     for result in results:
         result.change = 100 * (result.perplexity / results[0].perplexity - 1)
         result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else "bf16"
-        result.weight_bytes = weight_bytes(models[result.setting.weights, result.setting.clip])
+        result.weight_bytes = weight_bytes(models[result.setting.in_weights])
         result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
     return results
 
@@ -116,21 +154,28 @@ def steps(settings: Sequence[Setting], windows: torch.Tensor, chunk: int = 16, b
 
 
 def run_evaluation(
-    model: Any, settings: Sequence[Setting], windows: torch.Tensor, chunk: int, console: Console, batch: int = 8
+    model: Any,
+    settings: Sequence[Setting],
+    windows: torch.Tensor,
+    chunk: int,
+    console: Console,
+    *,
+    batch: int = 8,
+    outliers: Outliers | None = None,
 ) -> list[Quality]:
-    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB."""
+    """`evaluate` behind a progress bar, with as many windows at once as keep their log-probabilities below 1 GiB.
+
+    outliers: evaluate the model with these.
+    """
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     batch = max(1, min(batch, 2**28 // (windows.shape[1] * vocabulary)))
     with progress(console) as bar:
-        task = bar.add_task("evaluating", total=steps(settings, windows, chunk, batch))
-        return evaluate(model, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
-
-
-def progress(console: Console) -> Progress:
-    """A progress bar with an estimate of what is left."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True)
+        name = "" if outliers is None else outliers.name
+        task = bar.add_task(f"evaluating {name}", total=steps(settings, windows, chunk, batch))
+        used = model if outliers is None else with_outliers(model, outliers)
+        results = evaluate(used, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
+    return [replace(result, model=name) for result in results]
 
 
 @dataclass
@@ -147,37 +192,39 @@ class _Tally:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._kl: list[torch.Tensor] = []
+        self._kl: list[torch.Tensor] = []  # of each batch of windows [B, T - 1]
         self._error: list[list[float]] = []  # [layer][squared error, squared norm]
 
     def run(self, model: Any, part: torch.Tensor, chunk: int, base: list[_Outputs], on_step: Step) -> None:
         """Feed one batch of windows. The first setting fills `base`; the others are compared with it, chunk by chunk."""
-        first = not base
+        first, kl = not base, list[torch.Tensor]()
         started = time.perf_counter()
         for i, outputs in enumerate(_outputs(model, self.setting, part, chunk)):
             self._seconds += time.perf_counter() - started
             if first:
                 base.append(outputs)
-            self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1])
+            kl.append(self._compare(outputs, base[i], part[:, i * chunk + 1 : (i + 1) * chunk + 1]))
             on_step()
             started = time.perf_counter()
+        self._kl.append(torch.cat(kl, 1).double().clamp_min(0))
 
-    def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> None:
-        """`following` [B, n] are the true next tokens; the last position of a window has none."""
+    def _compare(self, outputs: _Outputs, base: _Outputs, following: torch.Tensor) -> torch.Tensor:
+        """`following` [B, n] are the true next tokens; the last position of a window has none. Returns KL [B, n]."""
         n = following.shape[1]
         ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
         self._nll -= float(ours.gather(-1, following.unsqueeze(-1)).sum(dtype=torch.float64))
         self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self._tokens += following.numel()
-        self._kl.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
         for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
             if layer == len(self._error):
                 self._error.append([0.0, 0.0])
             self._error[layer][0] += float((a - b).square().sum())
             self._error[layer][1] += float(b.square().sum())
+        return (theirs.exp() * (theirs - ours)).sum(-1)
 
     def result(self) -> Quality:
-        kl = torch.cat(self._kl).double().clamp_min(0)
+        thirds = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(3, 1) for kl in self._kl), strict=True)]
+        kl = torch.cat(thirds)
         rank = max(math.ceil(0.99 * kl.numel()), 1)
         return Quality(
             self.setting,
@@ -188,6 +235,7 @@ class _Tally:
             top1=self._agreed / self._tokens,
             seconds=self._seconds,
             layer_error=[math.sqrt(e / max(n, 1e-30)) for e, n in self._error],
+            kl_by_third=[float(third.sum() / max(third.numel(), 1)) for third in thirds],
         )
 
 
@@ -202,18 +250,18 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 
 
-def with_weights(model: Any, weights: str | None, clip: str | None = None) -> Any:
-    """The model itself for 16 bits, else a copy with quantized weights."""
-    if weights is None:
+def with_weights(model: Any, weights: str | None, clip: str | None = None, rotate_values: bool = False) -> Any:
+    """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values."""
+    if weights is None and not rotate_values:
         return model
     from halfbyte import hf
 
-    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip)
+    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values)
 
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a model's weights: quantized ones as they are stored, all others at 16 bits, whatever type they compute in."""
-    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLinear) for p in m.weight.parts().values()}
+    stored = {id(p): p.nbytes for m in model.modules() if isinstance(m, QuantLayer) for p in m.weight.parts().values()}
     return sum(stored.get(id(p), 2 * p.numel()) for p in model.parameters())
 
 
@@ -224,15 +272,19 @@ def kv_bytes_per_token(model: Any, setting: Setting) -> float:
     return float(PackedCache(model, 64, **setting.cache_options()).bytes_per_token)
 
 
-def every_kv_setting() -> list[Setting]:
-    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, a rotation."""
+def every_kv_setting(head_dim: int = 128) -> list[Setting]:
+    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, and the formats
+    whose keys a cache of heads of `head_dim` rotates by default as it does."""
     from halfbyte.formats import KV_FORMATS
 
     def values_for(fmt: Format) -> str:
         return fmt.code.name if fmt.token_block else fmt.name
 
     alike = [Setting(name, values_for(fmt)) for name, fmt in KV_FORMATS.items() if fmt.is_quantized]
-    return [*alike, Setting("int8", "int4_g32"), Setting("int4", "int4", rotate_keys=True)]
+    by_default = [
+        Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in KV_FORMATS.items() if rotated(None, fmt, head_dim)
+    ]
+    return [*alike, Setting("int8", "int4_g32"), *by_default]
 
 
 def every_weight_setting() -> list[Setting]:

@@ -11,10 +11,16 @@ from halfbyte.errors import CheckpointError, InvalidArgument, check
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer. `bos`: the token every text begins with, None if the model knows none."""
+    """What is needed of a tokenizer.
+
+    bos    the token every text begins with, None if the model knows none
+    frame  what a chat template puts before and after a user's text, the beginning of the answer included; empty for base models
+    """
 
     @property
     def bos(self) -> int | None: ...
+    @property
+    def frame(self) -> tuple[str, str]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
 
@@ -23,6 +29,7 @@ class ByteTokenizer:
     """One token a byte, for models without a tokenizer of their own."""
 
     bos: int | None = None
+    frame = ("", "")
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -36,6 +43,15 @@ class _FromTransformers:
         self._tokenizer = tokenizer
         probe = tokenizer("a")["input_ids"]  # some have a bos token and never use it
         self.bos: int | None = tokenizer.bos_token_id if probe[:1] == [tokenizer.bos_token_id] else None
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        if not self._tokenizer.chat_template:
+            return "", ""
+        mark = "<the text>"
+        said = [{"role": "user", "content": mark}]
+        before, _, after = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True).partition(mark)
+        return before, after
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

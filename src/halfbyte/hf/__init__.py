@@ -1,9 +1,10 @@
 """halfbyte in Hugging Face transformers: packed KV caches and quantized weights with one call.
 
     model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
-    model.generate(...)                                     # as ever
+    model.generate(...)                                     # unchanged
 
-Importing this module makes the attention implementation and the quantization method "halfbyte" known to transformers, so that
+Importing this module makes the implementation of attention and of experts, and the quantization method, "halfbyte" known to
+transformers, so that
 `AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
 """
 
@@ -14,9 +15,23 @@ from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.every_forward import packed_forwards
 from halfbyte.hf.key_bias import KeyBiasWarning, key_biases
+from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
+from halfbyte.hf.quantization_config import HalfbyteConfig
 from halfbyte.hf.quantize_model import quantize
 
-__all__ = ["quantize", "load", "save", "PackedCache", "packed_forwards", "key_biases", "KeyBiasWarning", "NAME", "REFUSED"]
+__all__ = [
+    "quantize",
+    "load",
+    "save",
+    "HalfbyteConfig",
+    "PackedCache",
+    "packed_forwards",
+    "key_biases",
+    "KeyBiasWarning",
+    "NAME",
+    "REFUSED",
+]
 
 register()
+register_experts()

@@ -13,11 +13,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation import configuration_utils
 from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
-from halfbyte.hf.model_support import layer_window
+from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
 from halfbyte.ops.prefill_attention import prefill_attention
@@ -49,6 +50,7 @@ class PackedLayerLike(Protocol):
     parts: Stored
     formats: tuple[str, str]
     rotate_keys: bool
+    sink_tokens: int
 
 
 class Handle:
@@ -116,7 +118,7 @@ def attention(
     if query.shape[2] > DECODE_QUERIES:
         found = prefill_attention(query, key.new, value.new, cast(KVCache, layer.kv), **options)
     elif torch.compiler.is_compiling():
-        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, **options)
+        found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, layer.sink_tokens, **options)
     else:
         found = decode_attention(query, cast(KVCache, layer.kv), **options)
     out = cast(torch.Tensor, found)  # a pair only with return_lse
@@ -125,15 +127,17 @@ def attention(
 
 def _window(module: nn.Module, given: int | None) -> int | None:
     """The window to apply. Raises when the configuration has one for this layer and the model did not pass it on."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     expected = None if config is None else layer_window(config, getattr(module, "layer_idx", None))
-    if given is None and expected is not None:
+    if given is not None or expected is None:
+        return given
+    if config.model_type not in WINDOW_IN_MASK:
         raise Unsupported(
             f"{type(module).__name__}: layer {getattr(module, 'layer_idx', '?')} has a sliding window of {expected} in its "
             f"configuration, but the model does not pass it to attention (only a mask of it); "
             f"use transformers' own cache (keys=None, values=None)"
         )
-    return given
+    return expected
 
 
 def _starts(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
@@ -286,6 +290,8 @@ def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch
 
 
 def register() -> None:
-    """Register the attention and mask functions with transformers. Importing halfbyte.hf does it."""
+    """Register the attention and mask functions, and the name of the cache, with transformers. Importing halfbyte.hf does it."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    if NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
+        configuration_utils.ALL_CACHE_IMPLEMENTATIONS += (NAME,)  # no seam for it: a closed list, against which files are checked

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from halfbyte.cache import KVCache, check_rotation
+from halfbyte.cache import KVCache
+from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, key_format, value_format
+from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
+from halfbyte.reference.hadamard import rotated
 from halfbyte.settings import default_impl
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
 BUCKET = 64
+
+
+_CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -27,8 +32,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
 
-    def __init__(self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype, window: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`window`: sink tokens and recent tokens in 16 bits."""
         super().__init__()
+        self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
         self.is_compileable = True
@@ -38,7 +47,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
     def __repr__(self) -> str:
-        return f"PackedLayer(keys={self.key_format.name}, values={self.value_format.name}, capacity={self.capacity})"
+        return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def kinds(self) -> str:
+        """Formats of keys and values as they are printed: "int4 rotated/int4"."""
+        return f"{self.key_format.name}{' rotated' * self.rotate_keys}/{self.value_format.name}"
 
     @property
     def batch_size(self) -> int:
@@ -63,6 +77,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             values=self.value_format,
             value_dim=value_states.shape[-1],
             rotate_keys=self.rotate_keys,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
             dtype=self.buffer_dtype,
             device=key_states.device,
         )
@@ -87,7 +103,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
         if torch.compiler.is_compiling():
-            append_parts(key_states, value_states, self.parts, self.formats, self.rotate_keys, self.measures)
+            options = (self.rotate_keys, self.measures, self.sink_tokens)
+            append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
         else:
             kv.append(key_states, value_states)
@@ -159,8 +176,11 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
     capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
-    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them
-    rotate_keys       Hadamard-rotate keys (and queries) against outliers
+    keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
+    rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
+                      `halfbyte.KVCache` does by default
+    sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
+    recent_tokens     the last tokens of a sequence that stay in 16 bits
     skip_layers       layers that keep 16 bits; negative numbers count from the end
     dtype             the 16-bit type of what stays in 16 bits; None: float16 for a float16 model, else bfloat16
 
@@ -172,9 +192,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         model_or_config: Any,
         capacity: int,
         *,
-        keys: str = "int8",
-        values: str = "int4_g32",
-        rotate_keys: bool = False,
+        keys: str | Sequence[str] = "int8",
+        values: str | Sequence[str] = "int4_g32",
+        rotate_keys: bool | Sequence[bool] | None = None,
+        sink_tokens: int = 0,
+        recent_tokens: int = 0,
         skip_layers: Iterable[int] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -183,9 +205,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         check_attention(model_or_config)
         config, dtype = text_config(model_or_config), dtype or half_type(model_or_config)
         formats = layer_formats(config, keys, values, skip_layers, dtype)
-        check_rotation(rotate_keys, head_dims(config)[0])
+        rotations = layer_rotations(config, rotate_keys, [k for k, _ in formats])
         self.capacity = _whole_buckets(capacity)
-        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate_keys, dtype) for k, v in formats])
+        windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
+        layers = zip(formats, rotations, windows, strict=True)
+        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate, dtype, window) for (k, v), rotate, window in layers])
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
                 layer.is_compileable = False
@@ -193,7 +217,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 
     def __repr__(self) -> str:
-        kinds = sorted({f"{layer.key_format.name}/{layer.value_format.name}" for layer in self.layers})
+        kinds = sorted({layer.kinds for layer in self.layers})
         return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +232,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             if self._open and not self._level():
                 raise InvalidArgument(
                     "past_key_values: an earlier forward stopped half-way, and its tokens are in some layers only; "
-                    "call restore() on the cache to forget them, or reset()"
+                    f"call restore() on the cache to forget them, or reset(). {_CROSS}"
                 )
             self._open = True
         try:
@@ -256,9 +280,14 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     @property
     def max_cache_len(self) -> int:
-        """The capacity, for PEFT's prefix tuning, which asks for it and then passes a 16-bit cache with its prefix to the model."""
+        """The capacity, for PEFT's prefix tuning, which reads it and then passes a 16-bit cache with its prefix to the model."""
         warn_once("prefix tuning (PEFT) passes a 16-bit cache of its own to the model, in place of the packed one")
         return self.capacity
+
+    @property
+    def is_updated(self) -> Any:
+        """Of `EncoderDecoderCache`: a model with cross-attention reads it."""
+        raise Unsupported(f"past_key_values is a {type(self).__name__}. {_CROSS}")
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays in the cache, so any of them can be cropped."""
@@ -291,15 +320,17 @@ def half_type(model_or_config: Any) -> torch.dtype:
 
 
 def layer_formats(
-    config: Any, keys: str | Format, values: str | Format, skip_layers: Iterable[int], dtype: torch.dtype
+    config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
 ) -> list[tuple[Format, Format]]:
     """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
     check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-    k, v = key_format(keys), value_format(values)
-    key_dim, value_dim = head_dims(config)
-    k.check_shape((1, 1, BUCKET, key_dim), f"keys={k.name!r}: a head of this model")
-    v.check_shape((1, 1, BUCKET, value_dim), f"values={v.name!r}: a head of this model")
     count = int(config.num_hidden_layers)
+    key_dim, value_dim = head_dims(config)
+    k_formats = [key_format(name) for name in one_each("keys", keys, count)]
+    v_formats = [value_format(name) for name in one_each("values", values, count)]
+    for side, formats, dim in (("keys", k_formats, key_dim), ("values", v_formats, value_dim)):
+        for fmt in dict.fromkeys(formats):
+            fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
     plain = key_format("fp16" if dtype is torch.float16 else "bf16")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     skipped = set()
@@ -309,7 +340,41 @@ def layer_formats(
             f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
         )
         skipped.add(layer % count)
-    return [(plain, plain) if i in skipped else (k, v) for i in range(count)]
+    return [(plain, plain) if i in skipped else (k_formats[i], v_formats[i]) for i in range(count)]
+
+
+def layer_windows(
+    window: tuple[int, int], formats: Sequence[tuple[Format, Format]], capacity: int = 2**31 - 1
+) -> list[tuple[int, int]]:
+    """(sink tokens, recent tokens) of every layer, checked: `window`, or none where a layer is in 16 bits throughout."""
+    quantized = [k.is_quantized or v.is_quantized for k, v in formats]
+    for (k, v), checked in zip(formats, quantized, strict=True):
+        if checked or not any(quantized):
+            check_window(*window, k, v, capacity)
+    return [window if has_codes else (0, 0) for has_codes in quantized]
+
+
+def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
+    """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
+    wanted, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
+    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(wanted, keys, strict=True))
+
+
+def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:
+    """An option of every layer: a list or tuple with one entry for each, or one that is for all."""
+    if not isinstance(given, list | tuple):
+        return (given,) * layers
+    check(
+        len(given) == layers,
+        f"{name} has {len(given)} entries, and the model {layers} layers; pass one for all layers, or one for each",
+    )
+    return tuple(given)
+
+
+def model_sizes(config: Any) -> ModelSizes:
+    """What a cache plan must have in common with the model of this configuration."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
 
 
 def head_dims(config: Any) -> tuple[int, int]:

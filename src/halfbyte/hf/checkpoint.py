@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import shutil
@@ -12,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.hf.external import ExternalCheckpoint
-from halfbyte.hf.model_support import read_config
+from halfbyte.hf.model_support import model_class, read_config
+from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
+from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize
-from halfbyte.hf.quantizer import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters
 
@@ -96,18 +95,15 @@ def load(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Any:
-    """A causal language model from a folder or a Hub id, its files checked first, then quantized as asked.
+    """A language model from a folder or a Hub id, its files checked first, then quantized as asked.
 
+    It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. dtype is that of everything that is not quantized. Only safetensors are read,
-    and no code from the folder runs.
+    installed: docs/guides/checkpoints.md. Without keys, values or plan the cache has the formats that were saved with the model.
+    dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
-    if unknown := sorted(set(options) - (set(inspect.signature(quantize).parameters) - {"model"})):
-        raise InvalidArgument(
-            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
-            f"transformers': give them to from_pretrained, with a folder that halfbyte.hf.save has written"
-        )
+    check_options(options, quantize)
     known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
     check(known, f"dtype={dtype!r}; expected 'auto', or a type such as torch.bfloat16")
     folder = local_folder(folder_or_id)
@@ -128,21 +124,16 @@ def load(
         if external is not None:
             model, found = external.load(dtype)
         else:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=read_config(folder),
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+            model, found = type(empty).from_pretrained(
+                folder, config=read_config(folder), dtype=dtype, use_safetensors=True, output_loading_info=True
             )
     except (HalfbyteError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
-    fuse = options.get("fuse_qkv") or options.get("fuse_gate_up")
-    if weights is not None or keys is not None or values is not None or fuse:
+    cached = any(x is not None for x in (keys, values, options.get("plan")))
+    if weights is not None or cached or any(options.get(name) for name in ("rotate_values", "fuse_qkv", "fuse_gate_up")):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
@@ -153,7 +144,7 @@ def load(
 _PACKED = {torch.uint8: 2, torch.int32: 8}
 
 
-def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
+def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
     """The model of config.json on the meta device, its weights not quantized.
 
     It must not be far more than the files hold: what is missing would be allocated and made up.
@@ -171,8 +162,8 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except CheckpointError:
+            model: Any = model_class(config)._from_config(config)
+    except (CheckpointError, Unsupported):
         raise
     except Exception as error:  # transformers meets a damaged configuration with whatever its arithmetic runs into
         raise CheckpointError(f"{folder}: transformers cannot build the model that config.json describes: {error}") from error

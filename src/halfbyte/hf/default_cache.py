@@ -7,36 +7,38 @@ overridden, on one model instance; the documented way, which needs no override, 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from halfbyte.errors import warn_once
+from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
+from halfbyte.hf.quantization_config import HalfbyteConfig
+
+#: The entry of config.json that holds the settings.
+SAVED = "halfbyte_cache"
+#: What files of earlier versions do not say.
+_NEW = {"sink_tokens", "recent_tokens"}
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What the default cache of `generate()` is made of."""
+    """What the default cache of `generate()` is made of: the options of `PackedCache`. Formats are one, or one for each layer."""
 
-    keys: str
-    values: str
-    rotate_keys: bool
+    keys: str | tuple[str, ...]
+    values: str | tuple[str, ...]
+    rotate_keys: bool | tuple[bool, ...]
     skip_layers: tuple[int, ...]
+    sink_tokens: int = 0
+    recent_tokens: int = 0
 
     def make(self, model: Any, capacity: int) -> PackedCache:
-        """A cache for `model`."""
-        return PackedCache(
-            model,
-            capacity,
-            keys=self.keys,
-            values=self.values,
-            rotate_keys=self.rotate_keys,
-            skip_layers=self.skip_layers,
-        )
+        """A cache for `model`, with room for its sink and recent tokens at least."""
+        capacity = max(capacity, self.sink_tokens + self.recent_tokens)
+        return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 class DefaultCache:
@@ -48,14 +50,20 @@ class DefaultCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
     ) -> Any:
-        """Put a packed cache into `model_kwargs`, unless the call asks for another cache, or for none.
+        """Put a packed cache into `model_kwargs`, unless the call requests another cache, or none.
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
+        if (
+            generation_config.cache_implementation == NAME
+        ):  # this call's copy of it; the name is not known to transformers' own code
+            generation_config.cache_implementation = None
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
             generation_config, mode
         )
-        if isinstance(given := model_kwargs.get("past_key_values"), PackedCache):
+        given = model_kwargs.get("past_key_values")
+        given = getattr(given, "self_attention_cache", given)
+        if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
@@ -63,7 +71,9 @@ class DefaultCache:
             # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
-            model_kwargs["past_key_values"] = self.settings.make(self.model, longest)
+            made = self.settings.make(self.model, longest)
+            crosses = model_kwargs.get("encoder_hidden_states") is not None
+            model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
@@ -92,6 +102,25 @@ class KeptCache:
             given.reset()
             made["past_key_values"] = given
         return made
+
+
+class NoContinuousBatching:
+    """Stands in for `model.init_continuous_batching`, which `generate_batch` and `transformers serve` begin with.
+
+    It would switch to another attention, and with it to a cache in 16 bits, where one of flash attention is installed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, unless the model has halfbyte's attention."""
+        if self.model.config._attn_implementation == NAME:
+            raise Unsupported(
+                "continuous batching of transformers (generate_batch, serve) allocates pages in 16 bits; for a packed cache use "
+                "generate() with a padded batch, else model.set_attn_implementation('sdpa') first"
+            )
+        return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
 
 
 #: What `generate()` passes along with one entry a token.
@@ -139,19 +168,42 @@ def _beyond(generation_config: Any, mode: Any) -> int:
     return int(max(*wanted, BUCKET))
 
 
+def saved_settings(config: Any) -> CacheSettings | None:
+    """What a configuration from a file says about the cache; None when it says nothing. Formats are checked where they are used."""
+    found, names = getattr(config, SAVED, None), {f.name for f in fields(CacheSettings)}
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not names - _NEW <= found.keys() <= names:
+        raise CheckpointError(f"config.json has {SAVED}={str(found)[:100]}; expected an object with {', '.join(sorted(names))}")
+    options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+    return CacheSettings(**options)
+
+
+def use_packed_cache(model: Any, settings: CacheSettings) -> None:
+    """Give a model halfbyte's attention and let `generate()` make packed caches. The settings are saved with the model."""
+    model.set_attn_implementation(NAME)
+    setattr(model.config, SAVED, asdict(settings))
+    if getattr(model.config, "quantization_config", None) is None:
+        model.config.quantization_config = HalfbyteConfig()  # so that transformers looks for halfbyte, which restores the settings
+    make_default(model, settings)
+
+
 def make_default(model: Any, settings: CacheSettings) -> None:
-    """Let `generate()` make a packed cache, unless an argument of the call asks for another. The model's own setting is dropped."""
+    """Let `generate()` make a packed cache, unless an argument of the call requests another. The model's own setting is dropped."""
     if not hasattr(model, "generate"):
         return
     defaults: Any = getattr(model, "generation_config", None)
     given = getattr(defaults, "cache_implementation", None)
-    if given is not None:
+    if given not in (None, NAME):
         warn_once(
             f"generation_config.cache_implementation={given!r} of this model is replaced by the packed cache; "
             f"pass cache_implementation= to generate() to have it back"
         )
-        defaults.cache_implementation = None
+    if defaults is not None:
+        defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
     model._prepare_cache_for_generation = DefaultCache(model, settings)
     model._prepare_model_inputs = LeftPadding(model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = NoContinuousBatching(model)
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
         model.prepare_inputs_for_generation = KeptCache(model)

@@ -6,35 +6,42 @@ transformers would ask for the library that wrote them, so it never sees their `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from halfbyte.checkpoints.adapters import Checkpoint
 from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.hf.expert_files import ExpertFiles, moved_biases
 from halfbyte.hf.model_support import read_config
-from halfbyte.hf.quantizer import HalfbyteConfig
-from halfbyte.hf.weights import linear_size, warn_about_experts
+from halfbyte.hf.quantization_config import HalfbyteConfig
+from halfbyte.hf.weights import linear_size, targets, warn_about_rest
+from halfbyte.tensors import QuantTensor
 
 
 class ExternalCheckpoint:
     """The quantized layers of a folder by the names that the model has for them, and the tensors that are plain."""
 
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: nn.Module) -> None:
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, model: Any) -> None:
         """`model` is the empty (meta) model of the folder's configuration. Reads nothing but what zero biases hold."""
         self.folder, self.infos, self.adapter, self.model = checkpoint.folder, checkpoint.infos, adapter, model
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.layers = dict(map(self._match, adapter.layers(self.infos)))
-        self.stacks = adapter.stacks(self.infos)
-        if not self.layers and not self.stacks:
+        self._targets = targets(model)
+        self.experts = ExpertFiles(self._targets, getattr(model, "base_model_prefix", ""))
+        stored = adapter.layers(self.infos)
+        linear = [layer for layer in stored if not self.experts.take(layer, self.infos)]
+        self.experts.check()
+        self.layers = dict(map(self._match, linear))
+        self.stacks = {self.experts.stack_name(name): name for name in adapter.stacks(self.infos)}
+        if not stored and not self.stacks:
             raise CheckpointError(f"{self.folder}: config.json says {type(adapter).__name__}, but no layer has a {adapter.marker}")
         self._check_ties()
-        used = set[str]().union(*(adapter.consumed(layer.name) for layer in self.layers.values()))
-        used |= {f"{stack}_{part}" for stack in self.stacks for part in ("blocks", "scales")}
+        used = set[str]().union(*(adapter.consumed(layer) for layer in stored))
+        used |= {f"{stack}_{part}" for stack in self.stacks.values() for part in ("blocks", "scales")}
         used |= {name for name in self.infos if name.rpartition(".")[2] in adapter.unused}
         #: The tensors that transformers loads as they are.
         self.plain = {name: info for name, info in self.infos.items() if name not in used and not self._is_spare(name)}
@@ -43,35 +50,37 @@ class ExternalCheckpoint:
         """(the model, what transformers says about missing and unexpected tensors)."""
         state = {name: read_tensor(info) for name, info in self.plain.items()}
         formats, act_order = {}, []
-        for name, layer in self.layers.items():
-            weight = self.adapter.convert(layer)
+        for name, weight in self._weights():
             formats[name] = weight.format.name
             act_order += [name] if weight.perm is not None else []
             state |= {f"{name}.weight_{part}": tensor for part, tensor in weight.parts().items()}
         config = read_config(self.folder)
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or self._plain_type()
-        state |= {name: self._expand(name, dtype) for name in self.stacks}
+        state = moved_biases(state, [name for name in formats if name not in self.layers], self._targets)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if formats:
-            config.quantization_config = HalfbyteConfig(formats, act_order=act_order).to_dict()
-        made, found = type(self.model).from_pretrained(  # type: ignore[attr-defined]
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
-        warn_about_experts(made)
+            config.quantization_config = HalfbyteConfig(modules=formats, act_order=act_order).to_dict()
+        made, found = type(self.model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        warn_about_rest(made)
         made.name_or_path = made.config.name_or_path = str(self.folder)
         if (self.folder / "generation_config.json").is_file():
             made.generation_config = GenerationConfig.from_pretrained(self.folder)
         return made, found
 
-    def _expand(self, stack: str, dtype: torch.dtype | str) -> torch.Tensor:
-        wanted = dict(self.model.named_parameters()).get(stack)
-        made = self.adapter.expand(stack, self.infos, dtype if isinstance(dtype, torch.dtype) else self._plain_type())
-        if wanted is None or wanted.shape != made.shape:
-            shape = None if wanted is None else list(wanted.shape)
-            raise CheckpointError(f"{stack}_blocks holds {list(made.shape)}; {type(self.model).__name__} has {shape}")
-        return made
+    def _weights(self) -> Iterator[tuple[str, QuantTensor]]:
+        """(the model's name, the weight) of everything that is quantized, one after the other."""
+        for name, layer in self.layers.items():
+            yield name, self.adapter.convert(layer)
+        for name in self.experts.layers:
+            yield name, self.experts.weight(name, self.adapter)
+        for name, stored in self.stacks.items():
+            wanted, made = self._targets.get(name), self.adapter.stack(stored, self.infos)
+            if wanted is None or wanted.shape != made.shape:
+                shape = None if wanted is None else list(wanted.shape)
+                raise CheckpointError(f"{stored}_blocks holds {list(made.shape)}; {type(self.model).__name__} has {shape}")
+            yield name, made
 
     def _layer_name(self, stored: str) -> str:
         """The model's name of a layer of the files, which may lack the prefix of the causal model's body."""
@@ -83,10 +92,7 @@ class ExternalCheckpoint:
         name = self._layer_name(stored)
         size = None if name not in self._modules else linear_size(self._modules[name])
         if size is None:
-            raise Unsupported(
-                f"{stored}.{self.adapter.marker}: {type(self.model).__name__} has no linear layer {name!r} for it "
-                f"(experts that transformers keeps in one parameter are not read)"
-            )
+            raise Unsupported(f"{stored}.{self.adapter.marker}: {type(self.model).__name__} has no linear layer {name!r} for it")
         if 0 in size:
             raise CheckpointError(f"{stored}: config.json gives it {size[0]} out and {size[1]} in features")
         return name, StoredLayer(stored, *size, self.infos)
@@ -103,10 +109,11 @@ class ExternalCheckpoint:
     def _is_spare(self, tensor: str) -> bool:
         """A bias of zeros where the model has none: some writers of GPTQ files give every layer one."""
         layer, _, part = tensor.rpartition(".")
-        name = self._layer_name(layer) if part == "bias" else ""
+        info, name = self.infos[tensor], self._layer_name(layer) if part == "bias" else ""
+        if self.experts.is_spare(tensor):
+            return not bool(read_tensor(info).any())
         if name not in self.layers or self._modules[name].bias is not None:
             return False
-        info = self.infos[tensor]
         return info.shape == (self.layers[name].out_features,) and not bool(read_tensor(info).any())
 
     def _plain_type(self) -> torch.dtype:

@@ -8,9 +8,11 @@ which refuse every use except attention.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -23,6 +25,7 @@ _SHARED = "its layers share keys and values outside the cache"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
 _RECURRENT = "it has recurrent, convolutional or linear-attention layers, whose state is not keys and values"
 _OVERLAY = "its masks are not causal everywhere (tokens of one block, such as an image, see each other)"
+_WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
 
 _BY_REASON: dict[str, str] = {
@@ -35,22 +38,21 @@ _BY_REASON: dict[str, str] = {
     _RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
     "olmo_hybrid qwen3_next recurrent_gemma rwkv xlstm zamba zamba2",
     _OVERLAY: "cosmos3_edge diffusion_gemma gemma3 git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
+    _WINDOW: "moshi",
     _BIAS: "inkling inkling2 longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
 }
 
 #: model_type -> why a packed cache cannot serve it.
 REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
 
-#: Executed in every way in tests/hf: padding, beams, compiling, saving.
-TESTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss", "gpt2", "gpt_neox")
+#: Families that apply a sliding window by a mask only, so attention takes it from the configuration.
+WINDOW_IN_MASK = frozenset({"phimoe"})
 
-#: Executed once, greedily, with padding: the same tokens as transformers' own attention.
-EXECUTED: tuple[str, ...] = (
-    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text"),
-    *("glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "jais2", "minimax_m2"),
-    *("ministral", "ministral3", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi"),
-    *("phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
-)
+#: model_type -> why its weights cannot be quantized.
+WEIGHTS_REFUSED = {"rwkv": "it divides the weights of its layers in place before it uses them"}
+
+#: Names of cross-attention in a block.
+_CROSS = re.compile("cross|encoder_attn")
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -83,6 +85,27 @@ def read_config(folder_or_id: Any) -> Any:
     return config
 
 
+#: Where transformers lists the classes of language models by configuration.
+_LANGUAGE_MODELS = ("CausalLM", "Seq2SeqLM", "ImageTextToText", "MultimodalLM", "SpeechSeq2Seq")
+
+
+def model_class(config: Any) -> Any:
+    """The class of a language model: of those that transformers has for a configuration, the one that wrote it, else the first.
+
+    One configuration may have several: BartForCausalLM is the decoder alone of BartForConditionalGeneration. Those that want a part
+    of it only, the decoder of a vision-language model, are left out.
+    """
+    autos = [getattr(transformers, f"AutoModelFor{kind}", None) for kind in _LANGUAGE_MODELS]
+    listed = [auto._model_mapping.get(type(config), ()) for auto in autos if auto is not None]
+    found = [kind for kinds in listed for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+    parts = {type(getattr(config, name, None)) for name in type(config).sub_configs} - {type(config)}
+    found = [kind for kind in found if kind.config_class not in parts]
+    if not found:
+        raise Unsupported(f"transformers has no language model for the configuration of {getattr(config, 'model_type', '?')!r}")
+    wrote = getattr(config, "architectures", None) or ()
+    return next((kind for kind in found if kind.__name__ in wrote), found[0])
+
+
 def check_model_support(model_or_config: Any) -> None:
     """Raise `Unsupported`, with the reason, for a model whose attention cannot read a packed cache."""
     config, inner = getattr(model_or_config, "config", model_or_config), text_config(model_or_config)
@@ -90,7 +113,7 @@ def check_model_support(model_or_config: Any) -> None:
         name = str(getattr(candidate, "model_type", ""))
         reason = REFUSED.get(name)
         if reason is None and name != "gemma3_text":  # Gemma 3 without its images is causal
-            reason = REFUSED.get(name.removesuffix("_text"))
+            reason = REFUSED.get(name.removesuffix("_model").removesuffix("_text"))
         if reason is not None:
             raise _refusal(name, reason)
     name = str(getattr(inner, "model_type", "") or type(inner).__name__)
@@ -110,9 +133,20 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
 
 
+def check_weights_support(model: Any) -> None:
+    """Raise `Unsupported`, with the reason, for a model that computes with its weights as tensors."""
+    name = str(getattr(text_config(model), "model_type", ""))
+    if name in WEIGHTS_REFUSED:
+        raise Unsupported(f"the weights of {name} cannot be quantized: {WEIGHTS_REFUSED[name]}")
+
+
 def _sees_both_sides(model: nn.Module) -> bool:
-    """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default."""
-    return any(getattr(m, "is_causal", True) is False for block in blocks(model) for m in block.modules())
+    """Whether an attention layer of the decoder says that it is not causal, as those of BERT do by default.
+
+    Cross-attention sees all of the encoder's states, which are in a cache of their own.
+    """
+    named = ((name, m) for block in blocks(model) for name, m in block.named_modules())
+    return any(getattr(m, "is_causal", True) is False and not _CROSS.search(name) for name, m in named)
 
 
 def _refusal(name: str, reason: str) -> Unsupported:

@@ -5,8 +5,8 @@
     row-parallel (o, down)                a rank has some in features: codes, scales and offsets are cut along K, between groups;
                                           scales per out channel, and tensor_scale, are replicated
 
-Refused: a row-parallel layer in act-order, whose stored columns need activations of every rank, and nested
-scales, whose blocks span rows.
+Refused: a row-parallel layer in act-order, whose stored columns need activations of every rank; nested scales, whose blocks span
+rows; and experts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from halfbyte.errors import Unsupported
+from halfbyte.experts import QuantExperts
 from halfbyte.nn import QuantLinear
 
 _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
@@ -37,6 +38,8 @@ def update_plan(model: nn.Module, plan: dict[str, str], ranks: int) -> None:
     """
     added: dict[str, str] = {}
     for name, layer in model.named_modules():
+        if isinstance(layer, QuantExperts):
+            raise Unsupported(f"{name}: quantized experts cannot be sharded over {ranks} ranks; keep them with skip_modules")
         general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if not isinstance(layer, QuantLinear) or general not in plan:
             continue

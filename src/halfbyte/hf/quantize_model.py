@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfbyte.cache import check_rotation
+from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import weight_format
-from halfbyte.hf.attention import NAME
-from halfbyte.hf.cache import half_type, head_dims, layer_formats
-from halfbyte.hf.default_cache import CacheSettings, make_default
+from halfbyte.formats import Format, weight_format
+from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, layer_windows, model_sizes
+from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
-from halfbyte.hf.quantizer import mark_quantized
-from halfbyte.hf.weights import quantize_modules
+from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
+from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
+from halfbyte.hf.weights import quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
 
+#: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
+#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md).
+WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
+
 
 def quantize(
     model: Any,
     weights: str | None = None,
-    keys: str | None = None,
-    values: str | None = None,
+    keys: str | Sequence[str] | None = None,
+    values: str | Sequence[str] | None = None,
     *,
-    rotate_keys: bool = False,
+    plan: CachePlan | str | os.PathLike[str] | None = None,
+    rotate_keys: bool | Sequence[bool] | None = None,
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
+    rotate_values: bool = False,
     skip_layers: Iterable[int] = (),
     skip_modules: Iterable[str] = ("lm_head",),
     clip: str | None = None,
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
+    already, and a cache of int4_channel keys and int8 values.
 
-    weights       weight format of the linear layers in the transformer blocks; None leaves them. Embeddings, lm_head,
-                  norms, routers and expert weights that are no linear modules stay as they are
-    keys, values  formats of the KV cache that `generate()` makes; one alone leaves the other in 16 bits, neither leaves the cache
-    rotate_keys   Hadamard-rotate cached keys (and queries): for outliers
+    weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
+                  lm_head, norms and routers stay as they are
+    keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
+                  other in 16 bits, neither leaves the cache
+    plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
+    rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
+    sink_tokens   the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
+    recent_tokens the last tokens of a sequence that stay in 16 bits
+    rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
+                  the rounding of these weights, and values in the cache without outlier channels
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
@@ -53,39 +70,42 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    check(
-        any(x is not None for x in (weights, keys, values)) or ((fuse_qkv or fuse_gate_up) and quantized),
-        "weights, keys and values are all None; name a format for at least one of them",
-    )
+    if weights is keys is values is plan is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
+        weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    check_rotation(rotate_keys, head_dims(text_config(inner))[0] if rotate_keys is True else 0)
-    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers))
+    settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), (sink_tokens, recent_tokens), plan)
     check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
     if weights is not None:
         check_clip(clip, weight_format(weights))
-        _check_weights_are_plain(inner, weights)
+        _check_weights_are_plain(inner, weights, skip_modules)
+    check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
+    to_rotate = layers_to_rotate(inner) if rotate_values else []
     if settings is not None:
-        check_key_bias(inner, settings.keys, settings.skip_layers)
+        by_layer = [k for k, _ in _formats(inner, settings)]
+        check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
+    if to_rotate:
+        rotate_values_of(inner, to_rotate)
     if weights is not None:
-        mark_quantized(inner, quantize_modules(inner, weights, skip_modules, clip))
+        before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
+        kept = before.modules if isinstance(before, HalfbyteConfig) else {}
+        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, clip)})
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):
         warn_once("fuse_gate_up=True found no module with gate_proj and up_proj; nothing was fused")
     if settings is not None:
-        inner.set_attn_implementation(NAME)
-        make_default(inner, settings)
+        use_packed_cache(inner, settings)
     return model
 
 
-def _check_weights_are_plain(model: Any, weights: str) -> None:
-    """Raise for a model whose weights another quantizer of transformers still holds."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    config = getattr(quantizer, "quantization_config", None)
-    if quantizer is None or getattr(config, "dequantize", False):
+def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
+    """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
+    if not _held_quantizer(model):
+        return
+    if isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig) and select(model, skip_modules):
         return
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
@@ -96,6 +116,12 @@ def _check_weights_are_plain(model: Any, weights: str) -> None:
     raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
 
 
+def _held_quantizer(model: Any) -> bool:
+    """Whether a quantizer of transformers, halfbyte's included, holds the weights."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and not getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InvalidArgument(
@@ -104,18 +130,55 @@ def _check_model(model: Any) -> None:
 
 
 def _cache_settings(
-    model: Any, keys: str | None, values: str | None, rotate_keys: bool, skip_layers: tuple[int, ...]
+    model: Any,
+    keys: str | Sequence[str] | None,
+    values: str | Sequence[str] | None,
+    rotate_keys: bool | Sequence[bool] | None,
+    skip_layers: tuple[int, ...],
+    window: tuple[int, int],
+    plan: CachePlan | str | os.PathLike[str] | None,
 ) -> CacheSettings | None:
     """Checked settings of the cache; None when the cache stays transformers' own."""
-    if keys is None and values is None:
+    others = bool(rotate_keys or skip_layers)
+    if keys is None and values is None and plan is None:
         check(
-            not rotate_keys and not skip_layers, "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well"
+            not others and window == (0, 0),
+            "rotate_keys, sink_tokens, recent_tokens and skip_layers are about the KV cache; name keys= or values= as well",
         )
         return None
     check_model_support(model)
-    plain = "fp16" if half_type(model) is torch.float16 else "bf16"
-    settings = CacheSettings(keys or plain, values or plain, rotate_keys, skip_layers)
-    layer_formats(text_config(model), settings.keys, settings.values, skip_layers, half_type(model))
+    if plan is not None:
+        check(keys is None and values is None and not others, "plan sets formats, rotation and layers; leave these options out")
+        plan = read_plan(plan)
+        plan.check_model(model_sizes(text_config(model)))
+        settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, (), *window)
+    else:
+        plain = "fp16" if half_type(model) is torch.float16 else "bf16"
+        settings = CacheSettings(_hashable(keys or plain), _hashable(values or plain), False, skip_layers, *window)
+        settings = replace(settings, rotate_keys=_rotations(model, rotate_keys, settings))
+    layer_windows(window, _formats(model, settings))
+    check_can_read_packed(model)
+    return settings
+
+
+def _hashable(given: Any) -> Any:
+    """A list with one entry for each layer as a tuple, anything else as it is."""
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _rotations(model: Any, rotate_keys: Any, settings: CacheSettings) -> bool | tuple[bool, ...]:
+    """Which layers rotate keys, without None: what is saved must not change its meaning. One answer where all layers agree."""
+    each = layer_rotations(text_config(model), rotate_keys, [k for k, _ in _formats(model, settings)])
+    return each[0] if len(set(each)) == 1 else each
+
+
+def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]:
+    """(key format, value format) of every layer, checked."""
+    return layer_formats(text_config(model), settings.keys, settings.values, settings.skip_layers, half_type(model))
+
+
+def check_can_read_packed(model: Any) -> None:
+    """Raise `Unsupported` for a model or a transformers that would not read the packed cache that it is given."""
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         raise Unsupported(  # transformers would warn, and go on with 16 bits
             f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "
@@ -126,4 +189,3 @@ def _cache_settings(
             "this transformers has no _prepare_cache_for_generation to make a packed cache the default with; quantize "
             "the weights only, and pass past_key_values=halfbyte.hf.PackedCache(...) to generate()"
         )
-    return settings

@@ -1,17 +1,20 @@
-"""Replacing the linear layers of a model: which modules, whether the format fits, and the replacement."""
+"""Replacing the linear layers and the experts of a model: which ones, whether the format fits, and the replacement."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, weight_format
-from halfbyte.hf.model_support import blocks, encoder_blocks
-from halfbyte.nn import QuantLinear
+from halfbyte.formats import Format, Shape, weight_format
+from halfbyte.hf.mixtures import empty_stack, projections, quantize_stack, stack_shape, use_experts
+from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
+from halfbyte.nn import QuantLayer, QuantLinear
 
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj"})
@@ -31,23 +34,73 @@ def linear_size(module: Any) -> tuple[int, int] | None:
     return None
 
 
-def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, nn.Module]:
-    """Name -> module of every linear layer in the transformer blocks, but those that must stay, and those of `skip_modules`."""
+@dataclass(frozen=True)
+class Target:
+    """A weight that can be quantized: that of a linear layer, or one projection of all experts of a mixture.
+
+    owner       the layer, or the mixture
+    shape       [out_features, in_features], of experts [experts, out_features, in_features]
+    projection  the mixture's name for it; "" of a layer
+    """
+
+    owner: nn.Module
+    shape: Shape
+    projection: str = ""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters of `owner` that a quantized layer replaces."""
+        if not self.projection:
+            return ("weight",)
+        return (self.projection, f"{self.projection}_bias") if self.owner.has_bias else (self.projection,)
+
+    def quantized(self, fmt: Format, clip: str | None) -> QuantLayer:
+        if self.projection:
+            return quantize_stack(self.owner, self.projection, fmt, clip)
+        return QuantLinear.from_linear(self.owner, fmt, clip=clip)
+
+    def empty(self, fmt: Format, act_order: bool = False) -> QuantLayer:
+        """What a checkpoint is loaded into."""
+        if self.projection:
+            return empty_stack(self.owner, self.projection, fmt, act_order)
+        bias = getattr(self.owner, "bias", None)
+        return QuantLinear.empty(self.shape, fmt, None if bias is None else bias.dtype, act_order=act_order)
+
+
+def targets(model: nn.Module) -> dict[str, Target]:
+    """Name -> weight, of every linear layer and every mixture of a model that is not quantized yet."""
+    found: dict[str, Target] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if (size := linear_size(module)) is not None:
+            found[name] = Target(module, size)
+        for projection in projections(module) or ():
+            if isinstance(getattr(module, projection), torch.Tensor):
+                found[f"{name}.{projection}"] = Target(module, stack_shape(module, projection), projection)
+    return found
+
+
+def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
+    """Every weight in the transformer blocks, by name, but those that must stay, and those of `skip_modules`.
+
+    A mixture stays as a whole: its projections are computed by one function.
+    """
+    check_weights_support(model)
     within = blocks(model)
     if not within:
         raise Unsupported(
             f"{type(model).__name__} has no list of transformer blocks with num_hidden_layers entries; there is nothing to quantize"
         )
     inside = {id(m) for block in (*within, *encoder_blocks(model)) for m in block.modules()} - of_adapters(model)
-    skips = list(skip_modules)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    skips, every = list(skip_modules), targets(model)
+    names = [*(name for name, _ in model.named_modules(remove_duplicate=False)), *every]
     for skip in skips:
         if skip != "lm_head" and not any(is_skipped(name, [skip]) for name in names):
             raise InvalidArgument(f"skip_modules names {skip!r}, and {type(model).__name__} has no module of that name")
-    linear = {name: m for name, m in model.named_modules(remove_duplicate=False) if id(m) in inside and linear_size(m)}
-    if not linear:
+    found = {name: target for name, target in every.items() if id(target.owner) in inside}
+    if not found and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
-    return {n: m for n, m in linear.items() if not is_skipped(n, skips) and n.rpartition(".")[2] not in ROUTERS | UNCALLED}
+    stay = {id(t.owner) for name, t in found.items() if is_skipped(name, skips) or name.rpartition(".")[2] in ROUTERS | UNCALLED}
+    return {name: target for name, target in found.items() if id(target.owner) not in stay}
 
 
 def of_adapters(model: nn.Module) -> set[int]:
@@ -61,52 +114,66 @@ def is_skipped(name: str, skips: Iterable[str]) -> bool:
     return any(s == name or s in name.split(".") or name.startswith(f"{s}.") for s in skips)
 
 
-def check_fits(modules: Mapping[str, nn.Module], formats: Mapping[str, Format]) -> None:
-    """Raise before anything is changed when a format cannot hold a module's weight."""
-    for name, module in modules.items():
-        size = linear_size(module)
-        assert size is not None
+def check_fits(chosen: Mapping[str, Target], fmt: Format) -> None:
+    """Raise before anything is changed when the format cannot hold a weight."""
+    for name, target in chosen.items():
         try:
-            formats[name].check_shape(size, f"{name}.weight {list(size)}")
+            fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or leave it in 16 bits with skip_modules=({name!r},)") from error
+
+
+def check_loaded(chosen: Mapping[str, Target]) -> None:
+    """Raise for a weight that is not there."""
+    for name, target in chosen.items():
         check(
-            not any(p.is_meta for p in module.parameters()),
+            not any(p.is_meta for p in target.owner.parameters()),
             f"{name} is on the meta device; load the weights first. Where accelerate has offloaded them, quantize before: load the "
             f"model without device_map, quantize and save it, then load that folder with device_map",
         )
 
 
 def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str], clip: str | None = None) -> dict[str, str]:
-    """Replace the selected layers by `QuantLinear`; all of them, or, on any error, none. Returns name -> format name."""
+    """Quantize the selected weights; all of them, or, on any error, none. Returns name -> format name."""
     chosen = weight_format(fmt)
-    modules = select(model, skip_modules)
-    check_fits(modules, dict.fromkeys(modules, chosen))
-    made: dict[int, QuantLinear] = {}
-    for name, module in modules.items():
-        if id(module) not in made:
-            try:
-                made[id(module)] = QuantLinear.from_linear(module, chosen, clip=clip)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"{name}: {error}") from error
-    for name, module in modules.items():
-        replace(model, name, made[id(module)])
-    warn_about_experts(model)
-    return dict.fromkeys(modules, chosen.name)
+    found = select(model, skip_modules)
+    check_fits(found, chosen)
+    check_loaded(found)
+    made: dict[Target, QuantLayer] = {}
+    for name, target in found.items():
+        if target not in made:
+            made[target] = quantized(name, target, chosen, clip)
+    for name, target in found.items():
+        replace(model, name, made[target])
+    use_experts(model)
+    warn_about_rest(model)
+    return dict.fromkeys(found, chosen.name)
+
+
+def quantized(name: str, target: Target, fmt: Format, clip: str | None) -> QuantLayer:
+    """The layer that takes the place of a weight; an error names it."""
+    try:
+        return target.quantized(fmt, clip)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from error
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
+    """Put `module` where `name` is: another module, or the stacked parameter of a mixture (and its bias)."""
     parent, _, child = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    if owner._parameters.pop(child, None) is not None:
+        owner._parameters.pop(f"{child}_bias", None)
+        vars(owner)["_is_hf_initialized"] = True  # transformers must not fill with random numbers what is gone
     module.train(model.training)
-    setattr(model.get_submodule(parent), child, module)
+    setattr(owner, child, module)
 
 
 def packed_share(model: nn.Module) -> float:
     """The share of a model's weights that is quantized, from 0 to 1."""
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
     parts = {id(p) for layer in layers for p in layer.parameters()}
-    packed = sum(layer.out_features * layer.in_features for layer in layers)
+    packed = sum(math.prod(layer.weight.shape) for layer in layers)
     return packed / max(1, packed + sum(p.numel() for p in model.parameters() if id(p) not in parts))
 
 
@@ -114,19 +181,19 @@ def packed_share(model: nn.Module) -> float:
 MENTIONED = 0.05
 
 
-def warn_about_experts(model: nn.Module) -> None:
-    """Warn that expert weights which are not in linear layers stay in 16 bits, and how little of the model is quantized then."""
+def warn_about_rest(model: nn.Module) -> None:
+    """Warn of weights in 16 bits that are in no linear layer, by the modules that hold them, and how little is quantized then."""
     owners = {id(m): m for block in blocks(model) for m in block.modules()}.values()
     stay = {
         id(p): (p.numel(), type(m).__name__)
         for m in owners
-        if not isinstance(m, QuantLinear) and not linear_size(m)
+        if not isinstance(m, QuantLayer) and not linear_size(m)
         for p in m.parameters(recurse=False)
         if p.ndim > 1 and p.is_floating_point()
     }
     count, kinds = sum(n for n, _ in stay.values()), ", ".join(sorted({kind for _, kind in stay.values()}))
     if count > MENTIONED * sum(p.numel() for p in model.parameters()):
         warn_once(
-            f"{type(model).__name__} keeps its experts in parameters of their own ({kinds}), not in linear layers; these {count:,} "
-            f"weights stay in 16 bits, and {packed_share(model):.1%} of the model's weights are quantized"
+            f"{count:,} weights of {type(model).__name__} in {kinds}, which are no linear layers, stay in 16 bits; "
+            f"{packed_share(model):.1%} of the model's weights are quantized"
         )

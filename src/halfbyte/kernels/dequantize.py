@@ -4,7 +4,7 @@
 
 in f32 and rounded once, which gives the bits of `reference.quantize.dequantize`: kernels are compiled without FP fusion.
 
-A program takes a tile of ROWS rows and GROUPS groups of SIZE columns of one weight, codes as bytes of PARTS codes each, and one
+A program takes a tile of ROWS rows and GROUPS groups of SIZE columns of one weight, codes as bytes, and one
 scale a group. Under one scale for a whole row, SIZE columns are a piece of that row. Tables of 16 values live in the instructions:
 a tree of selects on the bits of a code needs no memory. In act-order a column goes where `perm` says,
 and where that is out of range to the nearest column.
@@ -22,6 +22,7 @@ import triton.language as tl
 from halfbyte.formats import Format
 from halfbyte.kernels.common.encode import as_dtype
 from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
+from halfbyte.plans.weight_codec import weight_codec
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.tensors import QuantTensor
 
@@ -33,19 +34,10 @@ MOST = 3
 _TILE, _COLUMNS, _PIECE = 4096, 1024, 128
 
 #: A weight as the kernel takes it: its tensors (None where it has none; `mean` is the last number of `nested`, `table` the 256
-#: values of nested scales) and constants:
-#: PARTS     codes in a byte
-#: KIND      "integer": a code means code - BIAS; "table": VALUES[code]; "mirrored": VALUES[code & 7], and bit 3 is its sign
-#: SCALE     how scales are stored: "f32", "f16", "e8m0", "e4m3"
-#: NESTED    scales under one second scale; 0: they have none
-#: SPREAD    whether a row has a scale for each group, and not one only
-#: ORDERED   whether the weight is in act-order
+#: values of nested scales) and F, its format (`WeightCodec`).
 Weight = NamedTuple(
     "Weight",
-    [
-        *((name, Any) for name in ("codes", "scales", "offsets", "tensor_scale", "nested", "mean", "table", "perm")),
-        *((name, Any) for name in ("PARTS", "KIND", "BIAS", "VALUES", "SCALE", "NESTED", "SPREAD", "ORDERED")),
-    ],
+    [(name, Any) for name in ("codes", "scales", "offsets", "tensor_scale", "nested", "mean", "table", "perm", "F")],
 )
 
 
@@ -53,11 +45,11 @@ Weight = NamedTuple(
 
 
 @triton.jit
-def _look_up(code, VALUES: tl.constexpr, BITS: tl.constexpr):
-    """VALUES[code] in f32 for int32 codes of BITS bits: bit by bit, each level of the tree half of the one before."""
+def _look_up(code, F: tl.constexpr, BITS: tl.constexpr):
+    """F.values[code] in f32 for int32 codes of BITS bits: bit by bit, each level of the tree half of the one before."""
     parts = ()
     for i in tl.static_range(2 ** (BITS - 1)):
-        parts += (tl.where((code & 1) == 0, VALUES[2 * i], VALUES[2 * i + 1]),)
+        parts += (tl.where((code & 1) == 0, F.values[2 * i], F.values[2 * i + 1]),)
     for bit in tl.static_range(1, BITS):
         left = ()
         for i in tl.static_range(2 ** (BITS - 1 - bit)):
@@ -69,13 +61,13 @@ def _look_up(code, VALUES: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _unit(code, w: Weight):
     """The value of int32 codes before any scale, f32."""
-    if w.KIND == "integer":
-        unit = (code - w.BIAS).to(tl.float32)
-    elif w.KIND == "mirrored":
-        magnitude = _look_up(code & 7, w.VALUES, 3)
+    if w.F.kind == "unsigned" or w.F.kind == "signed":
+        unit = (code - w.F.bias).to(tl.float32)
+    elif w.F.mirrored:
+        magnitude = _look_up(code & 7, w.F, 3)
         unit = (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
     else:
-        unit = _look_up(code, w.VALUES, 4)
+        unit = _look_up(code, w.F, 4)
     return unit
 
 
@@ -83,11 +75,11 @@ def _unit(code, w: Weight):
 def _scales(at, seen, w: Weight):
     """The scales at these places as plain numbers, f32."""
     stored = tl.load(w.scales + at, mask=seen, other=0)
-    if w.NESTED:
-        scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.NESTED, mask=seen, other=0) + tl.load(w.mean)
-    elif w.SCALE == "e8m0":
+    if w.F.nested:
+        scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.F.nested, mask=seen, other=0) + tl.load(w.mean)
+    elif w.F.scale == "e8m0":
         scale = from_e8m0(stored)
-    elif w.SCALE == "e4m3":
+    elif w.F.scale == "e4m3":
         scale = from_e4m3(stored)
         if w.tensor_scale is not None:
             scale *= tl.load(w.tensor_scale)
@@ -106,23 +98,23 @@ def _tile(
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     row = (first + r).to(tl.int64)
     here = (r < rows)[:, None] & (g * SIZE < width)[None, :]  # [ROWS, GROUPS]
-    at = row[:, None] * (width // SIZE) + g[None, :] if w.SPREAD else row[:, None] + g[None, :] * 0
+    at = row[:, None] * (width // SIZE) + g[None, :] if w.F.group else row[:, None] + g[None, :] * 0
     scale = _scales(at, here, w)[:, :, None]
 
-    byte = g[:, None] * (SIZE // w.PARTS) + tl.arange(0, SIZE // w.PARTS)[None, :]  # [GROUPS, SIZE / PARTS]
-    seen = here[:, :, None] & (byte < width // w.PARTS)[None, :, :]
-    codes = tl.load(w.codes + row[:, None, None] * (width // w.PARTS) + byte[None, :, :], mask=seen, other=0).to(tl.int32)
+    byte = g[:, None] * (SIZE // w.F.per_byte) + tl.arange(0, SIZE // w.F.per_byte)[None, :]  # [GROUPS, SIZE / per_byte]
+    seen = here[:, :, None] & (byte < width // w.F.per_byte)[None, :, :]
+    codes = tl.load(w.codes + row[:, None, None] * (width // w.F.per_byte) + byte[None, :, :], mask=seen, other=0).to(tl.int32)
     zero = 0.0
     if w.offsets is not None:
         zero = tl.load(w.offsets + at, mask=here, other=0).to(tl.float32)[:, :, None]
-    if w.PARTS == 2:
+    if w.F.per_byte == 2:
         numbers = tl.interleave((_unit(codes & 15, w) - zero) * scale, (_unit(codes >> 4, w) - zero) * scale)
     else:
         numbers = (_unit(codes, w) - zero) * scale
 
     column = g[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = here[:, :, None] & (column < width)[None, :, :]
-    if w.ORDERED:
+    if w.perm is not None:
         column = tl.minimum(tl.maximum(tl.load(w.perm + column, mask=column < width, other=0), 0), width - 1)
     to = out + (target + r).to(tl.int64)[:, None, None] * stride + column[None, :, :]
     rounded = as_dtype(numbers, out.dtype.element_ty) if INTERPRETED else numbers.to(out.dtype.element_ty)
@@ -152,7 +144,7 @@ def dequantize_rows(
 
 
 def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> None:
-    """out [rows, K], fp16 or bf16, rows apart by any stride: rows first, first + 1 ... of one to three weights [N, K], one below
+    """out [rows, K], fp16 or bf16, with any row stride: rows first, first + 1 ... of one to three weights [N, K], one below
     the other. Their formats may differ. Parts are contiguous and nothing is empty.
     """
     width = out.shape[1]
@@ -172,17 +164,11 @@ def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> Non
 
 def as_argument(weight: QuantTensor) -> Weight:
     """A weight's tensors and constants."""
-    fmt, nested = weight.format, weight.nested
-    assert fmt.scale is not None
-    values = fmt.code.values or ()
-    kind = "integer" if not values else "mirrored" if values[8] == 0 else "table"
-    constants = (
-        *(fmt.code.per_byte, kind, fmt.code.bias, values[:8] if kind == "mirrored" else values),
-        *(fmt.scale.dtype, fmt.scale.nested or 0, fmt.granularity == "group", weight.perm is not None),
-    )
+    codec, nested = weight_codec(weight.format), weight.nested
     table, mean = (None, None) if nested is None else (dynamic_map(weight.device), nested[-1:])
-    tensors = (weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table, weight.perm)
-    return Weight(*tensors, *map(tl.constexpr, constants))
+    # The interpreter takes a constant of a tuple as it is, and sees no attributes through a constexpr.
+    of_format = codec if INTERPRETED else tl.constexpr(codec)
+    return Weight(weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table, weight.perm, of_format)
 
 
 def _size(fmt: Format, width: int) -> int:

@@ -1,1 +1,1 @@
-"""Measuring: timing, the roof of the memory, accuracy checks before any figure, records, and one file per benchmark."""
+"""Measuring: timing, the roofline of the memory, accuracy checks before any figure, records, and one file per benchmark."""

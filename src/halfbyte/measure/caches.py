@@ -19,13 +19,14 @@ from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
 from halfbyte.measure.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.reference.attention import read
+from halfbyte.reference.hadamard import rotate, rotated
 
 Layout = Literal["heads first", "tokens first", "pages"]
 PAGE = 64
 EVENLY = ", spread evenly"
 #: Elements appended in one piece while a cache is filled; bounds the memory that quantizing takes.
 _FILL = 2**27
-#: Sequences whose results are held against float64; all the others go through the same code.
+#: Sequences whose results are compared with float64; all the others go through the same code.
 _SAMPLED = 4
 #: Lengths of one cache begin at multiples of so many, which is where an allocation of its own would begin.
 _LENGTHS_APART = 64
@@ -102,9 +103,9 @@ class Inputs:
         return self.q.unflatten(1, (k.shape[1], -1)).sum(2), 1 - v
 
 
-def fill(inputs: Inputs, formats: str) -> KVCache:
+def fill(inputs: Inputs, formats: str, rotate_keys: bool | None = None) -> KVCache:
     """A cache in the problem's layout that holds the inputs. Per-tensor scales are those of the first 2^27 elements."""
-    cache = empty(inputs.problem, formats, inputs.q.device)
+    cache = empty(inputs.problem, formats, inputs.q.device, rotate_keys)
     first = 0
     for k, v in inputs.spans:
         step = max(1, _FILL // k[0].numel())
@@ -114,8 +115,8 @@ def fill(inputs: Inputs, formats: str) -> KVCache:
     return cache
 
 
-def empty(problem: DecodeCase, formats: str, device: torch.device) -> KVCache:
-    """An empty cache in the problem's layout, wrapped around its memory as an engine would."""
+def empty(problem: DecodeCase, formats: str, device: torch.device, rotate_keys: bool | None = None) -> KVCache:
+    """An empty cache in the problem's layout, wrapped around its memory as an engine would; rotation as `KVCache` has it."""
     shape, table = problem.shape, None
     rows = (shape.batch, shape.kv_heads, shape.context)
     if problem.layout == "pages":
@@ -124,25 +125,28 @@ def empty(problem: DecodeCase, formats: str, device: torch.device) -> KVCache:
         table = order.int().view(shape.batch, -1).to(device)
         rows = (pages, shape.kv_heads, PAGE)
     k_format, v_format = parse_formats(formats)
-    tail = (shape.batch, shape.kv_heads, k_format.token_block or 1, shape.dim)
-    planes = [new_kv_buffer(f, (*rows, shape.dim), tail, torch.bfloat16, device) for f in (k_format, v_format)]
+    planes = [
+        new_kv_buffer(f, (*rows, shape.dim), (shape.batch, shape.kv_heads, f.token_block or 0, shape.dim), torch.bfloat16, device)
+        for f in (k_format, v_format)
+    ]
     if problem.layout == "tokens first":
         planes = [_each(plane, _tokens_first) for plane in planes]
     lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    return KVCache.from_buffers(planes[0], planes[1], lengths, page_table=table)
+    rotate_keys = rotated(rotate_keys, k_format, shape.dim)
+    return KVCache.from_buffers(planes[0], planes[1], lengths, page_table=table, rotate_keys=rotate_keys)
 
 
 def sequences(cache: KVCache, start: int, stop: int) -> KVCache:
     """Some sequences of a cache as a cache over the same memory."""
-    if cache.page_table is not None:
-        planes = (cache.keys, cache.values)
-        return KVCache.from_buffers(*planes, cache.lengths[start:stop], page_table=cache.page_table[start:stop])
-    keys, values = (_each(plane, lambda t: t[start:stop]) for plane in (cache.keys, cache.values))
-    return KVCache.from_buffers(keys, values, cache.lengths[start:stop])
+    table = None if cache.page_table is None else cache.page_table[start:stop]
+    planes = (cache.keys, cache.values)
+    if table is None:
+        planes = (_each(cache.keys, lambda t: t[start:stop]), _each(cache.values, lambda t: t[start:stop]))
+    return KVCache.from_buffers(*planes, cache.lengths[start:stop], page_table=table, rotate_keys=cache.rotate_keys)
 
 
 def _each(plane: KVBuffer, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
-    """A plane with `change` applied to every tensor that has sequences; what is per tensor is shared."""
+    """A KV buffer with `change` applied to every tensor that has sequences; what is per tensor is shared."""
 
     def changed(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or t.ndim == 1 else change(t)
@@ -163,7 +167,7 @@ def clone(plane: KVBuffer) -> KVBuffer:
 
 
 def parts_of(plane: KVBuffer) -> dict[str, torch.Tensor]:
-    """The tensors of a plane by name."""
+    """The tensors of a KV buffer by name."""
     return {name: t for name, t in vars(plane).items() if isinstance(t, torch.Tensor)}
 
 
@@ -180,7 +184,7 @@ class Rotation:
         self._lengths = self._full.repeat(copies, 1)
         planes = [(cache.keys, cache.values), *((clone(cache.keys), clone(cache.values)) for _ in range(copies - 1))]
         self.caches = [
-            KVCache.from_buffers(*pair, row[:batch], page_table=cache.page_table)
+            KVCache.from_buffers(*pair, row[:batch], page_table=cache.page_table, rotate_keys=cache.rotate_keys)
             for pair, row in zip(planes, self._lengths, strict=True)
         ]
 
@@ -231,7 +235,7 @@ def held_by(cache: KVCache) -> Read:
     def one(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         view = sequences(cache, i, i + 1)
         k, v = (read(plane, view.lengths, view.page_table)[:, :, : lengths[i]] for plane in (view.keys, view.values))
-        return k, v
+        return rotate(k) if cache.rotate_keys else k, v
 
     return one
 

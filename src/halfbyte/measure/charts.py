@@ -91,7 +91,7 @@ def bars(values: Mapping[str, float], *, x_label: str, title: str = "", shown: M
 
 
 def marked_bars(
-    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "bar"
+    values: Mapping[str, float], marks: Mapping[str, float], *, x_label: str, title: str = "", mark_label: str = "target"
 ) -> str:
     """Horizontal bars from the top down, each with a tick where it should reach (`marks`, by the same names). An <svg> element."""
     check(len(values) > 0, "values is empty; a chart needs at least one")
@@ -353,12 +353,12 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
     return done.svg
 
 
-def roofline(points: Lines, roof: Sequence[tuple[float, float]], *, title: str) -> str:
-    """Points (10^6 bytes, 10^9 bytes a second) below the measured `roof`, points of the same kind. Returns an <svg> element."""
-    check(len(roof) > 0, "roof is empty; a roofline needs at least one point")
+def roofline(points: Lines, measured: Sequence[tuple[float, float]], *, title: str) -> str:
+    """Points (10^6 bytes, 10^9 bytes a second) below the `measured` roofline, points of the same kind. Returns an <svg> element."""
+    check(len(measured) > 0, "measured is empty; a roofline needs at least one point")
     with _figure(title, 4.4) as (fig, ax, done):
-        xs, ys = zip(*roof, strict=True)
-        ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roof of the same runs")
+        xs, ys = zip(*measured, strict=True)
+        ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roofline of the same runs")
         for number, (name, found) in enumerate(points.items()):
             ax.plot([x for x, _ in found], [y for _, y in found], ms=5, alpha=0.85, label=name, **_look(number) | {"ls": ""})
         _scales(ax, log_x=True, log_y=False)

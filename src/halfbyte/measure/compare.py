@@ -1,4 +1,4 @@
-"""Two sets of records held against each other: what became faster or slower by more than its samples vary."""
+"""Two sets of records, compared: what became faster or slower by more than its samples vary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfbyte.measure.tables import describe_shape
 Verdict = Literal["faster", "slower", "same", "within noise", "refused now", "refused before", "changed", "new", "gone"]
 Key = tuple[str, ...]
 
-#: A change is told from this part of the time on, whatever the samples say: clocks and memory differ by as much from day to day.
+#: The smallest change that is reported, whatever the samples say: clocks and memory vary by as much from day to day.
 LEAST = 0.02
 #: A perplexity that moves by less is that of another order of sums.
 _ROUNDING = 1e-3
@@ -82,9 +82,9 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        """What changed. A time is faster or slower when p10 - p90 of before and after do not overlap and the medians are more than
-        2 % apart; samples that overlap are within noise, medians that are not apart the same. What was not timed is changed when a
-        count is another, or its error, perplexity or bits are further apart than rounding takes them.
+        """What changed. A time is faster or slower when p10 - p90 of before and after do not overlap and the medians differ by
+        more than 2 %; samples that overlap are within noise, and medians that differ less are the same. What was not timed is
+        changed when a count is another, or its error, perplexity or bits differ by more than rounding.
         """
         if self.before is None:
             return "new"

@@ -4,10 +4,10 @@ They complement the times of graphs and replace none: they leave out what lies b
 taken after the samples of a case: tracing slows launches, and CUPTI may stay attached.
 
 What is traced is calls one by one, not the graph: graphs that were made before CUPTI was attached are traced or not as the driver
-pleases, and some versions crash over them; what cannot be captured is traced too; and kernels of one call can be told from those of
-the next. Between calls lies a kernel that only marks: no call overlaps with another, whatever launches are allowed to. Where the
-launches of one call overlap (programmatic dependent launch), a kernel that starts early counts while it waits for the one ahead, so
-that the sum is more than the call takes.
+pleases, and some versions crash over them; what cannot be captured is traced too; and kernels of one call can be separated from
+those of the next. Between calls lies a kernel that only marks: no call overlaps with another, whatever launches are allowed to.
+Where the launches of one call overlap (programmatic dependent launch), a kernel that starts early counts while it waits for the
+one ahead, so that the sum is more than the call takes.
 """
 
 from __future__ import annotations

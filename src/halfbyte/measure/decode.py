@@ -96,8 +96,6 @@ def inputs(shape: DecodeShape, device: torch.device) -> tuple[torch.Tensor, torc
 
 def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pair: str, impl: str) -> Candidate:
     """halfbyte on caches that hold the same tokens; judged against float64 over what those caches hold after quantization."""
-    from halfbyte.reference.attention import read
-
     keys, values = parse_formats(pair)
     cache = halfbyte.KVCache(
         k.shape[0],
@@ -113,8 +111,7 @@ def _ours(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p
     nbytes = cache.keys.nbytes + cache.values.nbytes + 2 * q.nbytes
     rotation = [cache, *(copy.deepcopy(cache) for _ in range(session.copies(nbytes) - 1))]
     fns = [partial(attend, q, cache, impl) for cache in rotation]
-    held = (read(plane, cache.lengths, None) for plane in (cache.keys, cache.values))
-    return Candidate(f"halfbyte {impl}", pair, nbytes, fns, _judge(q, *held))
+    return Candidate(f"halfbyte {impl}", pair, nbytes, fns, _judge(q, *cache.dequantized()))
 
 
 def attend(q: torch.Tensor, cache: halfbyte.KVCache, impl: str) -> torch.Tensor:

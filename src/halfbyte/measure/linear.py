@@ -100,7 +100,7 @@ def _activations(x: torch.Tensor, n: int) -> int:
 
 
 def promise(x: torch.Tensor, values: Callable[[], torch.Tensor]) -> Callable[[torch.Tensor], Accuracy]:
-    """The promise over the weights that `values` gives, for results of any of the first rows of x [M, K]; the reference is computed
+    """The promise over the weights that `values` gives, for results of the first rows of any x [M, K]; the reference is computed
     once, when it is first needed.
     """
     known: list[tuple[torch.Tensor, torch.Tensor]] = []

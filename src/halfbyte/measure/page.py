@@ -1,4 +1,4 @@
-"""Any set of records as one HTML page: told as on the terminal, drawn, by machine, and held against those of before."""
+"""Any set of records as one HTML page: tables as on the terminal, charts, by machine, compared with earlier records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_page(
 ) -> Path:
     """Write the page: for each machine what changed since `against`, then every kind of record with its charts, table and commands.
 
-    Of records of the same thing the latest is shown. Machines are kept apart.
+    Of records of the same thing the latest is shown. Machines are kept separate.
     """
     check(len(measured) > 0, "records is empty; a page needs at least one")
     kept = compare.latest(measured)
@@ -64,7 +64,7 @@ def _facts(measured: Sequence[Record]) -> dict[str, Cell]:
         "refused": sum(bool(r.refused) for r in measured),
     }
     if verdicts:
-        found["bars met"] = f"{sum(v.met for v in verdicts)} of {len(verdicts)}"
+        found["targets met"] = f"{sum(v.met for v in verdicts)} of {len(verdicts)}"
     return found | {"runs": len({r.environment.date for r in measured})}
 
 
@@ -88,7 +88,7 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
             said, drawn, (headers, rows) = section.says(mine), section.charts(mine), section.table(mine)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
             raise InvalidArgument(
-                f"the records of {section.title!r} cannot be told ({type(error).__name__}: {error}); "
+                f"the records of {section.title!r} cannot be shown ({type(error).__name__}: {error}); "
                 "were they written by another version, or by hand?"
             ) from error
         report.text(*asked, *said)
@@ -161,7 +161,7 @@ def _changes(report: Report, title: str, found: Sequence[Change]) -> None:
     }
     report.heading(title).facts(counts)
     report.text(
-        f"Faster or slower: medians more than {100 * compare.LEAST:.0f} % apart, and 10th to 90th percentiles that do not overlap."
+        f"Faster or slower: medians differ by more than {100 * compare.LEAST:.0f} %, and 10th to 90th percentiles do not overlap."
     )
     moved = {_name(c): c.ratio for c in found if c.verdict in ("faster", "slower") and c.ratio is not None}
     if moved:

@@ -70,7 +70,7 @@ class Record:
     error              against float64; `error_allowed` by the accuracy promise; `error_kind` says which measure
 
     Cases with bars have a name, `case`, and several times. `seconds`, which the bars judge, is `paired` where there is one:
-    alone, chained     seconds of one call after the other: launches kept apart, launches overlapping
+    alone, chained     seconds of one call after the other: launches in sequence, launches overlapping
     paired, appends    each call follows the append of one token, launches overlapping, less a chain of such appends alone
     peer, peer_seconds the fastest 16-bit implementation of the same case in the same run
     note               what the figure does not say by itself
@@ -161,7 +161,7 @@ _MAPPING, _TUPLE = re.compile(r"dict\[str, (\w+)\]"), re.compile(r"tuple\[(\w+),
 
 
 def _check_types(part: Record | Environment | Verdict) -> None:
-    """Raise TypeError for a field of another type: its figures would be told wrongly, or not at all."""
+    """Raise TypeError for a field of another type: its figures would be shown wrongly, or not at all."""
     for f in dataclasses.fields(part):
         if not _holds(getattr(part, f.name), str(f.type)):
             raise TypeError(f"{f.name} is {_short(getattr(part, f.name))}; expected {f.type}")

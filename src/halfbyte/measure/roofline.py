@@ -1,8 +1,8 @@
-"""The roof: how fast this machine reads, copies and multiplies, measured in the same run as what is held against it.
+"""The roofline: how fast this machine reads, copies and multiplies, measured in the same run as what is compared with it.
 
-The read roof is the best of several read-only torch reductions over the same number of bytes, and on a GPU of several shapes of a
-Triton kernel that only reads. It is a lower bound on what the memory can do: a kernel that shows more than 100 % of it reads faster
-than any of them.
+The read roofline is the best of several read-only torch reductions over the same number of bytes, and on a GPU of several shapes
+of a Triton kernel that only reads. It is a lower bound on what the memory can do: a kernel that shows more than 100 % of it reads
+faster than any of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Roof:
 
 @dataclass
 class Roofline:
-    """Measures the read roof once for each number of bytes and remembers it."""
+    """Measures the read roofline once for each number of bytes and remembers it."""
 
     device: Device
     threads: int
@@ -53,7 +53,7 @@ class Roofline:
     known: dict[int, Roof] = field(default_factory=dict)
 
     def read(self, nbytes: int) -> Roof:
-        """The read roof at `nbytes`, cold."""
+        """The read roofline at `nbytes`, cold."""
         if nbytes not in self.known:
             self.known[nbytes] = self._measure_read(nbytes)
         return self.known[nbytes]
@@ -67,7 +67,7 @@ class Roofline:
         return Roof(nbytes, actual / times[best].median / 1e9, best)
 
     def _readers(self, x: torch.Tensor) -> dict[str, Reader]:
-        """What reads; a kernel of ours that does not read all of `x` is no roof."""
+        """What reads; a kernel of ours that does not read all of `x` is no roofline."""
         if self.device.kind != "cuda":
             return READERS
         from halfbyte.measure.roofline_kernels import readers
@@ -76,7 +76,9 @@ class Roofline:
         expected = int(x.view(torch.int32).sum())
         for name, reader in ours.items():
             if (int(reader(x).sum()) - expected) % 2**32:
-                raise BenchmarkRefused(f"the read roof, {name}: its sum over {x.nbytes} bytes is not torch's; report this as a bug")
+                raise BenchmarkRefused(
+                    f"the read roofline, {name}: its sum over {x.nbytes} bytes is not torch's; report this as a bug"
+                )
         return {**READERS, **ours}
 
     def copy(self, nbytes: int) -> float:
@@ -119,7 +121,7 @@ def _bind_copy(copier: Copier, target: torch.Tensor, x: torch.Tensor) -> Call:
 
 def _buffers(nbytes: int, device: Device) -> list[torch.Tensor]:
     """A rotation of float32 vectors of `nbytes` (a little less: whole rows for the products), enough of them to be cold."""
-    check(nbytes >= 256, f"nbytes={nbytes}; a roof needs at least 256 bytes")
+    check(nbytes >= 256, f"nbytes={nbytes}; a roofline needs at least 256 bytes")
     unit = _ROW if nbytes >= 64 * _ROW else 256
     numel = nbytes // unit * unit // 4
     # Random, as a cache is: constant data may cost the memory less.

@@ -1,4 +1,4 @@
-"""Triton kernels that attention is held against: reading, copying, and a launch that does nothing. Import this on a GPU only.
+"""Triton kernels that attention is compared with: reading, copying, and a launch that does nothing. Import this on a GPU only.
 
 They are passed through `triton.jit` by hand and not by a decorator, which would take their types away.
 """

@@ -7,15 +7,13 @@ import gc
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
@@ -25,6 +23,7 @@ from halfbyte.measure.progress import Named, Steps, job_name
 from halfbyte.measure.records import Record, with_accuracy, with_timing
 from halfbyte.measure.roofline import Roofline
 from halfbyte.measure.tables import is_noisy
+from halfbyte.measure.terminal import show_table
 from halfbyte.measure.timing import (
     GRAPHS,
     QUICK,
@@ -84,6 +83,7 @@ class Options:
 
     pattern  a regular expression over "case formats implementation"
     kernels  times of the kernels by themselves, too, by CUPTI
+    wide     tables show all columns, however narrow the terminal is
     """
 
     output: Path | None = None
@@ -93,6 +93,7 @@ class Options:
     device: str | None = None
     threads: int | None = None
     kernels: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -136,7 +137,7 @@ class Session:
         return graphs if self.device.kind == "cuda" else QUICK if self.options.quick else Effort()
 
     def part(self, graphs: Effort, study: str = "") -> Session:
-        """A session with records of its own, in the same environment and under the roofs that are known here."""
+        """A session with records of its own, in the same environment and with the rooflines that are known here."""
         made = copy.copy(self)
         made.graphs, made.effort, made.study, made.records = graphs, self._effort(graphs), study, []
         made.roofline = Roofline(self.device, self.threads, made.effort, self.roofline.known)
@@ -163,7 +164,7 @@ class Session:
             return {}
 
     def kernel_seconds(self, works: Mapping[str, Work]) -> dict[str, float | None]:
-        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless asked for."""
+        """Seconds that the kernels of a call take by themselves, for each work that they are known of; none unless requested."""
         if not self.options.kernels:
             return {}
         return {name: cupti.seconds_of(calls) for name, calls in self.traced(works).items()}
@@ -271,28 +272,22 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- what is shown
 
     def show_roofline(self, nbytes: int = 2**26) -> None:
-        """Print the roofs of this machine: read and copy at `nbytes`, and a 16-bit product."""
+        """Print the rooflines of this machine: read and copy at `nbytes`, and a 16-bit product."""
         if self.options.json:
             return
         # A CPU without 16-bit instructions takes seconds for a product of 1,024.
         read, size = self.roofline.read(nbytes), 4096 if self.device.kind == "cuda" else 512
         self._out.print(
-            f"{self.device.name}, {self.threads} threads. Roofs at {nbytes / 2**20:.0f} MiB: "
+            f"{self.device.name}, {self.threads} threads. Rooflines at {nbytes / 2**20:.0f} MiB: "
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roofline.copy(nbytes):,.1f} GB/s, "
             f"bf16 product of {size} x {size}: {self.roofline.matmul(size):.3g} TFLOP/s",
             highlight=False,
             soft_wrap=True,
         )
 
-    def show_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> None:
+    def show_table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
         """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for i, header in enumerate(headers):
-            table.add_column(header, justify="left" if i < text_columns else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        with _wide_when_piped(self._out):
-            self._out.print(table)
+        show_table(self._out, title, headers, rows, text_columns, self.options.wide)
         for record in self.records:
             if record.refused:
                 self._out.print(f"refused: {record.refused}", markup=False, highlight=False, soft_wrap=True)
@@ -308,13 +303,3 @@ class Session:
         """Print a line, unless only JSON is wanted."""
         if not self.options.json:
             self._out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _wide_when_piped(console: Console) -> Iterator[None]:
-    """Outside a terminal rich assumes 80 columns and would fold every cell; a file has room."""
-    before = console.width
-    if not console.is_terminal:
-        console.width = 200
-    yield
-    console.width = before

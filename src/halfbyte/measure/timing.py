@@ -7,7 +7,7 @@ holds, because in decoding every weight and every cached token comes from memory
   between two events, behind a pause on the device that hides the host's part of the launch.
 * CPU: own repeats of a block of calls under a fixed number of threads (torch.utils.benchmark cannot interleave candidates).
 
-Contenders that are compared are sampled in turn, so that a drift of clocks or a noisy neighbour hits all of them alike.
+Candidates are sampled in turn, so that a drift of clocks or a noisy neighbour hits all of them alike.
 Reported are the median and the 10th and 90th percentile over samples, in seconds per call.
 """
 
@@ -195,7 +195,7 @@ def summary(samples: Sequence[float], method: str) -> Timing:
 
 
 def check_threads(threads: int) -> None:
-    """Refuse numbers of threads that no machine has: torch starts as many as it is told to, until the process dies."""
+    """Refuse numbers of threads that no machine has: torch starts as many as it is given, until the process dies."""
     check(1 <= threads <= _MOST_THREADS, f"threads={threads}; expected 1 to {_MOST_THREADS}")
 
 

@@ -50,6 +50,47 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
         yield call, tuple(whole[here, :, begin * queries :] for whole in results)
 
 
+def blocks_of_ragged(c: DecodeCall, queries: int) -> tuple[DecodeCall, Tensors]:
+    """Ragged queries over pages as blocks of `queries` tokens, each a sequence of its own; and the places of tokens.
+
+    Sequence b begins with block cu_seqlens_q[b] // queries + b, so the host knows how many blocks there are at most.
+    """
+    assert c.cu_seqlens_q is not None and c.page_table is not None
+    tokens, batch, device = c.q.shape[2], len(c.lengths), c.q.device
+    bounds = c.cu_seqlens_q.long().clamp(0, tokens).cummax(0).values  # [B + 1], whatever it holds
+    counts, token = bounds.diff(), torch.arange(tokens, device=device)
+    first = bounds[:-1] // queries + torch.arange(batch, device=device)  # [B]: of each sequence the first block
+    number = torch.arange(tokens // queries + batch, device=device)
+    owner = torch.searchsorted(first, number, right=True) - 1  # [blocks]
+    begin = (number - first[owner]) * queries  # in its sequence
+    place = begin[:, None] + torch.arange(queries, device=device)
+    real = (place >= 0) & (place < counts[owner, None])  # [blocks, queries]
+    q = c.q[0, :, torch.where(real, bounds[owner, None] + place, 0)]  # [Hq, blocks, queries, D]
+    starts, ends = (None if t is None else t[owner] for t in (c.options.starts, c.options.ends))
+    call = c._replace(
+        q=q.masked_fill_(~real[:, :, None], 0).transpose(0, 1),
+        lengths=torch.where(real[:, 0], c.lengths[owner], 0),
+        query_start=(c.lengths[owner] - counts[owner] + begin).int(),
+        page_table=c.page_table[owner],
+        options=c.options._replace(starts=starts, ends=ends),
+        cu_seqlens_q=None,
+        max_query_len=0,
+    )
+    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, batch - 1)
+    inside = (token - bounds[sequence]).clamp_min(0)
+    return call, (first[sequence] + inside // queries, inside % queries, token >= bounds[-1])
+
+
+def from_blocks(result: torch.Tensor, places: Tensors, otherwise: float) -> torch.Tensor:
+    """Of a result [blocks, Hq, queries, ...] what belongs to each token, [T, Hq, ...]; of padding `otherwise`.
+
+    places: of each token its block, its place in it, and whether it is padding.
+    """
+    block, place, padding = places
+    found = result[block.clamp_max(len(result) - 1), :, place]
+    return found.masked_fill_(padding.view(-1, *[1] * (found.ndim - 1)), otherwise)
+
+
 def put(into: torch.Tensor, blocks: torch.Tensor) -> None:
     """blocks [B * n, Hq, tokens of a block, ...] into [B, Hq, L, ...]; what the last one has too much is left out."""
     blocks = blocks.unflatten(0, (into.shape[0], -1))
@@ -63,4 +104,4 @@ def put(into: torch.Tensor, blocks: torch.Tensor) -> None:
 def _of_sequences(buffer: KVBuffer, some: slice, paged: bool) -> KVBuffer:
     """What a buffer holds of some sequences. All of them share its pages, and their tables say which are whose."""
     tensors = [t if t is None or t.ndim == 1 or (paged and t is not buffer.tail) else t[some] for t in buffer.tensors()]
-    return KVBuffer(buffer.format, *cast(Any, tensors))
+    return KVBuffer(buffer.format, *cast(Any, tensors), sink_tokens=buffer.sink_tokens)

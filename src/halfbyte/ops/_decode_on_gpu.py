@@ -15,14 +15,13 @@ import torch
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops._decode_blocks import blocks_of, put
+from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
-from halfbyte.ops.launch_cache import Signature, layout, replay, signature, store
+from halfbyte.ops.launch_cache import Layout, Signature, layout, replay, signature, store
 from halfbyte.ops.workspace import counters, floats, shared
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block, ragged_blocks
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
 from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
-from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import pair_launches
 
 Plan = DecodePlan | TritonTiles
@@ -31,23 +30,34 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 #: Blocks of query rows in one launch of the portable kernel: CUDA's limit on the second axis of a grid. 131,072 queries of 16 heads
 #: a KV head are one block more.
 MOST_BLOCKS = 65_535
+#: fp32 numbers of workspace for ragged queries, 256 MiB: splits of fixed size take some of every token for all of the capacity.
+MOST_FLOATS = 1 << 26
 
 
-def run(call: DecodeCall, *, compiled: bool = False, signature: Signature | None = None, block: bool = False) -> Pair:
+def run(
+    call: DecodeCall,
+    *,
+    compiled: bool = False,
+    signature: Signature | None = None,
+    block: bool = False,
+    into: torch.Tensor | None = None,
+) -> Pair:
     """out [B, Hq, L, Dv] in q's dtype and lse float32 [B, Hq, L], by the level of the call ("auto": by the best that can).
 
     `compiled`: called from compiled code, behind whose back nothing may be kept. `signature`: what to store this call by.
-    `block`: q holds blocks of a prompt's tokens, one sequence each.
+    `block`: q holds blocks of a prompt's tokens, one sequence each. `into`: memory for out, taken if it is laid out like that.
     """
-    q = call.q
-    out = q.new_empty(*q.shape[:3], call.values.dim)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    q, (out, lse) = call.q, call.new_results()
+    out = into if into is not None and _takes(into, layout(out)) else out
     with torch.cuda.device_of(q):
         call = _dense(call)
+        if call.cu_seqlens_q is not None:
+            _run_ragged(call, out, lse, compiled)
+            return out, lse
         problem = problem_of(call)
         if call.impl != "triton" and (queries := _queries_of_a_block(problem, _index(q))):
-            for piece, into in blocks_of(call, queries, (out, lse)):
-                for whole, part in zip(into, _run_block(piece, compiled), strict=True):
+            for piece, parts in blocks_of(call, queries, (out, lse)):
+                for whole, part in zip(parts, _run_block(piece, compiled), strict=True):
                     put(whole, part)
             return out, lse
         plan = _plan(problem, call.impl, _index(q), pair_launches())
@@ -61,11 +71,67 @@ def run(call: DecodeCall, *, compiled: bool = False, signature: Signature | None
 def _run_block(call: DecodeCall, compiled: bool) -> Pair:
     """`run` of blocks, launched like earlier ones where there were any."""
     o, known = call.options, None
-    if not (compiled or o.rotate_keys or call.deterministic_batch):
-        options = ("block", call.impl, o.window is None, o.softcap is None)
+    if not (compiled or call.deterministic_batch):
+        options = ("block", call.impl, o.window is None, o.softcap is None, o.rotate_keys, call.keys.sink_tokens)
         known = signature("decode_attention", options, (call.keys.format, call.values.format), call.tensors())
-    found: Pair | None = None if known is None else replay(known, o)
+    found: Pair | None = None if known is None else replay(known, o, None)
     return run(call, compiled=compiled, signature=known, block=True) if found is None else found
+
+
+def _takes(out: torch.Tensor, wanted: Layout) -> bool:
+    """Whether kernels can write their result into `out`, which has its shape and dtype."""
+    return layout(out) == wanted and out.data_ptr() % 16 == 0
+
+
+def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """Ragged queries: in blocks by the tuned kernel, or by the portable one, which finds out on the device whose they are."""
+    if not len(call.lengths):
+        out.zero_()
+        lse.fill_(-math.inf)
+    elif queries := _queries_of_a_ragged_block(call):
+        blocks, places = blocks_of_ragged(call, queries)
+        for whole, part, otherwise in zip((out, lse), _run_block(blocks, own), (0, -math.inf), strict=True):
+            whole[0].transpose(0, 1).copy_(from_blocks(part, places, otherwise))
+    else:
+        _launch_ragged(call, out, lse, own)
+
+
+def _queries_of_a_ragged_block(call: DecodeCall) -> int:
+    """New tokens that the tuned kernel takes at a time; 0: it takes none."""
+    if call.impl == "triton" or call.deterministic_batch or call.page_table is None or call.keys.tail is not None:
+        return 0
+    return _ragged_block(problem_of(call), call.max_query_len, call.impl, _index(call.q), pair_launches())
+
+
+@functools.lru_cache(maxsize=1024)
+def _ragged_block(problem: DecodeProblem, most: int, level: str, device: int, use_pdl: bool) -> int:
+    if device < 0 or problem.dtype not in DTYPES.values():
+        return 0
+    blocks = ragged_blocks(problem, most, gpu(device).capability)
+    return blocks.queries if isinstance(_plan(blocks, level, device, use_pdl), DecodePlan) else 0
+
+
+def _launch_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """Launch the portable kernel, on as many tokens at a time as the workspace takes."""
+    from halfbyte.kernels.decode import portable
+
+    bounds, lengths, tokens = call.cu_seqlens_q, call.lengths, call.q.shape[2]
+    assert bounds is not None
+    tiles = plan_of(call, pair_launches())
+    assert isinstance(tiles, TritonTiles)
+    most = max(1, MOST_FLOATS // max(1, portable.workspace_floats(call.q.shape[1], call.values.dim, tiles.splits)))
+    for first in range(0, tokens, most):
+        piece = call
+        if tokens > most:
+            start = lengths - bounds.diff() + (first - bounds[:-1]).clamp_min(0)
+            piece = call._replace(
+                q=call.q[:, :, first : first + most],
+                query_start=start,
+                cu_seqlens_q=(bounds - first).clamp(0, min(most, tokens - first)),
+            )
+        into = [t[:, :, first : first + most] for t in (out, lse)]
+        count = portable.workspace_floats(into[1].numel(), call.values.dim, tiles.splits)
+        portable.launch(piece, tiles, into[0], into[1], floats(call.q.device, count, own))
 
 
 def _dense(call: DecodeCall) -> DecodeCall:
@@ -79,6 +145,7 @@ def _dense(call: DecodeCall) -> DecodeCall:
     return call._replace(
         lengths=lengths,
         query_start=query_start,
+        cu_seqlens_q=None if call.cu_seqlens_q is None else call.cu_seqlens_q.contiguous(),
         page_table=table if table is None or table.stride(1) == 1 else table.contiguous(),
         options=o._replace(alibi_slopes=slopes, sinks=sinks, starts=starts, ends=ends),
     )
@@ -130,15 +197,8 @@ def _launch_tuned(c: DecodeCall, plan: DecodePlan, out: torch.Tensor, lse: torch
     from halfbyte.kernels.decode.arguments import Results
     from halfbyte.kernels.decode.launch import launch
 
-    q = c.q
-    if c.options.rotate_keys:
-        # To fp32, where keys are codes: the kernel rounds once. In float64, which neither autocast nor TF32 touches.
-        keep = not own and not (q.is_cuda and torch.cuda.is_current_stream_capturing())  # else it would lie in memory of a graph
-        matrix = (_hadamard if keep else _hadamard.__wrapped__)(q.shape[3], q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            q = (q.double() @ matrix).to(torch.float32 if c.keys.format.is_quantized else q.dtype)
-    workspace = floats(q.device, plan.floats, own), counters(q.device, plan.semaphores, own)
-    return launch(c._replace(q=q), plan, Results(out, lse, *workspace))
+    workspace = floats(c.q.device, plan.floats, own), counters(c.q.device, plan.semaphores, own)
+    return launch(c, plan, Results(out, lse, *workspace))
 
 
 def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -149,13 +209,14 @@ def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: t
     launch, fixed = launcher(kernel, (plan.programs, 1, 1)), fixed_of(call, plan.spec)
     out_layout, lse_layout, size, semaphores = layout(out), layout(lse), plan.floats, plan.semaphores
 
-    def again(s: Signature, o: AttentionOptions) -> Pair | None:
+    def again(s: Signature, o: AttentionOptions, into: torch.Tensor | None) -> Pair | None:
         q = s.tensors[0]
         workspace = shared(q.device, size, semaphores)
         if workspace is None:
             return None
         stream, partial, semaphore = workspace
-        out, lse = q.new_empty_strided(*out_layout), q.new_empty_strided(*lse_layout, dtype=torch.float32)
+        out = into if into is not None and _takes(into, out_layout) else q.new_empty_strided(*out_layout)
+        lse = q.new_empty_strided(*lse_layout, dtype=torch.float32)
         results = (out.data_ptr(), lse.data_ptr(), partial.data_ptr(), semaphore.data_ptr())
         if (results[0] | results[1] | results[2] | results[3]) % 16:
             return None  # no allocator of torch does that, and the kernel may have been compiled for it
@@ -182,9 +243,3 @@ def _launch_portable(c: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: 
         _launch_portable(piece, tiles, made[0], made[1], own)
         for t, part in zip(into, made, strict=True):
             t.copy_(part)
-
-
-@functools.cache
-def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """The matrix of `reference.hadamard.rotate`."""
-    return rotate(torch.eye(dim, dtype=torch.float64, device=device))

@@ -16,7 +16,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
     q, keys, values, options = call.q, call.keys, call.values, call.options
     return DecodeProblem(
         DTYPES.get(q.dtype, str(q.dtype)),
-        q.shape[0],
+        len(call.lengths),
         keys.heads,
         q.shape[1] // keys.heads,
         q.shape[2],
@@ -26,7 +26,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         keys.format.name,
         values.format.name,
         0 if call.page_table is None else keys.codes.shape[2],
-        aligned(q, keys.codes) and aligned(q, values.codes) and _dense_tail(keys.tail),
+        aligned(q, keys.codes) and aligned(q, values.codes) and _dense_tail(keys.tail) and _dense_tail(values.tail),
         options.window is not None,
         options.alibi_slopes is not None,
         options.softcap is not None,
@@ -35,6 +35,10 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         _token_stride(values),
         _scale_stride(keys),
         _scale_stride(values),
+        options.rotate_keys,
+        call.cu_seqlens_q is not None,
+        keys.sink_tokens,
+        keys.recent_tokens,
     )
 
 
@@ -48,7 +52,7 @@ def aligned(q: torch.Tensor, codes: torch.Tensor) -> bool:
 
 
 def _dense_tail(tail: torch.Tensor | None) -> bool:
-    """Whether the tail of keys, if there is one, is [B, H, block, D] without gaps: a head's part is found by that."""
+    """Whether a tail, if there is one, is [B, H, block, D] without gaps: a head's part is found by that."""
     return tail is None or (tail.is_contiguous() and tail.data_ptr() % 16 == 0)
 
 

@@ -24,15 +24,53 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
     Of the options sm_scale, window and `starts`, which count from the chunk's first token. None: torch has no such kernel.
     (In place of ALiBi's distance FlashAttention adds slope * position of the key, which shifts the log-sum-exp.)
     """
-    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    sizes = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and 8 <= q.shape[3] <= 256 and q.shape[0] > 0 and q.shape[2] > 1
-    if not alike or not sizes or o.softcap is not None or o.alibi_slopes is not None or o.sm_scale <= 0:
+    if not _suits(q, k, v, o) or q.shape[0] == 0 or q.shape[2] <= 1:
         return None
     q, k, v = map(_aligned, (q, k, v))
     with torch.autocast(q.device.type, enabled=False):  # some of these ops would be given another type
         if o.starts is None and (o.window is None or o.window >= q.shape[2]):
             return _whole(q, k, v, o.sm_scale)
         return _pieces(q, k, v, o)
+
+
+def ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, most: int, o: AttentionOptions) -> Part | None:
+    """`causal` of q [T, Hq, D] over k [T, H, D] and v, tokens bounds[b] .. bounds[b + 1] by themselves, at most `most` each.
+
+    out, and lse [T, Hq]; tokens behind the last bound see nothing.
+    """
+    if not _suits(q, k, v, o) or not _takes_ragged(q, len(bounds) - 1):
+        return None
+    bounds = bounds.clamp(0, len(q)).cummax(0).values  # whatever it holds, no kernel leaves q
+    out, lse = _flash(_aligned(q), _aligned(k), _aligned(v), bounds, most, o)
+    padding = torch.arange(len(q), device=q.device) >= bounds[-1]  # which is not written
+    return out.masked_fill(padding[:, None, None], 0), lse.t().masked_fill(padding[:, None], -torch.inf)
+
+
+def _suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> bool:
+    """Whether torch has kernels for these types, sizes and options."""
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
+    sizes = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and 8 <= q.shape[-1] <= 256
+    return alike and sizes and o.softcap is None and o.alibi_slopes is None and o.sm_scale > 0
+
+
+def _takes_ragged(q: torch.Tensor, sequences: int) -> bool:
+    """Whether FlashAttention runs on so many sequences of any length."""
+    cuda = torch.backends.cuda
+    allowed = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 0 < sequences <= _MOST_SEQUENCES
+    return allowed and len(q) > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, most: int, o: AttentionOptions) -> Part:
+    """FlashAttention of rows q [T, Hq, D] within the sequences that begin at `bounds`: out, and lse [Hq, T]."""
+    window = (None, None) if o.window is None else (o.window - 1, 0)
+    with torch.autocast(q.device.type, enabled=False):  # it would be given another type
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, bounds, bounds, most, most, 0.0, True, False),
+            scale=o.sm_scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+    return out, lse
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -57,21 +95,13 @@ def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -
 def _pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> Part | None:
     """By FlashAttention over sequences of any length, of which each sequence here is two: its padding, and the rest."""
     batch, heads, length, dim = q.shape
-    cuda = torch.backends.cuda
-    allowed = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 2 * batch <= _MOST_SEQUENCES
-    if not allowed or torch.cuda.get_device_capability(q.device) < (8, 0):
+    if not _takes_ragged(q, 2 * batch):
         return None
     starts = torch.zeros(batch, dtype=torch.int32, device=q.device) if o.starts is None else o.starts.clamp(0, length)
     begin = torch.arange(batch, dtype=torch.int32, device=q.device) * length
     bounds = torch.cat([torch.stack([begin, begin + starts], 1).flatten(), begin.new_full((1,), batch * length)])
-    rows = [x.transpose(1, 2).reshape(batch * length, x.shape[1], dim) for x in (q, k, v)]
-    window = (None, None) if o.window is None else (o.window - 1, 0)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(*rows, bounds, bounds, length, length, 0.0, True, False),
-        scale=o.sm_scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], dim) for x in (q, k, v))
+    out, lse = _flash(q, k, v, bounds, length, o)
     out = out.view(batch, length, heads, dim).transpose(1, 2)
     lse = lse.view(heads, batch, length).transpose(0, 1)
     padded = torch.arange(length, device=q.device) < starts[:, None]

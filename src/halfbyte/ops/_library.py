@@ -64,7 +64,7 @@ def level(op: str, impl: str, device: torch.device) -> str:
 
 
 def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether x is on a GPU and nobody watches: neither a compiler nor autograd, in either mode, nor a subclass of Tensor."""
+    """Whether x is on a GPU and nothing watches: neither a compiler nor autograd, in either mode, nor a subclass of Tensor."""
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cuda or _forward._current_level >= 0:
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))

@@ -47,7 +47,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
                 _by_slabs(call, outs)
             elif level == "gluon":
                 raise Unsupported(
-                    f"impl='gluon' cannot run this product: {plan}; use impl='auto', which takes the portable kernel here"
+                    f"impl='gluon' cannot run this GEMM: {plan}; use impl='auto', which takes the portable kernel here"
                 )
             else:
                 _run_portable(call, outs, compiled)
@@ -107,7 +107,7 @@ def expands(m: int, weights: Sequence[QuantTensor]) -> bool:
 
 
 def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
-    """x [M, K] times weights without act-order, by a plan that is given: what `halfbyte tune` times."""
+    """x [M, K] times weights without act-order, by a plan that is given: what `python -m benchmarks tune` times."""
     call = LinearCall(x, weights, [None] * len(weights))
     outs = call.new_outs()
     with torch.cuda.device_of(x):

@@ -17,26 +17,45 @@ Results = tuple[torch.Tensor, torch.Tensor]
 def attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCall) -> Results:
     """`attend` of each sequence alone, on a contiguous copy of its queries and no more of the cache than it fills."""
     outs, lses = [], []
-    keys, table, options = call.keys, call.page_table, call.options
-    unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
     for b, length in enumerate(call.lengths.tolist()):
-        own = slice(b, b + 1)
-        units = -(-max(length, 0) // max(unit, 1))  # nobody has looked at lengths in a GPU's memory
-        tokens = None if table is not None else units * unit
-        out, lse = attend(
-            call._replace(
-                q=call.q[own].clone(memory_format=torch.contiguous_format),
-                keys=_of_sequence(keys, own, tokens),
-                values=_of_sequence(call.values, own, tokens),
-                lengths=call.lengths[own],
-                query_start=_cut(call.query_start, own),
-                page_table=None if table is None else table[own, :units],
-                options=options._replace(starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
-            )
-        )
+        q = call.q[b : b + 1].clone(memory_format=torch.contiguous_format)
+        out, lse = attend(_alone(call, b, length)._replace(q=q, query_start=_cut(call.query_start, slice(b, b + 1))))
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def attend_chunks(attend: Callable[..., Results], call: DecodeCall, most: int) -> Results:
+    """Ragged queries: `attend` of at most `most` consecutive ones of a sequence (`reference.chunk_attention`) at a time."""
+    assert call.cu_seqlens_q is not None
+    results = out, lse = call.new_results()
+    out.zero_()
+    lse.fill_(-torch.inf)
+    bounds = call.cu_seqlens_q.clamp(0, call.q.shape[2]).tolist()
+    for b, (first, last, length) in enumerate(zip(bounds, bounds[1:], call.lengths.tolist(), strict=False)):
+        own = _alone(call, b, length)
+        for begin in range(first, last, most):
+            chunk = slice(begin, min(begin + most, last))
+            memory = (own.keys, own.values, own.lengths, own.page_table)
+            found = attend(call.q[0, :, chunk].transpose(0, 1), *memory, length - last + begin, own.options)
+            for whole, part in zip(results, found, strict=True):
+                whole[0, :, chunk] = part.transpose(0, 1)
+    return results
+
+
+def _alone(call: DecodeCall, b: int, length: int) -> DecodeCall:
+    """The call with the memory and the options of sequence b, and no more of the cache than it fills."""
+    keys, table, options, own = call.keys, call.page_table, call.options, slice(b, b + 1)
+    unit = keys.codes.shape[2] if table is not None else keys.format.token_block or 1
+    units = -(-max(length, 0) // max(unit, 1))  # the host does not know lengths in a GPU's memory
+    tokens = None if table is not None else units * unit
+    return call._replace(
+        keys=_of_sequence(keys, own, tokens),
+        values=_of_sequence(call.values, own, tokens),
+        lengths=call.lengths[own],
+        page_table=None if table is None else table[own, :units],
+        options=options._replace(starts=_cut(options.starts, own), ends=_cut(options.ends, own)),
+    )
 
 
 def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
@@ -46,7 +65,7 @@ def _of_sequence(buffer: KVBuffer, own: slice, tokens: int | None) -> KVBuffer:
         count = tokens // (buffer.format.token_block or 1)
         codes = codes[own, :, :tokens]
         scales, offsets = (t if t is None or t.ndim == 1 else _rows(t, own, count) for t in (scales, offsets))
-    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own))
+    return KVBuffer(buffer.format, codes, scales, offsets, _cut(tail, own), sink_tokens=buffer.sink_tokens)
 
 
 def _rows(t: torch.Tensor, own: slice, count: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ def refuse_transform(name: str, *given: Any) -> Any:
 
 
 def no_memory() -> Unsupported:
-    """For a tensor without an address: torch.func's are like others, down to their type, until one asks for it."""
+    """For a tensor without an address: torch.func's are like others, down to their type, until it is read."""
     return Unsupported(
         "a tensor has no memory of its own, as inside of torch.func.vmap and grad: halfbyte has no batching rule and no gradient; "
         "call it outside, with every sequence or row in one batch"

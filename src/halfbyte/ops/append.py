@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.formats import key_format, value_format
+from halfbyte.formats import Shape, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops._transforms import refuse_transforms
@@ -28,20 +28,21 @@ from halfbyte.settings import pair_launches
 _SCHEMA = (
     "append_(Tensor k, Tensor v, Tensor? counts, "
     "Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!)? k_offsets, Tensor(d!)? k_tail, Tensor(e!)? k_saturated, "
-    "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(i!)? v_saturated, "
+    "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(k!)? v_tail, Tensor(i!)? v_saturated, "
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
-    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None) -> ()'
+    'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None, '
+    "bool by_slot=False, int sink_tokens=0) -> ()"
 )
 #: What the schema's arguments behind `rotate_keys` are unless given.
-_DEFAULTS = (None, None, True, "reference", None, None)
+_DEFAULTS = (None, None, True, "reference", None, None, False, 0)
 
-#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same without tail of values, lengths.
+#: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
 Stored = tuple[torch.Tensor | None, ...]
 
 
 def stored(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor) -> Stored:
     """What `append_parts` and `decode_parts` take of a contiguous cache."""
-    return (*keys.tensors(), keys.saturated, *values.tensors()[:3], values.saturated, lengths)
+    return (*keys.tensors(), keys.saturated, *values.tensors(), values.saturated, lengths)
 
 
 def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[Any, ...]:
@@ -49,19 +50,19 @@ def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[An
     cos, sin = (None, None) if c.rope is None else c.rope
     names = (c.keys.format.name, c.values.format.name)
     buffers = stored(c.keys, c.values, c.lengths)
-    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out)
+    options = (c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out, c.by_slot, c.keys.sink_tokens)
+    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options)
 
 
 def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
     """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
-    options = (*rest[14:], *_DEFAULTS[len(rest) - 14 :])
-    k_codes, k_scales, k_offsets, k_tail, k_saturated, v_codes, v_scales, v_offsets, v_saturated = rest[:9]
-    lengths, page_table, key_name, value_name, rotate_keys = rest[9:14]
-    cos, sin, measure, chosen, q, q_out = options
-    keys = KVBuffer(key_format(key_name), k_codes, k_scales, k_offsets, k_tail, k_saturated)
-    values = KVBuffer(value_format(value_name), v_codes, v_scales, v_offsets, None, v_saturated)
+    lengths, page_table, key_name, value_name, rotate_keys = rest[10:15]
+    options: tuple[Any, ...] = (*rest[15:], *_DEFAULTS[len(rest) - 15 :])
+    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens = options
+    keys = KVBuffer(key_format(key_name), *rest[:5], sink_tokens=sink_tokens)
+    values = KVBuffer(value_format(value_name), *rest[5:10], sink_tokens=sink_tokens)
     rope = None if cos is None else (cos, sin)
-    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, measure), chosen, q_out
+    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, measure, by_slot), chosen, q_out
 
 
 def _run(*flat: Any) -> None:
@@ -75,6 +76,9 @@ def _run(*flat: Any) -> None:
         if c.q is not None and q_out is not None:
             q_out.copy_(apply_rope(c.q, cos, sin))
         c = c._replace(k=apply_rope(c.k, cos, sin))
+    if c.by_slot:
+        reference.append_slots_(c.k, c.v, c.keys, c.values, c.lengths, c.rotate_keys)
+        return
     reference.append_(c.k, c.v, c.counts, c.keys, c.values, c.lengths, c.page_table, c.rotate_keys)
 
 
@@ -86,7 +90,7 @@ _op = define(_SCHEMA, _run, _fake)
 
 
 def append_parts(
-    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool
+    k: torch.Tensor, v: torch.Tensor, parts: Stored, formats: tuple[str, str], rotate_keys: bool, measure: bool, sink_tokens: int
 ) -> None:
     """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
 
@@ -95,7 +99,7 @@ def append_parts(
     lengths = parts[-1]
     assert lengths is not None
     chosen = level("append", "auto", lengths.device)
-    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen)
+    _op(k, v, None, *parts, None, *formats, rotate_keys, None, None, measure, chosen, None, None, False, sink_tokens)
     lengths.add_(k.shape[2])  # as in `store`
 
 
@@ -139,10 +143,12 @@ def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torc
         c = c._replace(counts=as_int32(c.counts))
     q_out = None if c.q is None else torch.empty(c.q.shape, dtype=c.q.dtype, device=c.q.device)
     if chosen == "triton" and not torch.compiler.is_compiling():
-        if _launch(c, q_out, advance=True, s=s):
+        if _launch(c, q_out, advance=not c.by_slot, s=s):
             return q_out
     else:
         _op(*_flatten(c, chosen, q_out))
+    if c.by_slot:
+        return q_out
     counts = c.counts
     if chosen == "triton" and counts is not None:
         counts = counts.clamp(0, c.k.shape[2])  # which only the reference has looked at
@@ -170,7 +176,7 @@ def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signatu
     with torch.cuda.device_of(c.k):
         compiled = [launch() for launch in made]
     advanced = made[-1].advances
-    if s is not None and advanced and len(made) == 1 and s.covers(_tensors(c)):
+    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c)):
         store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
     return advanced
 
@@ -189,20 +195,20 @@ def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
     keys, values, (cos, sin) = c.keys, c.values, c.rope or (None, None)
     return (
         *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
-        *(values.codes, values.scales, values.offsets, values.saturated),
+        *(values.codes, values.scales, values.offsets, values.saturated, keys.tail, values.tail),
     )
 
 
 def signature_of(c: AppendCall) -> Signature | None:
     """The signature of a call, of which nothing need have been checked; None where it may take more than one launch."""
     rope: Any = c.rope  # which need not be one
-    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.tail is not None:
+    if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.format.token_block:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
         return None
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and getattr(c.q, "requires_grad", False)):
         return None
-    return signature("append", (c.rotate_keys,), (c.keys.format, c.values.format), _tensors(c))
+    return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
 
 
 def _replayed(
@@ -211,7 +217,7 @@ def _replayed(
     """What makes this launch again, with the addresses of another call; returns q rotated, or None in its place."""
     from halfbyte.kernels.common.compat import launcher
 
-    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[9:]
+    launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
     like = None if q_out is None else layout(q_out)
 
     def again(s: Signature) -> tuple[torch.Tensor | None] | None:
@@ -221,7 +227,8 @@ def _replayed(
             address = made.data_ptr()
             if address % 16:
                 return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], a[8:12], a[12:16], *constants)
+        stored = (a[8:12], a[12:16], a[16:18])
+        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], *stored, *constants)
         return (made,)
 
     return again
@@ -241,26 +248,27 @@ def check_new(c: AppendCall) -> None:
     if c.counts is not None:
         check_tensor("counts", c.counts, (batch,), "integer", lengths.device)
     if c.rope is not None:
-        _check_rope(c.rope, k)
+        check_rope(c.rope, k, k.shape[2:3], (batch, k.shape[2]))
     if q is not None:
-        check(
-            c.rope is not None,
-            "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out",
-        )
-        check_tensor("q", q, (batch, "Hq", k.shape[2], keys.dim), device=keys.codes.device)
-        if q.requires_grad and torch.is_grad_enabled():
-            raise Unsupported(
-                "append has no gradient, and q asks for one: halfbyte is for inference; wrap the call in torch.no_grad()"
-            )
+        check_query(q, (batch, "Hq", k.shape[2], keys.dim), c.rope, keys.codes.device)
 
 
-def _check_rope(rope: Rope, k: torch.Tensor) -> None:
+def check_query(q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device) -> None:
+    """q, to be rotated along with the keys."""
+    check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
+    check_tensor("q", q, shape, device=device)
+    if q.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("append has no gradient, and q requires one: halfbyte is for inference; wrap the call in torch.no_grad()")
+
+
+def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
+    """rope, for keys k [..., D]: each of its tensors has one of these shapes, with D / 2 behind it."""
     if not isinstance(rope, tuple | list) or len(rope) != 2:
         raise InvalidArgument(f"rope is a {type(rope).__name__}; expected two tensors (cos, sin)")
-    batch, _, tokens, dim = k.shape
+    dim = k.shape[-1]
     check(dim % 2 == 0, f"rope was given, but keys of an odd head_dim={dim} have no halves to rotate; leave it out")
     for name, t in zip(("rope[0] (cos)", "rope[1] (sin)"), rope, strict=True):
-        shape = (tokens, dim // 2) if isinstance(t, torch.Tensor) and t.ndim == 2 else (batch, tokens, dim // 2)
-        check_tensor(name, t, shape, device=k.device)
+        shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
+        check_tensor(name, t, (*shape, dim // 2), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
     check(rope[0].shape == rope[1].shape, f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")

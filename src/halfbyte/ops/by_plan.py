@@ -26,7 +26,7 @@ Plan = DecodePlan | TritonTiles
 
 
 def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tensor | None = None) -> Plan:
-    """What halfbyte launches for q [B, Hq, 1, D] when told `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
+    """What halfbyte launches for q [B, Hq, 1, D] with `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.

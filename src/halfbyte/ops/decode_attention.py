@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from halfbyte.errors import InvalidArgument, check, warn_once
 from halfbyte.kv_buffer import AttentionOptions, Cache, DecodeCall, KVBuffer
 from halfbyte.ops import _decode_on_gpu as gpu
 from halfbyte.ops._library import can_bypass_dispatcher, define, level, refuse_capture
-from halfbyte.ops._per_sequence import attend_per_sequence
+from halfbyte.ops._per_sequence import attend_chunks, attend_per_sequence
 from halfbyte.ops.append import Stored
 from halfbyte.ops.launch_cache import Signature, replay, signature
 from halfbyte.plans.decode_attention import format_of
@@ -27,34 +28,45 @@ QUERY_BLOCK = 128
 
 _SCHEMA = (
     "decode_attention(Tensor q, Tensor k_codes, Tensor? k_scales, Tensor? k_offsets, Tensor? k_tail, "
-    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor lengths, Tensor? query_start, Tensor? page_table, "
+    "Tensor v_codes, Tensor? v_scales, Tensor? v_offsets, Tensor? v_tail, Tensor lengths, Tensor? query_start, Tensor? page_table, "
     "Tensor? starts, Tensor? ends, Tensor? alibi_slopes, Tensor? sinks, float sm_scale, float? softcap, int? window, "
-    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False) -> (Tensor, Tensor)"
+    "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
+    "Tensor? cu_seqlens_q=None, int max_query_len=0, int sink_tokens=0) -> (Tensor, Tensor)"
 )
+#: What the last arguments are where torch leaves them out.
+_DEFAULTS = (False, None, 0, 0)
 
 
 #: Of a call's flat arguments, so many are tensors.
-_TENSORS = 15
+_TENSORS = 16
+
+#: The levels in torch code.
+_LEVELS: dict[str, Any] = {"cpu": cpu, "reference": reference}
 
 
 def _flat(call: DecodeCall) -> tuple[Any, ...]:
     """The arguments of the op."""
     o = call.options
     numbers = (o.sm_scale, o.softcap, o.window, o.rotate_keys)
-    return (*call.tensors(), *numbers, call.keys.format.name, call.values.format.name, call.impl, call.deterministic_batch)
+    names = (call.keys.format.name, call.values.format.name)
+    ragged = (call.deterministic_batch, call.cu_seqlens_q, call.max_query_len)
+    return (*call.tensors(), *numbers, *names, call.impl, *ragged, call.keys.sink_tokens)
 
 
 def _call(*flat: Any) -> DecodeCall:
-    """The call that the op's arguments are. Torch leaves out the last one where it is its default."""
-    q, *k, v_codes, v_scales, v_offsets, lengths, query_start, page_table, starts, ends, slopes, sinks = flat[:_TENSORS]
-    sm_scale, softcap, window, rotate_keys, keys, values, level, deterministic_batch = (*flat[_TENSORS:], False)[:8]
+    """The call that the op's arguments are. Torch leaves out the last ones where they are their defaults."""
+    q, (k, v) = flat[0], (flat[1:5], flat[5:9])
+    lengths, query_start, page_table, starts, ends, slopes, sinks = flat[9:_TENSORS]
+    sm_scale, softcap, window, rotate_keys, keys, values, level, *rest = flat[_TENSORS:]
+    last: tuple[Any, ...] = (*rest, *_DEFAULTS[len(rest) :])
+    *ragged, sink_tokens = last
     return DecodeCall(
         q,
-        KVBuffer(format_of(keys), *k),
-        KVBuffer(format_of(values), v_codes, v_scales, v_offsets),
+        KVBuffer(format_of(keys), *k, sink_tokens=sink_tokens),
+        KVBuffer(format_of(values), *v, sink_tokens=sink_tokens),
         *(lengths, query_start, page_table),
         AttentionOptions(sm_scale, softcap, slopes, window, starts, ends, sinks, rotate_keys),
-        *(level, deterministic_batch),
+        *(level, *ragged),
     )
 
 
@@ -62,9 +74,11 @@ def _run(*flat: Any) -> Results:
     call = _call(*flat)
     _check_lengths(call)
     if call.q.numel() == 0:
-        return _empty(call)
+        return call.new_results()
     if call.impl in ("cpu", "reference"):
         refuse_capture("decode_attention", call.q.device)
+        if call.cu_seqlens_q is not None:
+            return attend_chunks(_LEVELS[call.impl].chunk_attention, call, QUERY_BLOCK)
         return attend_per_sequence(_in_torch, call) if call.deterministic_batch else _in_torch(call)
     return gpu.run(call, compiled=True)
 
@@ -72,16 +86,11 @@ def _run(*flat: Any) -> Results:
 def _fake(*flat: Any) -> Results:
     call = _call(*flat)
     check_tensor("q", call.q, ("B", "Hq", "L", call.keys.dim), device=call.keys.codes.device)
-    return _empty(call)
-
-
-def _empty(call: DecodeCall) -> Results:
-    shape = call.q.shape[:3]
-    return call.q.new_empty(*shape, call.values.dim), call.q.new_empty(shape, dtype=torch.float32)
+    return call.new_results()
 
 
 def _in_torch(c: DecodeCall) -> Results:
-    attend = {"cpu": cpu.decode_attention, "reference": reference.decode_attention}[c.impl]
+    attend: Callable[..., Results] = _LEVELS[c.impl].decode_attention
     start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
     pieces = [
         attend(piece, c.keys, c.values, c.lengths, c.page_table, start + i * QUERY_BLOCK, c.options)
@@ -116,6 +125,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     query_start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
     impl: str = "auto",
@@ -133,6 +143,7 @@ def decode_attention(
     sinks         float [Hq]; a logit in the denominator without a value (GPT-OSS)
     starts        int [B]; keys before it are left padding and are never seen
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
+    out           [B, Hq, L, Dv] in q's dtype, to be written and returned; without a copy on a GPU where it is contiguous
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
     deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes the portable kernel
                   and splits of fixed size; the `cpu` and `reference` levels compute one sequence after the other
@@ -148,34 +159,52 @@ def decode_attention(
     """
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
     call = DecodeCall(q, cache.keys, cache.values, cache.lengths, query_start, cache.page_table, options, impl, deterministic_batch)
-    found = attend(call, True)
-    return found if return_lse else found[0]
+    if out is not None:
+        check_out(out, q, (*q.shape[:-1], cache.values.dim))
+    found, lse = attend(call, True, out)
+    found = found if out is None else put_into(out, found)
+    return (found, lse) if return_lse else found
 
 
-def attend(call: DecodeCall, unchecked: bool = False) -> Results:
-    """(out, lse) of a call: launched like an earlier one where there was one. Of an unchecked call, numbers have been checked."""
+def check_out(out: torch.Tensor, q: torch.Tensor, shape: Sequence[int]) -> None:
+    """A tensor for results of this shape, in q's dtype."""
+    check_tensor("out", out, shape, device=q.device)
+    check(out.dtype is q.dtype, f"out is {out.dtype}; expected the dtype of q, {q.dtype}")
+
+
+def put_into(out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """out, which holds what was found: a kernel may have written it there already."""
+    there = not torch.compiler.is_compiling() and out.data_ptr() == found.data_ptr()
+    return out if there else out.copy_(found)
+
+
+def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None = None) -> Results:
+    """(out, lse) of a call: launched like an earlier one where there was one. Of an unchecked call, numbers have been checked.
+
+    `into`: memory for out, which a kernel takes if it can.
+    """
     known = _signature(call)
     if known is not None:
-        found: Results | None = replay(known, call.options)
+        found: Results | None = replay(known, call.options, into)
         if found is not None:
             return found
     call = checked(call) if unchecked else call
     call = call._replace(impl=level_of(call.impl, call.q))
     kernel = call.impl not in ("cpu", "reference") and call.q.numel() > 0
     if kernel and can_bypass_dispatcher(call.q, call.keys.codes, call.values.codes):
-        return gpu.run(call, signature=known)  # the dispatcher would take longer than the kernel
+        return gpu.run(call, signature=known, into=into)  # the dispatcher would take longer than the kernel
     out: Results = _op(*_flat(call))
     return out
 
 
 def _signature(call: DecodeCall) -> Signature | None:
     """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
-    q, keys, values, _, _, _, o, impl, deterministic_batch = call
-    if o.rotate_keys or deterministic_batch or impl not in ("auto", "gluon"):
+    q, keys, values, _, _, _, o, impl, deterministic_batch, ragged, _ = call
+    if deterministic_batch or ragged is not None or impl not in ("auto", "gluon"):
         return None
     if not can_bypass_dispatcher(q, keys.codes, values.codes):
         return None
-    options = (impl, o.window is None, o.softcap is None)
+    options = (impl, o.window is None, o.softcap is None, o.rotate_keys, keys.sink_tokens)
     return signature("decode_attention", options, (keys.format, values.format), call.tensors())
 
 
@@ -184,6 +213,7 @@ def decode_parts(
     parts: Stored,
     formats: tuple[str, str],
     rotate_keys: bool,
+    sink_tokens: int,
     *,
     sm_scale: float,
     window: int | None,
@@ -193,12 +223,12 @@ def decode_parts(
 ) -> torch.Tensor:
     """`decode_attention` as compiled code calls it, on the `stored` tensors of a contiguous cache and the names of its formats.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
-    k_codes, k_scales, k_offsets, k_tail, _, v_codes, v_scales, v_offsets, _, lengths = parts
-    planes = (k_codes, k_scales, k_offsets, k_tail, v_codes, v_scales, v_offsets)
+    planes = (*parts[:4], *parts[5:9])  # without the counters
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
-    out: torch.Tensor = _op(q, *planes, lengths, None, None, *options, *formats, level_of("auto", q))[0]
+    last = (level_of("auto", q), *_DEFAULTS[:-1], sink_tokens)
+    out: torch.Tensor = _op(q, *planes, parts[-1], None, None, *options, *formats, *last)[0]
     return out
 
 
@@ -222,7 +252,7 @@ def options_of(
 ) -> AttentionOptions:
     """The options of a call. Their numbers have been looked at, their tensors not yet."""
     if not isinstance(getattr(cache, "keys", None), KVBuffer):
-        raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache or PagedKVCache")
+        raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache, PagedKVCache or PagedView")
     if window is not None:
         window = integer("window", window, 1, 2**31 - 1, "at least 1 (the query's own key), or None for no window")
     if softcap is not None:
@@ -235,7 +265,7 @@ def checked(call: DecodeCall) -> DecodeCall:
     """The call as kernels take it, after every tensor has been looked at."""
     q, keys, lengths, o = call.q, call.keys, call.lengths, call.options
     batch = lengths.shape[0]
-    check_tensor("q", q, (batch, "Hq", "L", keys.dim), device=keys.codes.device)
+    check_tensor("q", q, (batch if call.cu_seqlens_q is None else 1, "Hq", "L", keys.dim), device=keys.codes.device)
     check(
         q.shape[1] > 0 and q.shape[1] % keys.heads == 0,
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",

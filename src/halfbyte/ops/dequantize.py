@@ -42,7 +42,7 @@ _op = define(
 def dequantize_rows(weights: Sequence[QuantTensor], out: torch.Tensor, first: int = 0, *, impl: str = "auto") -> None:
     """out [rows, K], fp16 or bf16: rows first, first + 1, ... of one to three weights [N, K], one below the other; in one launch.
 
-    The bits are those of `halfbyte.dequantize`. The last axis of `out` must be dense; its rows may lie apart. Formats may differ.
+    The bits are those of `halfbyte.dequantize`. The last axis of `out` must be dense; its row stride is free. Formats may differ.
     impl: "auto", "triton" (a GPU), "reference". Raises `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and 1 <= len(weights) <= MOST and all(isinstance(w, QuantTensor) for w in weights)

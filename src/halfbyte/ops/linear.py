@@ -35,7 +35,7 @@ def _run(*flat: Any) -> list[torch.Tensor]:
 
 
 def _row_by_row(run: _Level, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """One row at a time: for another M torch adds up in another order."""
+    """One row at a time: torch's order of summation depends on M."""
     rows = [run(row, weight, bias) for row in x.reshape(-1, 1, x.shape[-1])]
     return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
 
@@ -77,12 +77,14 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K] times a quantized weight [N, K], plus bias [N]: [..., N] in x's dtype.
 
-    x is fp16, bf16, fp32 or float64, any strides; of 16 and 32 bits it is computed in fp32, else in float64. fp32 and float64
-    have no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call. impl: "auto"; a GPU's
-    kernels for fp16 and bf16, "gluon" (tuned, up to 16 rows, on Hopper 256) and "triton" (portable); "cpu" (blocks of rows);
-    "reference" (float64). `row_invariant`: a row's result has the same bits alone and among others. On a GPU that fixes how the
-    work is cut; the `cpu` and `reference` levels compute one row after the other. Raises `InvalidArgument` naming the argument at
-    fault.
+    x              fp16, bf16, fp32 or float64, any strides; float64 is computed in float64, all else in fp32. fp32 and float64 have
+                   no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call
+    row_invariant  each of the M rows has the same bits alone and in any batch. A GPU then uses a fixed split of K; the `cpu` and
+                   `reference` levels compute row by row
+    impl           "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: M up to 16, on Hopper 256) and "triton" (portable);
+                   "cpu"; "reference" (float64, the specification)
+
+    Raises `InvalidArgument` naming the argument at fault.
     """
     call = LinearCall(x, (weight,), (bias,), impl, row_invariant)
     signature = call.signature() if can_bypass_dispatcher(x, bias) else None
@@ -108,9 +110,9 @@ def qkv_projection(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
-    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch, with one ahead that orders x
-    for 17 to 256 rows on Hopper, and many for very many rows. Each shard keeps its own scales: taking the largest of three tensor
-    scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
+    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch; on Hopper another one permutes
+    x for M of 17 to 256; large M dequantizes in parts, launch by launch. Each shard keeps its own scales: taking the largest of
+    three tensor scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")
@@ -149,9 +151,9 @@ def projections(
 
 
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
-    """`linear` as compiled code calls it: with the tensors of a weight in storage order and its format's name.
+    """`linear` as compiled code calls it: with the tensors of a weight, `QuantTensor.parts().values()`, and its format's name.
 
-    Every object and property that is traced is looked at again before every call of the compiled code, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
     y: torch.Tensor = _linear_op(x, parts, bias, fmt, _level("linear", "auto", x))
     return y

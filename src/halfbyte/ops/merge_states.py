@@ -18,10 +18,10 @@ _KNOWN = (torch.float16, torch.bfloat16, torch.float32)
 def merge_states(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint sets of keys: outs [B, Hq, L, Dv] and lses float [B, Hq, L], one of each a part.
+    """Merge attention over disjoint sets of keys: outs [B, Hq, L, Dv] and lses float [B, Hq, L], one of each per part.
 
-    The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) count
-    for nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
+    The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) add
+    nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
     """
     good = isinstance(outs, list | tuple) and isinstance(lses, list | tuple) and len(outs) == len(lses) > 0
     check(good, "outs and lses must be lists of tensors, as many of one as of the other and at least one")

@@ -1,8 +1,8 @@
-"""Memory that kernels scribble in: fp32 partial results that nobody clears, and counters that are zero between launches.
+"""Memory that kernels scribble in: fp32 partial results that are never cleared, and counters that are zero between launches.
 
-Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed beside anything else, so each
-call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a reserve that was cleared
-before.
+Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed concurrently with
+anything else, so each call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a
+reserve that was cleared before. Eager calls refill it: an engine that records dozens of graphs warms each of them up with one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ _RESERVE = 1 << 20
 
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
-_reserves: dict[torch.device, tuple[torch.Tensor, int]] = {}
-#: Reserves that are used up. Graphs count in them, and nobody knows for how long.
+#: The reserve of each device, and how many of its counters are handed out.
+_reserves: dict[torch.device, tuple[torch.Tensor | None, int]] = {}
+_UNUSED: tuple[None, int] = (None, 0)
+#: Reserves that are used up. Graphs count in them for an unknown time.
 _used_up: list[torch.Tensor] = []
 
 
@@ -43,16 +45,17 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
     found = _counters.get(key)
     if found is None or found.numel() < size:
         found = _counters[key] = torch.zeros(max(size, 1 << 12), dtype=torch.int32, device=device)
-        prepare(device)
+    prepare(device)
     return found
 
 
 def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
     """The current stream, and what eager calls on it share: fp32 numbers, holding anything, and int32 zeros to leave behind.
 
-    None while a graph is recorded, and where earlier calls have left less than so many of each.
+    None while a graph is recorded, where earlier calls have left less than so many of each, and where the reserve of counters runs
+    low, which `counters` refills.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or _reserves.get(device, _UNUSED)[1] > _RESERVE // 2:
         return None
     stream = stream_of(device)
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
@@ -69,7 +72,7 @@ def stream_of(device: torch.device) -> int:
 
 def prepare(device: torch.device) -> None:
     """Set counters aside for CUDA graphs that will be recorded on this device, if there are not enough yet."""
-    reserve, used = _reserves.get(device, (None, 0))
+    reserve, used = _reserves.get(device, _UNUSED)
     if reserve is None or used > _RESERVE // 2:
         _used_up.extend([] if reserve is None else [reserve])
         _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device), 0
@@ -78,7 +81,7 @@ def prepare(device: torch.device) -> None:
 
 def _from_reserve(device: torch.device, size: int) -> torch.Tensor:
     """Counters for one recorded call; cleared by the graph itself if no eager call has filled the reserve before."""
-    reserve, used = _reserves.get(device, (None, 0))
+    reserve, used = _reserves.get(device, _UNUSED)
     if reserve is None or used + size > reserve.numel():
         return torch.zeros(size, dtype=torch.int32, device=device)
     _reserves[device] = reserve, used + -(-size // 32) * 32  # aligned, or a second kernel would be compiled for the next call

@@ -17,6 +17,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "append": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),
+    "experts_linear": ("triton", "cpu", "reference"),
     "dequantize": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).

@@ -40,6 +40,8 @@ class AppendSpec:
     tokens, heads  of a tile; it passes `passes` times over the heads
     page           tokens of a page; 0: contiguous memory
     advance        the program that writes a sequence's tokens also advances its length
+    sinks, recent  tokens that stay in 16 bits
+    through        there may be more new tokens than recent ones: some leave the window in the append they come with
     """
 
     keys: KVCodec
@@ -53,6 +55,9 @@ class AppendSpec:
     page: int
     advance: bool
     use_pdl: bool
+    sinks: int
+    recent: int
+    through: bool
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,22 @@ def append_plan(
     tokens: int,
     dims: tuple[int, int],
     page: int,
+    window: tuple[int, int],
     hadamard: bool,
     rope: bool,
     advance: bool,
     use_pdl: bool,
 ) -> AppendPlan:
-    """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `advance`: if one program can."""
+    """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `window`: sink and recent tokens in 16
+    bits. `advance`: if one program can."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
     tiles, half, block = -(-tokens // count), dim // 2, dim & -dim
     q = Head(dim, _row(dim), rope, max(1, min(16, half & -half)))
     k = replace(q, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else q
     v = Head(value_dim, _row(value_dim))
-    spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl)
+    through = tokens > window[1]
+    spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl, *window, through)
     blocks = -(-(keys.block - 1 + tokens) // keys.block) if keys.block else 0
     return AppendPlan(spec, tiles, blocks, warps, _warps(keys.block * k.padded, 256, 8))
 

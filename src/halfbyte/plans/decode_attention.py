@@ -14,6 +14,7 @@ from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
 from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
+from halfbyte.reference.hadamard import block_size, rotated
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
@@ -43,8 +44,11 @@ class DecodeProblem:
     keys, values    format names
     aligned         codes lie in whole 16-byte pieces
     page            tokens of a page; 0: contiguous
+    sink_tokens, recent_tokens      tokens that are read in 16 bits
     k_token_stride, v_token_stride  rows from a token's codes to the next one's: 1, `heads` with tokens first, 0 otherwise
     k_scale_stride, v_scale_stride  the same of scales; 0, too, where they are not aligned for cp.async
+    rotate_keys     keys are stored rotated, so that queries are to be
+    ragged          `queries` are those of all sequences together, however many each has
     """
 
     dtype: str
@@ -67,6 +71,10 @@ class DecodeProblem:
     v_token_stride: int = 1
     k_scale_stride: int = 1
     v_scale_stride: int = 1
+    rotate_keys: bool = False
+    ragged: bool = False
+    sink_tokens: int = 0
+    recent_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -87,10 +95,11 @@ def dense_problem(
     page: int = 0,
     deterministic_batch: bool = False,
 ) -> DecodeProblem:
-    """A call without options on memory as caches allocate it: aligned, nothing between what lies side by side."""
+    """A call without options on a cache as `KVCache` makes it: aligned, nothing between what lies side by side."""
     return DecodeProblem(
         *(dtype, batch, heads, group, queries, dim, dim, capacity, keys, values, page),
         *(True, False, False, False, deterministic_batch),
+        rotate_keys=rotated(None, KV_FORMATS[keys], dim),
     )
 
 
@@ -117,13 +126,13 @@ class DecodePlan:
         """The plan in words, in the order in which they are to be read."""
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
-        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens}; {spec.padded_rows} query rows side by side"
+        divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         return {
-            "kernel": "gluon, the tuned one" + " for many query rows: warp-group products" * wgmma,
+            "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}; each takes an equal share of the true lengths, counted on the device",
-            "splits": "where shares meet inside a work item; the program that arrives last adds partial results, in their order",
+            "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
+            "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
         }
 
 
@@ -141,12 +150,15 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         return refusal or next(s for s in (keys, values) if isinstance(s, str))
     rows, limit = max(8, padded(p.rows)), block_shared_memory(capability)
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "use_pdl": use_pdl and supports_pdl(capability)}
+    rotate = block_size(p.dim) if p.rotate_keys else 0
     if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
         if not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
-            return f"{p.rows} query rows of {dim} a KV head are more than the tuned kernel of this GPU holds in registers"
+            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
         wgmma = wgmma_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
-        return wgmma if isinstance(wgmma, str) else _wgmma_plan(*wgmma, p.batch * p.heads, num_sms)
+        if isinstance(wgmma, str):
+            return wgmma
+        return _wgmma_plan(replace(wgmma[0], rotate=rotate), wgmma[1], p.batch * p.heads, num_sms)
     lean = p.queries == 1 and not p.alibi and not p.softcap
     even = not (p.page or p.window) and all(s.token_stride == 1 and s.scale_stride == 1 for s in (keys, values))
     heads = _heads(keys, values, p.heads)
@@ -160,7 +172,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         alone = _many_partials(spec, items, p.capacity, num_sms, limit)
     spec, per_sm = alone or (_filled(spec, per_sm, limit), per_sm)
     count = programs(items, num_sms * per_sm)
-    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items)))
+    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items), rotate=rotate))
     if spec.shared_bytes > limit:
         return EQUAL_PARTS
     return DecodePlan(spec, count, items, _why(spec, count, items))
@@ -169,7 +181,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
 def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     """New tokens whose query rows a tuned kernel holds, of a call that has more of them; 0: take the call as it is.
 
-    On Hopper as many as warp-group products take, if they take these keys and values at all.
+    On Hopper as many as wgmma takes, if they take these keys and values at all.
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
@@ -182,6 +194,13 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     return 0
 
 
+def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
+    """Ragged queries, at most `most` of a sequence, as a tuned kernel takes them: each block of them is a sequence of its own."""
+    even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
+    queries = queries_of_a_block(even, capability) or even.queries
+    return replace(even, queries=queries, batch=p.queries // queries + p.batch)
+
+
 def for_many_sequences(plan: DecodePlan) -> DecodePlan:
     """The plan with a kernel for up to 64 sequences, or for as many as there can be: prompts of all lengths share those two."""
     return replace(plan, spec=replace(plan.spec, batch=64 if plan.spec.batch <= 64 else MOST_SEQUENCES))
@@ -191,7 +210,7 @@ def _wgmma_plan(spec: DecodeWgmmaSpec, per_sm: int, items: int, num_sms: int) ->
     """The plan of a launch of the kernel for many rows."""
     count = programs(items, num_sms * per_sm)
     spec = replace(spec, reduce_fanin=reduce_fanin_of(count, items))
-    return DecodePlan(spec, count, items, f"warp-group products of up to {spec.padded_rows} rows; " + _why(spec, count, items))
+    return DecodePlan(spec, count, items, f"wgmma with up to {spec.padded_rows} rows; " + _why(spec, count, items))
 
 
 def _why(spec: DecodeSpec, count: int, items: int) -> str:
@@ -209,20 +228,24 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if p.deterministic_batch:
-        return "deterministic_batch: the tuned kernel shares the work of a whole batch"
+        return "deterministic_batch: the tuned kernel partitions the whole batch"
+    if p.ragged:
+        return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
-        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or queries are spread over 2^31 numbers and more"
-        return codes + (", or the tail of the keys is not dense" if format_of(p.keys).token_block else "")
+        codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
+        return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
     for name in (p.keys, p.values):
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
+    if p.sink_tokens or p.recent_tokens:
+        return f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}; only the portable kernel reads them"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
-        return f"pages of {p.page} tokens; the tuned kernel reads pages of 16, 32, 64, ... tokens"
+        return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:
-        return f"{p.batch} x {p.heads} x {p.capacity} tokens are more than it counts"
+        return f"{p.batch} x {p.heads} x {p.capacity} tokens exceed the limit of {MOST_TOKENS}"
     if p.batch > MOST_SEQUENCES:
-        return f"{p.batch} sequences are more than a program looks through"
+        return f"{p.batch} sequences exceed the limit of {MOST_SEQUENCES}"
     return ""
 
 
@@ -242,17 +265,17 @@ def shape_of(
 
     Tiles are as large as a warp's registers allow, besides its queries and its output: found by compiling for every format and head
     size (with per-channel scales no more than share a block). `lean`: scores need no more than a mask; `leanest`: one of the length
-    alone, and addresses lie constants apart.
+    alone, and distances between addresses are constants.
 
     Stages: the most that fit 100 KB (160, if there is but one program). With 8 rows the fewest that keep 50 KB in flight and leave
-    no room for a program more: with more stages programs end further apart.
+    no room for a program more: with more stages the ends of programs spread more.
     """
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in (keys, values))
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in (keys, values))
     narrow = all(side.codes_per_word * side.padded <= 128 for side in (keys, values))
-    light = plain_int4 and narrow and leanest
+    light = plain_int and narrow and leanest
     for per_sm, tokens in product((2, 1), (64, 32, 16)):
         spec = DecodeSpec(keys, values, 4, tokens, 2, padded_rows, padded_rows, 1, 1, 0, False, False, False, False, heads=heads)
-        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int4 or (narrow and lean) else 16
+        most = 64 if spec.numbers <= 1024 or light else 32 if plain_int or (narrow and lean) else 16
         most = min(most, keys.block or most)  # a warp's tokens share their scales
         if tokens > 16 and (tokens > most or tokens * padded_rows // spec.warps_q > (1024 if light else 512)):
             continue
@@ -289,12 +312,12 @@ def _one_each(spec: DecodeSpec, lean: bool, items: int, num_sms: int, limit: int
     whole = programs(items, num_sms) == items and spec.padded_rows == 8 and lean and not spec.window
     dims = [side.codes_per_word * side.padded for side in sides]
     suits = all(side.codes_per_word > 1 for side in sides) and spec.heads * min(dims) > 64 and max(dims) <= 128
-    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits == 4 for side in sides)):
+    if not whole or not suits or spec.keys.groups > 1 or spec.keys.block or (spec.page and any(side.bits <= 4 for side in sides)):
         return None
     if spec.values.groups > 1:
         padded = (_alone(replace(spec, pad_slots=slots), 3, limit) for slots in range(4))
         roomy = (found for found in padded if found is not None and 2 * (found[0].shared_bytes + 1024) > limit)
-        return None if spec.keys.bits == 4 else next(roomy, None)
+        return None if spec.keys.bits <= 4 else next(roomy, None)
     larger = [replace(spec, tokens=min(64, 2 * spec.tokens), stages=stages) for stages in range(2, 8)]
     return next(((one, 1) for one in larger if limit // 2 < one.shared_bytes <= limit - 1024), None)
 
@@ -304,14 +327,14 @@ def _many_partials(spec: DecodeSpec, items: int, capacity: int, num_sms: int, li
 
     That leaves half as many partial results, and a stage more hides the waits, but where INT4 has no more than 1,024 tokens a
     program. As measured for heads of 128 and 8 rows: from 16 partial results an item on, with INT4 from 4; groups of keys gained
-    nothing, and per-channel scales lost (docs/decode_attention.md).
+    nothing, and per-channel scales lost (docs/internals/log/attention.md).
     """
     sides = spec.keys, spec.values
     suits = spec.padded_rows == 8 and all(side.codes_per_word > 1 and side.codes_per_word * side.padded == 128 for side in sides)
-    plain_int4 = all(side.bits == 4 and side.groups == 1 for side in sides)
-    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int4 else 16) > num_sms:
+    plain_int = all(side.bits <= 4 and side.groups == 1 for side in sides)
+    if not suits or spec.keys.groups > 1 or spec.keys.block or items * (4 if plain_int else 16) > num_sms:
         return None
-    short = plain_int4 and items * capacity <= 1024 * programs(items, num_sms)
+    short = plain_int and items * capacity <= 1024 * programs(items, num_sms)
     return _alone(spec, 2 if short else 3, limit)
 
 

@@ -35,21 +35,31 @@ class TritonTiles:
         """The tiles in words, for a problem that they are for."""
         share = f"{self.chunk} tokens each, whatever the batch" if self.chunk else "equal shares of a sequence's true length"
         return {
-            "kernel": "triton, the portable one",
+            "kernel": "triton (portable)",
             "tile": f"{self.block_tokens} tokens by {self.block_rows} query rows, {self.num_warps} warps, {self.num_stages} stages",
             "programs": f"{p.batch * p.heads * self.splits * -(-p.rows // self.block_rows)}",
-            "splits": f"{self.splits} a work item, {share}; a second kernel adds them up in their order",
+            "splits": f"{self.splits} a work item, {share}; a second kernel reduces, in fixed order",
         }
 
 
 def portable_plan(p: DecodeProblem, num_sms: int, capability: Capability) -> TritonTiles:
     """How the portable kernel runs a problem."""
+    if not p.ragged:
+        return _tiles(p, p.batch, p.rows, num_sms, capability)
+    few, many = (_tiles(p, p.rows // rows + p.batch, rows, num_sms, capability) for rows in (16, 32))
+    return (
+        few if p.deterministic_batch or many.splits > 1 else many
+    )  # tiles that no number of queries changes, or that fill the GPU
+
+
+def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Capability) -> TritonTiles:
+    """Of `batch` blocks of `rows` query rows for each KV head."""
     return triton_tiles(
         format_of(p.keys),
         format_of(p.values),
-        batch=p.batch,
+        batch=batch,
         heads=p.heads,
-        rows=p.rows,
+        rows=rows,
         capacity=p.capacity,
         dim=max(p.dim, p.value_dim),
         num_sms=num_sms,
@@ -73,13 +83,13 @@ def triton_tiles(
 ) -> TritonTiles:
     """Tiles for a call: `rows` query rows a KV head (queries * query heads a KV head), `num_sms` multiprocessors.
 
-    `chunk` > 0 asks for the same bits in every batch; it is rounded up to whole blocks.
+    `chunk` > 0 requests the same bits in every batch; it is rounded up to whole blocks.
     """
     # Not 64 rows: those take the asynchronous products of Hopper, with which Triton 3.6 read memory that it had already reused.
     block_rows = 16 if rows <= 16 else 32
-    bits, channels = max(keys.code.bits, values.code.bits), keys.token_block is not None
+    bits, channels = (keys.code.bits, values.code.bits), keys.token_block is not None
     grouped = "group" in (keys.granularity, values.granularity)
-    wide = bits >= 16 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
+    wide = max(bits) >= 16 or min(bits) <= 2 or channels or dim > 128 or (dim & (dim - 1) > 0 and not grouped)
     block_tokens = 32 if wide or block_rows > 16 else 64  # the most that registers hold
     num_warps = 2 if channels and block_rows == 16 and dim <= 128 else 4  # as measured with 8 query rows
     tiles = -(-rows // block_rows)

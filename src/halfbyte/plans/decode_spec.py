@@ -31,17 +31,27 @@ class KVSpec(KVCodec):
 
     @property
     def halved(self) -> bool:
-        """A group is 8 words, half of an mma's depth: two planes share an operand."""
-        return self.padded // self.groups == 8
+        """A section is 8 words, half of an mma's depth: two codes of a word share an operand."""
+        return self.padded // self.groups <= 8
+
+    @property
+    def sharing(self) -> int:
+        """Groups of a section: two where a group is 4 words, else one."""
+        return max(1, 8 * self.groups // self.padded)
+
+    @property
+    def sections(self) -> int:
+        """Parts of a head that operands are made of: its groups, or pairs of them."""
+        return self.groups // self.sharing
 
     @property
     def operands(self) -> int:
-        """mma operands of one group."""
+        """mma operands of one section."""
         return self.codes_per_word // 2 if self.halved else self.codes_per_word
 
     @property
     def rows(self) -> int:
-        """Rows (of one plane, or of two halves of planes) in one operand."""
+        """Rows in one operand: of one code of a word, or of half the rows of two."""
         return 16 if self.halved else self.padded // self.groups
 
     @property
@@ -87,13 +97,15 @@ def kv_spec(fmt: Format, dim: int, token_stride: int = 1, scale_stride: int = 1)
     words = dim * codec.bits // 16
     groups = dim // (codec.group or dim)
     if dim * codec.bits % 128:
-        return f"rows of {dim * codec.bits / 8:g} bytes are not whole 16-byte pieces"
+        return f"heads of {dim * codec.bits / 8:g} bytes are not a multiple of 16"
     if groups & (groups - 1) or (groups > 1 and padded(words) != words):
-        return f"{groups} groups in a head are not a power of two"
+        return f"{groups} groups a head is not a power of two"
     if padded(words) < 16 or dim > 256:
-        return f"a head of {dim} is outside of what the tuned kernel holds in registers"
+        return f"head dim {dim} in {fmt.name} is outside the range of the tuned kernel"
+    if padded(words) < 4 * groups:
+        return f"groups of {codec.group} in {fmt.name} have fewer than 8 bytes"
     if codec.block and scale_stride == 0:
-        return f"scales of {fmt.name} do not lie a head, or a token of heads, apart, or not in whole aligned 16-byte pieces"
+        return f"scales of {fmt.name} do not have the stride of a head or a token, or are no whole aligned 16-byte pieces"
     strides = {"token_stride": token_stride, "scale_stride": 1 if codec.spread in ("none", "tensor") else scale_stride}
     return KVSpec(**vars(codec) | {"words": words, "padded": padded(words), "groups": groups} | strides)
 
@@ -120,6 +132,7 @@ class DecodeSpec:
     separate_reduce_smem: bool = False  # warps are summed in shared memory of their own, not in the ring
     heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
     pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
+    rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
 
     @property
     def warps_q(self) -> int:
@@ -133,7 +146,8 @@ class DecodeSpec:
 
     @property
     def _output(self) -> int:
-        return self.padded_rows * max(s.codes_per_word * s.padded for s in (self.keys, self.values))
+        numbers = (s.codes_per_word * s.padded for s in (self.keys, self.values))
+        return self.padded_rows * max(self.keys.sharing * next(numbers), next(numbers))
 
     @property
     def kv_warps(self) -> int:
@@ -158,7 +172,7 @@ class DecodeSpec:
     @property
     def head_floats(self) -> int:
         """fp32 numbers of one head's partial result."""
-        return (self.values.groups * self.values.operands * self.values.rows + 2) * self.padded_rows
+        return (self.values.sections * self.values.operands * self.values.rows + 2) * self.padded_rows
 
     @property
     def partial_floats(self) -> int:

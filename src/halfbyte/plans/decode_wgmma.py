@@ -1,4 +1,4 @@
-"""Plans of decode attention for many query rows: warp-group products (kernels/decode/wgmma.py). Pure functions."""
+"""Plans of decode attention for many query rows: wgmma (kernels/decode/wgmma.py). Pure functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def wgmma_spec(
     A tile has as many tokens: with up to 64 rows for two programs of a warp group, with up to 128 for one of two warp groups.
     """
     if rows > MOST_ROWS:
-        return f"{rows} query rows a KV head; tuned kernels take up to {MOST_ROWS}"
+        return f"{rows} query rows per KV head; tuned kernels take up to {MOST_ROWS}"
     dims = {side.codes_per_word * side.padded for side in (keys, values)}
     if len(dims) > 1 or max(dims) > 128 or keys.block or any(side.codes_per_word == 1 for side in (keys, values)):
         what = "16-bit tokens, per-channel scales, heads of more than 128, or values of another size than keys"
-        return f"{rows} query rows a KV head are more than the tuned kernels hold in registers together with {what}"
+        return f"{rows} query rows per KV head exceed the registers of the tuned kernels with {what}"
     padded_rows, per_sm = (64, 2) if rows <= 64 else (128, 1)
     warps = padded_rows // 16
     for stages in (3, 2):

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from halfbyte.errors import check
-from halfbyte.formats import key_format, value_format, weight_format
+from halfbyte.formats import check_window, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
+from halfbyte.reference.hadamard import block_size
 
 
 def explanation(
@@ -30,10 +31,11 @@ def explanation(
     sm_count: int,
     capability: tuple[int, int],
     table: Table = NO_TABLE,
+    window: tuple[int, int] = (0, 0),
 ) -> dict[str, str]:
     """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
 
-    `table`: the measured plans of that GPU.
+    `table`: the measured plans of that GPU. `window`: sink and recent tokens.
     """
     check(0 < min(q_heads, kv_heads) <= q_heads < 2**31, f"heads={q_heads}/{kv_heads}; both must be above 0 and below 2^31")
     for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
@@ -44,13 +46,17 @@ def explanation(
     k, v = key_format(keys), value_format(values)
     for name, fmt in (("keys", k), ("values", v)):
         fmt.check_shape((1, 1, page or fmt.token_block or 1, dim), f"{name}={fmt.name!r}: a {'page' if page else 'head'}")
+    check_window(*window, k, v, capacity)
     p = dense_problem(
         dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
+    p = replace(p, sink_tokens=window[0], recent_tokens=window[1])
     facts = _gpu(sm_count, capability)
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
+    if p.rotate_keys:
+        facts["rotation"] = f"keys are stored rotated, in blocks of {block_size(dim)} dims; queries are rotated as they are loaded"
     block = queries_of_a_block(p, capability)
     if block:
         count = -(-queries // block)

@@ -20,6 +20,7 @@ class KVCodec:
     group       neighbouring dims that share a scale; 0: not in groups
     block       tokens of a block whose channels have scales; 0: not per channel. What is not a whole block lies in a 16-bit tail
     offset      x = scale * code + offset
+    clip        the share of a block's span that codes with offsets cover
     """
 
     kind: str
@@ -31,6 +32,7 @@ class KVCodec:
     group: int
     block: int
     offset: bool
+    clip: float
 
     @property
     def scaled(self) -> bool:
@@ -80,5 +82,5 @@ def kv_codec(fmt: Format) -> KVCodec:
     integer = "signed" if code.dtype.is_signed else "unsigned"
     return KVCodec(
         *(code.name if code.kind == "float" else integer, code.bits, code.lo, code.hi, code.reach, fmt.granularity or "none"),
-        *(group if fmt.granularity == "group" else 0, fmt.token_block or 0, fmt.offset == "float"),
+        *(group if fmt.granularity == "group" else 0, fmt.token_block or 0, fmt.offset == "float", fmt.clip),
     )

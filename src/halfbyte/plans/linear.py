@@ -31,7 +31,7 @@ def gluon_linear(
 ) -> LinearPlan | str:
     """How the kernel for small M computes x [m, width] times weights of these formats and N; in words, why it cannot."""
     if len({fmt for fmt, _ in weights}) > 1:
-        return "weights of several formats in one launch are the portable kernel's"
+        return "weights of different formats in one launch take the portable kernel"
     if not takes_any_part():
         return EQUAL_PARTS
     weight = weight_spec(weights[0][0], dtype)
@@ -62,10 +62,11 @@ def gluon_linear(
 def _long(weight: WeightSpec, m: int, features: list[int], width: int, num_sms: int) -> bool:
     """Whether one program per SM is fastest: small M, large K, and about one tile of 64 rows for each SM.
 
-    With INT4 in larger groups, as measured (docs/linear.md); two programs would take tiles of 32 rows and read x twice as often.
+    With INT4 in larger groups, as measured (docs/internals/log/linear.md);
+    two programs would take tiles of 32 rows and read x twice as often.
     """
     tiles = sum(-(-n // 64) for n in features)
-    suits = weight.kind == "nibbles" and (weight.group == 0 or weight.group >= 64) and m <= 8
+    suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and m <= 8
     return suits and width >= 20 << 10 and num_sms >= tiles >= 0.9 * num_sms
 
 
@@ -75,14 +76,14 @@ def _refusal(shape: LinearSpec, m: int, width: int, capability: tuple[int, int])
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
     if m > MOST_ROWS:
-        return f"{m} rows; the tuned kernel takes {MOST_ROWS}"
+        return f"M = {m}; the tuned kernel takes up to {MOST_ROWS}"
     if width >= 2**30:
-        return f"rows of {width} numbers; the tuned kernel counts their bytes in 32 bits"
+        return f"K = {width}; the tuned kernel takes K below 2^30"
     if width % (8 * weight.codes_per_word):
-        return f"rows of {width * 2 // weight.codes_per_word} bytes are not whole 16-byte pieces"
+        return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     copied = copy_width(shape, width, weight.scale_bytes) and (copy_width(shape, width, 1) or not weight.zero)
     if weight.group and not copied:
-        return f"the {width // weight.group} scales of a row cannot be copied in pieces of 4 bytes or more"
+        return f"the {width // weight.group} scales of an output channel are not aligned for 4-byte copies"
     return ""
 
 
@@ -102,13 +103,13 @@ def scale_copy_width(columns: int, row: int, size: int) -> int:
 
 
 def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: int, dtype: str) -> LinearSpec:
-    """Tiles, warps and chunks, with one stage; found by measuring (docs/linear.md).
+    """Tiles, warps and chunks, with one stage; found by measuring (docs/internals/log/linear.md).
 
     Memory is fastest in runs of 128 bytes of a row. Warps do best with 64 rows of the weight, which share the work on x, as long
     as every program gets a tile; otherwise with 32. With M above 8 two warps divide a tile. x of 2 to 4 rows comes through the
     L1 cache; one row gains too little from it, and of eight rows it holds too few steps.
     """
-    wide = weight.kind == "bytes"
+    wide = weight.kind == "signed"
     tiles = sum(-(-n // 32) for n in features)
     x_rows = next((n for n in (1, 2, 4, 8) if m <= n), 16)
     fine = 0 < weight.group < 64 or bool(weight.codebook)  # what they need besides the MMA fills the registers
@@ -116,7 +117,7 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
         narrow = tiles <= (slots if m <= 4 else 0.7 * slots)
-        cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "nibbles"))
+        cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
         tile, k_slices, warps_m = (32 if narrow or cramped else 64), 4, 1
     return LinearSpec(
         weights=(weight,) * count,

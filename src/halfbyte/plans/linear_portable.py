@@ -1,8 +1,8 @@
 """How the portable Triton level of `linear` divides a GEMM into programs: pure functions of the problem and the device.
 
-y^T [N, M] = W [N, K] x^T: a program takes `block_n` weight rows and `block_m` rows of x, and walks its share of K in steps of
+y^T [N, M] = W [N, K] x^T: a program takes `block_n` out features and `block_m` batch rows, and walks its share of K in steps of
 `block_k`. Up to M = 64 reading the weight takes the time, and K is split until all SMs read. Beyond, the tensor cores and the
-decoding ahead of them do: a tile of the weight is decoded for as many rows of x as registers hold.
+decoding ahead of them do: a tile of the weight is decoded for as many batch rows as registers hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GATHERED_ROWS = 16
 _INVARIANT_ROWS, _INVARIANT_PROGRAMS = 64, 256
 #: The most partial results that are added for one number, and the fewest columns of one.
 _MOST_SPLITS, _FEWEST_COLUMNS = 32, 512
-#: What a step costs besides its multiply-adds, in rows of x: decoding the weights. And, in steps: a tile, a partial result.
+#: What a step costs besides its multiply-adds, in batch rows: decoding the weights. And, in steps: a tile, a partial result.
 _DECODING, _TILE, _PARTIAL = 80, 8, 3
 #: M from which on it is faster to dequantize slabs of a weight and multiply by cuBLAS: in general, and where every 16
 #: codes have a scale of their own, which costs the portable kernel most. And bytes of a slab: smaller ones were up to half
@@ -30,9 +30,9 @@ _EXPANDED_ROWS, _EXPANDED_ROWS_16, _SLAB_BYTES = 257, 128, 128 << 20
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """One launch over tiles of `block_n` weight rows and `block_m` rows of x, each walked by `splits` programs.
+    """One launch over tiles of `block_n` out features and `block_m` batch rows, each walked by `splits` programs.
 
-    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: scales of groups multiply
+    Split s takes `share` steps of `block_k` columns, from step s * share on; none is without any. `fold`: group scales multiply
     the codes, in 16 bits; else fp32 sums of a step, whose columns then share a scale (where a step holds more groups, codes again).
     `why`: the choice in words.
     """
@@ -58,13 +58,13 @@ class LinearTiles:
     def describe(self, features: Sequence[int], m: int) -> dict[str, str]:
         """The launch in words, as `halfbyte explain` prints it."""
         count = self.count(features, m)
-        split = f"{self.splits} a tile, {self.share} steps each; the program that arrives last adds them up"
+        split = f"{self.splits} a tile, {self.share} steps each; the last program to arrive reduces, in fixed order"
         return {
-            "kernel": "triton, the portable one; one launch",
-            "tile": f"{self.block_n} rows of the weight by {self.block_m} of x; {self.num_warps} warps",
-            "ring": f"{self.num_stages} steps of {self.block_k} k",
+            "kernel": "triton (portable); one launch",
+            "tile": f"{self.block_n} output channels by {self.block_m} of M; {self.num_warps} warps",
+            "ring": f"{self.num_stages} steps of {self.block_k} of K",
             "programs": f"{count * self.splits} for {count} tiles",
-            "cut": self.why,
+            "schedule": self.why,
             "partial sums": "none" if self.splits == 1 else split,
         }
 
@@ -132,7 +132,7 @@ def _large_m(features: list[int], m: int, width: int, num_sms: int, capability: 
     whole = [LinearTiles(128, block_m, 64, 1, steps, True, 8, 3) for block_m in ((64, 128, 256) if wide else (64, 128))]
     shapes = [_split(shape, n) for shape in whole for n in (1, 2, 4, 8) if n == 1 or steps >= 8 * n]
     best = min(shapes, key=cost)
-    return replace(best, why=f"{m} rows: each weight tile is decoded for {best.block_m} of them{best.why}")
+    return replace(best, why=f"M = {m}: each weight tile is decoded once for {best.block_m} of M{best.why}")
 
 
 def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str]:
@@ -142,7 +142,7 @@ def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str
     buffer = 2 * min(step, max(features)) * width
     return {
         "kernel": "cuBLAS, over parts of the weights that another kernel dequantizes",
-        "parts": f"{slabs} of at most {step} rows, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
-        "cut": f"{m} rows: the tensor cores are busy longer than dequantizing takes",
+        "parts": f"{slabs} of at most {step} output channels, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
+        "schedule": f"M = {m}: compute-bound, so dequantizing first is faster",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

@@ -5,11 +5,12 @@ Specs are compile-time constants: kernels read their fields. plans/linear.py and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from halfbyte.formats import E2M1, Format
+from halfbyte.formats import Format
 from halfbyte.plans.codebooks import pattern, unit_of_codebook
+from halfbyte.plans.weight_codec import WeightCodec, weight_codec
 
 #: Shared memory of a codebook: both values of every byte, for each of 32 banks.
 CODEBOOK_BYTES = 256 * 32 * 4
@@ -32,33 +33,15 @@ class Ring(Protocol):
 
 
 @dataclass(frozen=True)
-class WeightSpec:
-    """How a weight is stored.
+class WeightSpec(WeightCodec):
+    """How a weight is stored, and its codebook in 16 bits, if its codes are read through one.
 
-    kind           what a 16-bit word holds: "nibbles" (four integers), "bytes" (two int8), "floats" (four E2M1 numbers), "codebook"
-                   (four indices)
-    group          codes that share a scale; 0: a whole row
-    scale          type of a stored scale: "f16", "f32", "e8m0", "e4m3"
-    zero           zero points are stored
-    bias           constant that is subtracted from every code as well
-    codebook       16-bit patterns of the codebook's values over `codebook_unit`, of every code
+    codebook       16-bit patterns of `values` over `codebook_unit`
     codebook_unit  what the codebook's values are multiples of
-    factor         one more fp32 scale, of the whole tensor
     """
 
-    kind: str
-    group: int
-    scale: str
-    zero: bool
-    bias: int
     codebook: tuple[int, ...]
     codebook_unit: float
-    factor: bool
-
-    @property
-    def codes_per_word(self) -> int:
-        """Codes in one 16-bit word."""
-        return 2 if self.kind == "bytes" else 4
 
     def words(self, spec: Ring) -> int:
         """16-bit words of a chunk of a row."""
@@ -105,44 +88,42 @@ class WeightSpec:
 
     def unit(self, dtype: str) -> float:
         """The value of one code step in the sums of the MMA: from the operands, and for E2M1 in bf16 from those of x as well."""
-        if self.kind == "floats":
+        if self.kind == "e2m1":
             return 2.0**-62 if dtype == "bf16" else 2.0**-14
         return 1.0 / self.codebook_unit if self.codebook else 1.0 if dtype == "bf16" else 2.0**-24
 
     def x_factor(self, spec: LinearSpec) -> float:
         """What x is multiplied by: E2M1's bits in a bf16 are the number times 2^-126, too small for fp32 sums."""
-        return 1.0 if self.kind != "floats" or spec.dtype == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
+        return 1.0 if self.kind != "e2m1" or spec.dtype == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
 
     def scale_factor(self, spec: LinearSpec) -> float:
         """What scales that multiply operands are multiplied by: a bf16 holds code times scale exactly from 2^-133 on."""
-        return 2.0**7 if self.kind == "floats" and spec.dtype == "bf16" else 1.0
+        return 2.0**7 if self.kind == "e2m1" and spec.dtype == "bf16" else 1.0
 
     def bias_in_unpack(self, spec: LinearSpec) -> bool:
-        """Unpacking subtracts the bias of 4-bit codes: with 16 rows of x, an MMA with ones costs more."""
-        return self.kind == "nibbles" and not self.zero and spec.x_rows == 16
+        """Unpacking subtracts the bias of 4-bit codes: at M = 16, an MMA with ones costs more."""
+        return self.kind == "unsigned" and not self.zero and spec.x_rows == 16
 
     def shift(self, dtype: str) -> float:
         """What operands exceed their codes' values by, zero points left out."""
-        extra = {("nibbles", "bf16"): 128, ("bytes", "fp16"): 128}.get((self.kind, dtype), 0)
+        extra = {("unsigned", "bf16"): 128, ("signed", "fp16"): 128}.get((self.kind, dtype), 0)
         return (self.bias + extra) * self.unit(dtype)
 
 
 def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightSpec | str:
     """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `e2m1_codebook`: E2M1 through a codebook."""
-    code, scale = fmt.code, fmt.scale
-    assert scale is not None
-    floats = code.values == E2M1.values and not e2m1_codebook
-    group = scale.group or 0
-    if group not in (0, 16, 32, 64, 128) or scale.nested is not None:
+    codec = weight_codec(fmt)
+    if codec.group not in (0, 16, 32, 64, 128) or codec.nested:
         return f"{fmt.name} is read by the portable kernel only"
-    if fmt.offset == "int" and not group:
-        return "zero points of whole rows are read by the portable kernel only"
+    if codec.zero and not codec.group:
+        return "per-channel zero points are read by the portable kernel only"
+    if e2m1_codebook and codec.kind == "e2m1":
+        codec = replace(codec, kind="table")
     codebook, unit = tuple[int, ...](), 1.0
-    if code.values is not None and not floats:
-        unit = unit_of_codebook(code, dtype)
-        codebook = tuple(pattern(value / unit, dtype) for value in code.values)
-    kind = "floats" if floats else "codebook" if codebook else "bytes" if code.bits == 8 else "nibbles"
-    return WeightSpec(kind, group, scale.dtype, fmt.offset == "int", code.bias, codebook, unit, fmt.tensor_scale)
+    if codec.kind == "table":
+        unit = unit_of_codebook(fmt.code, dtype)
+        codebook = tuple(pattern(value / unit, dtype) for value in codec.values)
+    return WeightSpec(**vars(codec), codebook=codebook, codebook_unit=unit)
 
 
 @dataclass(frozen=True)
@@ -157,18 +138,18 @@ class LinearSpec:
     warps_m: int  # warps that divide the rows of a tile
     chunk: int  # K of a chunk: 128, 256, ...
     stages: int
-    scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices drift apart freely
+    scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices run independently
     scales_per_copy: int
     zeros_per_copy: int  # zero points, the same
     use_pdl: bool
-    x_rows: int  # rows of x that are loaded: 1, 2, 4 or `block_m`
+    x_rows: int  # rows of the batch that are loaded: 1, 2, 4 or `block_m`
     separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
 
     @property
     def x_low(self) -> int:
-        """The lowest axis of rows of x in shared memory: two rows are neighbours, to avoid bank conflicts."""
+        """The lowest axis of x in shared memory: two rows are neighbours, to avoid bank conflicts."""
         return min(2, self.x_rows)
 
     @property
@@ -249,7 +230,7 @@ class LinearWgmmaSpec:
 
     weights: tuple[WeightSpec, ...]
     dtype: str  # of x and y: "bf16" or "fp16"
-    block_m: int  # rows of x in a block: 32 or 64
+    block_m: int  # batch rows in a block: 32 or 64
     chunk: int  # K of a step
     stages: int
     scales_per_copy: int
@@ -301,7 +282,7 @@ class LinearWgmmaSpec:
         """A step's last MMA runs on into the next step. Not where codebook look-ups leave no registers for its sums, nor where
         the assembler would make it wait (two MMAs of codebook codes for each 64 k).
         """
-        return self.weights[0].kind != "codebook" or self.direct or (self.block_m < 64 and not self.halved)
+        return self.weights[0].kind != "table" or self.direct or (self.block_m < 64 and not self.halved)
 
     @property
     def sums(self) -> int:
@@ -361,16 +342,16 @@ class LinearPlan:
     def describe(self, m: int) -> dict[str, str]:
         """The plan of x [m, K] in words, as `halfbyte explain` prints them."""
         spec = self.spec
-        there = f"of which {m} are there" if m <= spec.block_m else f"in {-(-m // spec.block_m)} blocks"
+        blocks = f", in {-(-m // spec.block_m)} blocks" * (m > spec.block_m)
         small = isinstance(spec, LinearSpec)
-        launches = "one launch" if small else "warp-group products; two launches, the first brings x into order"
-        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the program that arrives last adds them up"
+        launches = "one launch" if small else "wgmma; two launches, the first permutes x"
+        partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
         return {
-            "kernel": f"gluon, the tuned one; {launches}",
-            "tile": f"{spec.tile} rows of the weight by {spec.block_m} of x, {there}; {spec.warps} warps",
-            "ring": f"{spec.stages} steps of {spec.step} k, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
-            "programs": f"{self.programs}, {self.programs_per_sm} at once on a multiprocessor",
-            "cut": self.why,
+            "kernel": f"gluon (tuned); {launches}",
+            "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
+            "ring": f"{spec.stages} steps of {spec.step} of K, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
+            "programs": f"{self.programs}, {self.programs_per_sm} per multiprocessor",
+            "schedule": self.why,
             "partial sums": partials if self.split_tiles else "none",
         }
 

@@ -41,23 +41,21 @@ def wgmma_linear(
 ) -> LinearPlan | str:
     """How warp-group MMA computes x [m, width] times these weights; in words, why it cannot."""
     if not supports_wgmma(capability):
-        return f"compute capability {capability[0]}.{capability[1]}; warp-group products need 9.0"
+        return f"compute capability {capability[0]}.{capability[1]}; wgmma needs 9.0"
     if not FEWEST_ROWS <= m <= MOST_ROWS:
-        return f"{m} rows; warp-group products take {FEWEST_ROWS} to {MOST_ROWS}"
+        return f"M = {m}; wgmma takes {FEWEST_ROWS} to {MOST_ROWS}"
     if len({fmt for fmt, _ in weights}) > 1:
-        return "weights of several formats in one launch are the portable kernel's"
+        return "weights of different formats in one launch take the portable kernel"
     weight = weight_spec(weights[0][0], dtype, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.codes_per_word):
-        return f"rows of {width * 2 // weight.codes_per_word} bytes are not whole 16-byte pieces"
+        return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x.
     shape = LinearWgmmaSpec((weight,) * len(weights), dtype, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
     spec = (wgmma_staged(replace(shape, chunk=512), width) if m <= 32 else None) or wgmma_staged(shape, width)
     if spec is None:
-        return (
-            f"the scales of a row of {width} cannot be copied in pieces of 4 bytes or more, or three steps do not fit shared memory"
-        )
+        return f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
     tiles, steps = sum(-(-n // spec.tile) for _, n in weights) * -(-m // spec.block_m), -(-width // spec.step)
     programs = _programs(tiles, steps, num_sms)
     return LinearPlan(spec, programs, tiles, steps, tiles if tiles % programs else 0, 1)

@@ -1,4 +1,4 @@
-"""Plans that `halfbyte tune` measured: a small table for each type of GPU, keyed by every field of a problem.
+"""Plans that were measured (`python -m benchmarks tune`): a small table for each type of GPU, keyed by every field of a problem.
 
 A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through; where it fails, or a
 table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
@@ -6,19 +6,17 @@ table says nothing about a problem, the analytic plan is taken. So a table can m
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import HalfbyteError, InvalidArgument
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
@@ -54,10 +52,15 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
+#: Queries are rotated before the first tile is read, whatever tiles there are; the others have no tuned kernel.
+_NOT_IN_KEYS = {"rotate_keys", "ragged", "sink_tokens", "recent_tokens"}
+
+
 def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """Every field of a problem, as one line of JSON."""
+    """The fields of a problem, as one line of JSON, but for those that no choice depends on."""
     op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
-    return json.dumps({"op": op, **asdict(problem)}, sort_keys=True)
+    fields = {name: value for name, value in asdict(problem).items() if name not in _NOT_IN_KEYS}
+    return json.dumps({"op": op, **fields}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def _table_of(gpu: str, num_sms: int, setting: str, own: str) -> Table:
             found = read(file)
             check_gpu(found, gpu, num_sms, str(file))
         except (DamagedPlans, OSError) as error:
-            warnings.warn(f"halfbyte: measured plans are left out: {error}; `halfbyte tune` makes them anew", stacklevel=2)
+            warnings.warn(f"halfbyte: measured plans are left out: {error}; measure them again", stacklevel=2)
             note = str(error)
             continue
         entries |= found.entries
@@ -228,59 +231,3 @@ def _whole(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{value!r} is no whole number")
     return value
-
-
-def write(file: Path, table: Table) -> None:
-    """Store a table, one entry a line, in place of what was there: at once, so that a kill leaves the old file or the new one."""
-    lines = [json.dumps(_plain(key, entry), sort_keys=True) for key, entry in sorted(table.entries.items())]
-    head = {"halfbyte plans": VERSION, "gpu": table.gpu, "multiprocessors": table.num_sms, "made with": dict(table.made_with)}
-    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-        partial.write(text)
-        partial.flush()
-        os.fsync(partial.fileno())
-    os.chmod(partial.name, 0o644)
-    os.replace(partial.name, file)
-
-
-def _plain(key: str, entry: TunedEntry) -> dict[str, Any]:
-    choice = None if entry.choice is None else asdict(entry.choice)
-    times = {"us": round(1e6 * entry.seconds, 3), "analytic us": round(1e6 * entry.analytic_seconds, 3)}
-    return {"problem": json.loads(key), "choice": choice, **times, "date": entry.date}
-
-
-@dataclass(frozen=True)
-class Store:
-    """The file that measured plans go to, each at once, behind those that it holds; other processes may add to it too.
-
-    head  the table without its entries; anew: whether a file that is no table of this GPU is replaced, else refused
-    """
-
-    file: Path
-    head: Table
-    anew: bool = False
-
-    def entries(self) -> Mapping[str, TunedEntry]:
-        """What the file holds now. Raises `InvalidArgument` for one that is to be kept and cannot be added to."""
-        if not self.file.exists():
-            return {}
-        try:
-            table = read(self.file)
-            check_gpu(table, self.head.gpu, self.head.num_sms, str(self.file))
-        except DamagedPlans as error:
-            if not self.anew:
-                raise InvalidArgument(f"output={str(self.file)!r} is kept as it is: {error}; name another file") from error
-            return {}
-        return table.entries
-
-    def add(self, problem: LinearProblem | DecodeProblem, entry: TunedEntry) -> None:
-        """Store an entry in place of an older one of the same problem."""
-        import fcntl  # POSIX has it, and every system with a GPU that this runs on
-
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        # The lock lies in a file of its own: the table is another file after every write.
-        with self.file.with_name(f".{self.file.name}.lock").open("w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: what was measured is stored all the same
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            write(self.file, replace(self.head, entries={**self.entries(), key_of(problem): entry}))

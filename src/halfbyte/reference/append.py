@@ -4,7 +4,9 @@ Token i of sequence b (i < counts[b]) goes to position lengths[b] + i. Nothing i
 refused append leaves the cache as it was.
 
 Per-channel formats quantize blocks of whole tokens: new tokens first fill the 16-bit tail; each block that becomes complete is
-quantized from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends.
+quantized from the tail's 16-bit values, so the codes do not depend on how the tokens were cut into appends. Tokens that leave the
+window of the recent ones are quantized in the same way, one by one. An error about them is raised when they come, not when they
+leave.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def append_(
     page_table: torch.Tensor | None,
     rotate_keys: bool,
 ) -> None:
-    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. The planes change; advancing lengths is the caller's."""
+    """k [B, H, L, D], v [B, H, L, Dv]; counts int32 [B] or None for all L. Buffers change; the caller advances lengths."""
     new = torch.full_like(lengths, k.shape[2]) if counts is None else counts.to(lengths.dtype)
     if new.numel() and not 0 <= int(new.min()) <= int(new.max()) <= k.shape[2]:
         raise InvalidArgument(
@@ -59,10 +61,21 @@ def append_(
             check_finite(x, f"{name} rounded to fp32")
         if name == "k" and rotate_keys:
             x = rotate(x.float())
-        prepare = _whole_blocks if buffer.format.token_block else _tokens
+        prepare = _whole_blocks if buffer.format.token_block else _tokens if buffer.tail is None else _leaving_tokens
         writes += prepare(buffer, x, fresh, lengths, page_table, name)
     for write in writes:
         write()
+
+
+def append_slots_(
+    k: torch.Tensor, v: torch.Tensor, keys: KVBuffer, values: KVBuffer, slots: torch.Tensor, rotate_keys: bool
+) -> None:
+    """k [T, H, 1, D], v [T, H, 1, Dv]; token i goes to row slots[i] % N of page slots[i] // N. Negative: it goes nowhere."""
+    pages, _, rows, _ = keys.codes.shape
+    last = int(slots.max()) if slots.numel() else -1
+    check(last < pages * rows, f"slot_mapping names slot {last}; {pages} pages of {rows} tokens have {pages * rows}")
+    everywhere = torch.arange(pages, device=slots.device).expand(len(slots), pages)
+    append_(k, v, (slots >= 0).int(), keys, values, slots.long().clamp_min(0), everywhere, rotate_keys)
 
 
 def capacity(buffer: KVBuffer, page_table: torch.Tensor | None) -> int:
@@ -97,9 +110,15 @@ def slots(sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor 
 
 
 def _tokens(
-    buffer: KVBuffer, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+    buffer: KVBuffer,
+    x: torch.Tensor,
+    fresh: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    name: str,
+    measured: torch.Tensor | None = None,
 ) -> list[Write]:
-    """Formats that quantize every token for itself."""
+    """Formats that quantize every token for itself. `measured`: what a scale of the whole tensor is measured on; None: x."""
     sequence, i = fresh.nonzero(as_tuple=True)
     index = slots(sequence, lengths.long()[sequence] + i, page_table, buffer.codes, buffer.codes.shape[2])
 
@@ -112,7 +131,7 @@ def _tokens(
         return [partial(_scatter, buffer.codes, index, picked(stored))]
     x = x.float()
     if buffer.format.granularity == "tensor":
-        return _fixed_scale(buffer, x, index, picked)
+        return _fixed_scale(buffer, x, index, picked, x if measured is None else measured)
     scales, offsets = measure(x, buffer.format)
     check_range(scales, offsets, buffer.format)
     writes: list[Write] = [partial(_scatter, buffer.codes, index, picked(encode(x, scales, offsets, buffer.format)))]
@@ -122,11 +141,13 @@ def _tokens(
     return writes
 
 
-def _fixed_scale(buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor]) -> list[Write]:
+def _fixed_scale(
+    buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callable[[torch.Tensor], torch.Tensor], measured: torch.Tensor
+) -> list[Write]:
     """A per-tensor scale of 0 means: not known yet. The first append sets it; what later exceeds it saturates and is counted."""
     assert buffer.scales is not None
-    measured, _ = measure(x, buffer.format)
-    known = torch.where(buffer.scales == 0, measured * (x.abs().amax() > 0), buffer.scales)  # zeros say nothing about a scale
+    found, _ = measure(measured, buffer.format)
+    known = torch.where(buffer.scales == 0, found * (measured.abs().amax() > 0), buffer.scales)  # zeros say nothing about a scale
     check_range(known, None, buffer.format)
     scale = known.clamp_min(MIN_SCALE)
     beyond = ((x / scale.float()).round().abs() > buffer.format.code.reach).sum()
@@ -135,6 +156,35 @@ def _fixed_scale(buffer: KVBuffer, x: torch.Tensor, index: Index, picked: Callab
         partial(_scatter, buffer.codes, index, picked(encode(x, scale, None, buffer.format))),
     ]
     return writes if buffer.saturated is None else [*writes, partial(buffer.saturated.add_, beyond)]
+
+
+def _leaving_tokens(
+    buffer: KVBuffer, x: torch.Tensor, fresh: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None, name: str
+) -> list[Write]:
+    """Caches with sink or recent tokens. `run` is each sequence from its first recent token on: the ring, then the new tokens."""
+    tail, ring, sinks, (batch, _, count, _) = buffer.tail, buffer.ring, buffer.sink_tokens, x.shape
+    assert tail is not None
+    new = x.to(tail.dtype)
+    check_finite(new, f"{name} rounded to {tail.dtype}")
+    if buffer.format.granularity != "tensor":
+        check_range(*measure(new.float(), buffer.format), buffer.format)
+    before, total = lengths.long().unsqueeze(1), (lengths + fresh.sum(1)).long().unsqueeze(1)  # [B, 1]
+    first, end = buffer.coded(before), buffer.coded(total)
+    position = first + torch.arange(ring + count, device=x.device)  # [B, run]
+    rows = torch.arange(batch, device=x.device).unsqueeze(1)
+    in_ring = (sinks + position % max(ring, 1)).clamp_max(tail.shape[2] - 1)
+    held, added = tail.transpose(1, 2)[rows, in_ring], new.transpose(1, 2)[rows, (position - before).clamp(0, count - 1)]
+    run = torch.where((position < before)[..., None, None], held, added).transpose(1, 2)  # [B, H, run, D]
+    leaving = (position >= sinks) & (position < end)
+    run = run.masked_fill(~leaving[:, None, :, None], 0)
+    writes = _tokens(buffer, run, leaving, first.squeeze(1), page_table, name, measured=x.float())
+
+    token = before + torch.arange(count, device=x.device)  # [B, L]
+    kept = fresh & ((token < sinks) | (token >= end))
+    sequence, i = kept.nonzero(as_tuple=True)
+    at = token[sequence, i]
+    at = torch.where(at < sinks, at, sinks + at % max(ring, 1))
+    return [*writes, partial(_scatter, tail, (sequence, at), new.transpose(1, 2)[sequence, i])]
 
 
 def _whole_blocks(

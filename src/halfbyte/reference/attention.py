@@ -36,6 +36,35 @@ def decode_attention(
     return out.to(q.dtype), lse.float()
 
 
+def chunk_attention(
+    q: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor | None,
+    start: int,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [L, Hq, D], consecutive queries of one sequence from position `start` on; lengths int32 [1].
+
+    out [L, Hq, Dv] in q's dtype, lse float32 [L, Hq]. A query's sums have the keys that it sees and no other, whatever the chunk.
+    """
+    limit, starts = options.limit(lengths), 0 if options.starts is None else int(options.starts)
+    k, v = (read(buffer, lengths, page_table, torch.full_like(lengths, starts), limit) for buffer in (keys, values))  # [1, H, T, D]
+    wide = rotate(q.double()) if options.rotate_keys else q.double()
+    plain = options._replace(starts=None, ends=None, window=None)
+    out, lse = q.new_zeros(*q.shape[:2], values.dim), torch.full(q.shape[:2], -torch.inf, device=q.device)
+    for i, position in enumerate(range(start, start + len(q))):
+        oldest = max(starts, 0 if options.window is None else position - options.window + 1)
+        count = min(position + 1, int(limit)) - oldest
+        if count > 0:
+            keys_seen, values_seen = (x[:, :, oldest : oldest + count] for x in (k, v))
+            where = lengths.new_tensor([count]), lengths.new_tensor([position - oldest])
+            own = attend(wide[i, None, :, None], keys_seen, values_seen, *where, plain)
+            out[i], lse[i] = own[0][0, :, 0], own[1][0, :, 0]
+    return out, lse
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,12 +130,11 @@ def read(
         values = codes.double()
     else:
         values = decode(codes, scales.double(), offsets, buffer.format, (batch, heads, capacity, buffer.dim))
-    token = torch.arange(capacity, device=codes.device)
-    column = token.view(1, 1, -1, 1)
+    column = torch.arange(capacity, device=codes.device).view(1, 1, -1, 1)
     if buffer.tail is not None:
-        block = buffer.format.token_block or 1
-        finished = (lengths // block * block).view(-1, 1, 1, 1)
-        values = torch.where(column < finished, values, buffer.tail.double()[:, :, token % block])
+        token = buffer.tail_tokens(lengths)  # [B, rows]
+        sequence, row = ((token >= 0) & (token < capacity)).nonzero(as_tuple=True)
+        values.transpose(1, 2)[sequence, token[sequence, row]] = buffer.tail.transpose(1, 2)[sequence, row].double()
     oldest = torch.zeros_like(lengths) if oldest is None else oldest
     return torch.where(stored_tokens(column, lengths if limit is None else limit, oldest), values, 0.0)
 

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.errors import check
 from halfbyte.formats import Code, Format, Shape
-from halfbyte.packing import unpack_nibbles
+from halfbyte.packing import unpack_codes
 
 if TYPE_CHECKING:
     from halfbyte.tensors import QuantTensor
@@ -27,7 +27,12 @@ def values_of(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
     if q.format.scale is None:
         return q.codes.to(dtype)
     values = decode(q.codes, block_scales(q, wide), q.offsets, q.format, q.shape).to(dtype)
-    return values if q.perm is None else torch.empty_like(values).index_copy_(1, q.perm.long(), values)
+    return values if q.perm is None else in_order(values, q.perm)
+
+
+def in_order(values: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """Stored columns [..., N, K], of which column j is column perm[..., j], where they belong."""
+    return torch.empty_like(values).scatter_(-1, perm.long().unsqueeze(-2).expand_as(values), values)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, fmt: Format, shape: Shape) -> torch.Tensor:
@@ -41,9 +46,9 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | No
 
 
 def decode_unit(codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """Values of stored codes before scaling, float32, 4-bit codes unpacked."""
-    if code.bits == 4:
-        codes = unpack_nibbles(codes)
+    """Values of stored codes before scaling, float32, one for each code of a byte."""
+    if code.per_byte > 1:
+        codes = unpack_codes(codes, code.bits)
     if code.values is not None:
         return code.codebook().to(codes.device)[codes.int()]
     if code.kind == "float":
@@ -74,13 +79,27 @@ def over_elements(scales: torch.Tensor, fmt: Format, shape: Shape) -> torch.Tens
 
 def block_scales(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The scales of a QuantTensor as plain numbers in `dtype`, whatever they are stored as; its second level included."""
-    assert q.scales is not None and q.format.scale is not None
+    assert q.scales is not None
     if q.nested is not None:
-        flat = dynamic_map(q.device)[q.scales.int()].flatten().to(dtype)
-        absmax, mean = q.nested[:-1].to(dtype), q.nested[-1].to(dtype)
-        spread = absmax.repeat_interleave(q.format.scale.nested or 1)[: flat.numel()]
-        return (flat * spread + mean).reshape(q.scales.shape)
+        return _unnested(q.scales, 0, q.nested, q.format, dtype)
     return plain_scales(q.scales, q.format, q.tensor_scale, dtype)
+
+
+def expert_scales(q: QuantTensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """`block_scales` of one matrix of a stack [E, N, K]."""
+    assert q.scales is not None
+    stored = q.scales[expert]
+    if q.nested is not None:
+        return _unnested(stored, expert * stored.numel(), q.nested, q.format, dtype)
+    return plain_scales(stored, q.format, None if q.tensor_scale is None else q.tensor_scale[expert], dtype)
+
+
+def _unnested(stored: torch.Tensor, first: int, nested: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """8-bit scales as plain numbers, of which `first` is the number of the first one among those of the whole tensor."""
+    assert fmt.scale is not None and fmt.scale.nested is not None
+    block = torch.arange(first, first + stored.numel(), device=stored.device).div_(fmt.scale.nested, rounding_mode="floor")
+    absmax, mean = nested[:-1].to(dtype)[block].view(stored.shape), nested[-1].to(dtype)
+    return dynamic_map(stored.device)[stored.int()].to(dtype) * absmax + mean
 
 
 def plain_scales(
@@ -92,7 +111,7 @@ def plain_scales(
     if fmt.scale is not None and fmt.scale.dtype == "e8m0":
         return e8m0_to_float(stored).to(dtype)
     scales = stored.view(torch.float8_e4m3fn).to(dtype)
-    return scales if tensor_scale is None else scales * tensor_scale.to(dtype)
+    return scales if tensor_scale is None else scales * tensor_scale.to(dtype).unsqueeze(-1)
 
 
 def e8m0_to_float(stored: torch.Tensor) -> torch.Tensor:

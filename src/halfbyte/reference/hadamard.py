@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import Format
 
 
 def block_size(dim: int) -> int:
@@ -17,6 +18,21 @@ def block_size(dim: int) -> int:
     if size < 16:
         raise InvalidArgument(f"head_dim={dim} has {size} as its largest power-of-two factor; rotate_keys needs at least 16")
     return size
+
+
+def rotated(rotate_keys: bool | None, keys: Format, head_dim: int) -> bool:
+    """Whether keys are to be rotated. None: where the format gains by it and heads are wide enough."""
+    if rotate_keys is None:
+        return keys.gains_by_rotation and head_dim % 16 == 0
+    return check_rotation(rotate_keys, head_dim)
+
+
+def check_rotation(rotate_keys: bool, head_dim: int) -> bool:
+    """`rotate_keys`. Raises unless it is a bool, and where heads that are to be rotated are too narrow."""
+    check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
+    if rotate_keys:
+        block_size(head_dim)
+    return rotate_keys
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
     symmetric       s = max|x| / reach           q = round(x / s)            x ~ s * q
     integer zero    s = (max - min) / 15         q = round(x / s) + z        x ~ s * (q - z),  z = round(-min / s)
-    float offset    s = (max - min) / 15         q = round((x - m) / s)      x ~ s * q + m,    m = min
+    float offset    s = c (max - min) / reach    q = round((x - m) / s)      x ~ s * q + m,    m = min + (1 - c) / 2 (max - min)
 
-A clipped range is r * max|x|, or r * min to r * max: values beyond it saturate and the others are stored more finely.
+c is the clip of a format, 1 or less. The clipped range of a weight is r * max|x|, or r * min to r * max. Values beyond a range
+saturate and the others are stored more finely.
 
 Arithmetic is fp32. Scales and offsets are rounded to their storage type first, and the codes are made with the stored values and
 IEEE division, ties to even, clamped to the code's range. The two FP4 families with their own block scales (MXFP4, NVFP4) and double
@@ -16,13 +17,14 @@ What must not be quantized: NaN and infinity. `quantize` raises on them, and on 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
 from halfbyte.arguments import check_tensor, number
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, Format, weight_format
-from halfbyte.packing import pack_nibbles
+from halfbyte.packing import pack_codes
 from halfbyte.reference.dequantize import decode, dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.tensors import QuantTensor
 
@@ -38,7 +40,7 @@ SEARCHED = 1 << 22
 def quantize(
     x: torch.Tensor, fmt: str | Format, *, scale: float | torch.Tensor | None = None, clip: str | None = None
 ) -> QuantTensor:
-    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, a matrix [N, K] with a weight format.
+    """Quantize a whole tensor: keys or values [B, H, T, D] with a KV format, weights [N, K] or [E, N, K] with a weight format.
 
     scale   a number that fixes the scale of a per-tensor format instead of measuring it; values beyond it saturate
     clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is
@@ -148,7 +150,7 @@ def in_blocks(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, tuple[int, ..
 def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and offsets of float32 `x`, in their storage types (infinite where fp16 cannot hold them).
 
-    `ratio` of the range is stored, one number or one for each scale; None: all of it.
+    `ratio` of the range of a weight is stored, one number or one for each scale; None: all of it.
     """
     blocks, axes = in_blocks(x, fmt)
     stored = torch.float16 if fmt.scale is not None and fmt.scale.dtype == "f16" else torch.float32
@@ -160,12 +162,14 @@ def measure(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None = N
     if fmt.offset == "none":
         floor = MIN_SCALE if stored is torch.float16 else torch.finfo(stored).tiny
         return (_clipped(blocks.abs().amax(axes, keepdim=keep), ratio) / reach).clamp_min(floor).to(stored), None
-    low, high = (_clipped(end, ratio) for end in (blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)))
-    if fmt.offset == "int":
-        low, high = low.clamp_max(0), high.clamp_min(0)  # 0 must be a code
-    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
+    low, high = blocks.amin(axes, keepdim=keep), blocks.amax(axes, keepdim=keep)
     if fmt.offset == "float":
-        return scales, low.to(torch.float16)
+        span = high - low
+        if fmt.clip != 1:
+            low, span = low + span * ((1 - fmt.clip) / 2), span * fmt.clip
+        return (span / reach).clamp_min(MIN_SCALE).to(stored), low.to(torch.float16)
+    low, high = _clipped(low, ratio).clamp_max(0), _clipped(high, ratio).clamp_min(0)  # 0 must be a code
+    scales = ((high - low) / reach).clamp_min(MIN_SCALE).to(stored)
     zeros = (-low / scales.float()).round().clamp(fmt.code.lo, fmt.code.hi)
     return scales, zeros.to(torch.uint8)
 
@@ -194,13 +198,13 @@ def _is_constant(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode_unit(unit: torch.Tensor, code: Code) -> torch.Tensor:
-    """Stored codes of values already divided by their scale: nearest, saturating; 4-bit codes packed two a byte."""
+    """Stored codes of values already divided by their scale: nearest, saturating; codes of less than 8 bits packed."""
     if code.kind == "affine":
         q = unit.round().clamp(code.lo, code.hi) + code.bias
-        return q.to(torch.int8) if code.dtype is torch.int8 else pack_nibbles(q.to(torch.uint8))
+        return q.to(torch.int8) if code.dtype is torch.int8 else pack_codes(q.to(torch.uint8), code.bits)
     if code.is_e4m3:
         return unit.clamp(-code.reach, code.reach).to(code.dtype).view(torch.uint8)
-    return pack_nibbles(_nearest(unit, code))
+    return pack_codes(_nearest(unit, code), code.bits)
 
 
 def _nearest(unit: torch.Tensor, code: Code) -> torch.Tensor:
@@ -246,24 +250,26 @@ def _mx_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None)
 
 
 def _tensor_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]."""
-    top = x.abs().amax() if x.numel() else x.new_zeros(())
+    """NVFP4: g = amax / (6 * 448) for the tensor, float32 [1]; of a stack [E, N, K] that of each matrix on each of its rows."""
+    shape = fmt.tensor_scale_shape(tuple(x.shape))
+    matrices = x.unsqueeze(0) if x.ndim < 3 else x
+    top = matrices.abs().amax(tuple(range(1, matrices.ndim))) if x.numel() else x.new_zeros(len(matrices))
     largest = torch.full_like(top, fmt.code.reach * E4M3.reach)
     g = (top / largest).clamp_min(torch.finfo(top.dtype).tiny)  # a top below 1e-34 would make it 0
-    return torch.where(top > 0, g, torch.ones_like(top)).reshape(1)
+    return torch.where(top > 0, g, torch.ones_like(top)).unsqueeze(-1).expand(len(top), math.prod(shape[1:])).reshape(shape)
 
 
 def _nvfp4_scales(x: torch.Tensor, fmt: Format, ratio: float | torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
     """NVFP4: per block of 16 an E4M3 scale amax / (6 * g), as bytes."""
     blocks, axes = in_blocks(x, fmt)
     amax = _clipped(blocks.abs().amax(axes), ratio)
-    wanted = (amax / (fmt.code.reach * g)).clamp_max(E4M3.reach)
+    wanted = (amax / (fmt.code.reach * g).unsqueeze(-1)).clamp_max(E4M3.reach)
     wanted = torch.where(amax > 0, wanted.clamp_min(2.0**-9), torch.ones_like(wanted))  # 2^-9: the smallest E4M3 above zero
     return wanted.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _nest(fmt: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
-    """Double quantization (QLoRA): the mean is taken off the scales, the rest stored in 8 bits in blocks of `nested`.
+    """Double quantization (QLoRA): the mean is subtracted from the scales, the rest stored in 8 bits in blocks of `nested`.
 
     The codes were made with the scales as they are; that the stored scales differ a little is the format's own error.
     """
@@ -287,8 +293,11 @@ def _clipped(end: torch.Tensor, ratio: float | torch.Tensor | None) -> torch.Ten
 
 def _best_ratios(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:
     """The ratio of each scale of a weight with the least squared error, in the shape of the scales; 1 wins ties."""
-    rows = max(1, SEARCHED // max(1, x.shape[1]))
-    return torch.cat([_search(piece, fmt, top) for piece in x.split(rows)])
+    shape, rows = fmt.scale_shape(tuple(x.shape)), max(1, SEARCHED // max(1, x.shape[-1]))
+    flat = x.flatten(0, -2)
+    tops = [top] if top is None or top.numel() == 1 else top.flatten().split(rows)
+    found = [_search(piece, fmt, tops[i % len(tops)]) for i, piece in enumerate(flat.split(rows))]
+    return torch.cat(found).view(shape)
 
 
 def _search(x: torch.Tensor, fmt: Format, top: torch.Tensor | None) -> torch.Tensor:

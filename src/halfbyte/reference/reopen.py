@@ -1,4 +1,4 @@
-"""Cropping a cache with per-channel keys: tokens of a finished block go back into the 16-bit tail."""
+"""Cropping a cache with a 16-bit tail: tokens that belong into it again come back, dequantized."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from halfbyte.reference.append import slots
 from halfbyte.reference.dequantize import decode
 
 
-def reopen_block(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
-    """Where `kept` ends inside a finished block, copy that block's values into the tail."""
-    size = buffer.format.token_block
-    if size is None or buffer.tail is None or buffer.scales is None:
+def reopen(buffer: KVBuffer, before: torch.Tensor, kept: torch.Tensor, page_table: torch.Tensor | None) -> None:
+    """Sequences of `before` tokens are cut to `kept`, [B] each: dequantize what belongs into their tails again into these."""
+    if buffer.tail is None:
         return
-    block = kept.long() // size  # [B]
-    rows = (kept % size != 0) & (block < before.long() // size)
-    sequence = rows.nonzero().flatten()
-    if not sequence.numel():
-        return
-    fragment = _blocks(buffer, sequence, block[sequence], page_table)
-    buffer.tail[sequence] = fragment.to(buffer.tail.dtype)
+    token = buffer.tail_tokens(kept)  # [B, rows]
+    returns = (token >= buffer.sink_tokens) & (token < buffer.coded(before.long()).unsqueeze(1))
+    sequence, row = returns.nonzero(as_tuple=True)
+    if sequence.numel():
+        values = _values(buffer, sequence, token[sequence, row], page_table)
+        buffer.tail.transpose(1, 2)[sequence, row] = values.to(buffer.tail.dtype)
 
 
-def _blocks(buffer: KVBuffer, sequence: torch.Tensor, block: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
-    """The values of one finished block each of `sequence`: float32 [n, H, block, D]."""
+def _values(buffer: KVBuffer, sequence: torch.Tensor, token: torch.Tensor, page_table: torch.Tensor | None) -> torch.Tensor:
+    """The values of n tokens that are codes: float32 [n, H, D]."""
     assert buffer.scales is not None
-    size = buffer.format.token_block or 1
-    per_page = buffer.scales.shape[2]
-    sequence, block = slots(sequence, block, page_table, buffer.codes, per_page)
-    token = block.unsqueeze(1) * size + torch.arange(size, device=block.device)
-    codes = buffer.codes.transpose(1, 2)[sequence.unsqueeze(1), token].transpose(1, 2)  # [n, H, block, ...]
+    block = buffer.format.token_block or 1
 
-    def pick(t: torch.Tensor) -> torch.Tensor:  # [n, H, 1, D]
-        return t.transpose(1, 2)[sequence, block].unsqueeze(2)
+    def picked(t: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Rows [n, (H,) 1, ...] of codes, scales or offsets; what is of a whole tensor as it is."""
+        if t.ndim == 1:
+            return t
+        axis = 1 if t.ndim == 2 else 2
+        place, at = slots(sequence, row, page_table, t, t.shape[axis])
+        return t.movedim(axis, 1)[place, at].unsqueeze(axis)
 
-    offsets = None if buffer.offsets is None else pick(buffer.offsets)
-    shape = (*codes.shape[:3], buffer.dim)
-    return decode(codes, pick(buffer.scales).float(), offsets, buffer.format, shape)
+    codes = picked(buffer.codes, token)
+    scales, offsets = (None if t is None else picked(t, token // block) for t in (buffer.scales, buffer.offsets))
+    assert scales is not None
+    return decode(codes, scales.float(), offsets, buffer.format, (*codes.shape[:3], buffer.dim))[:, :, 0]

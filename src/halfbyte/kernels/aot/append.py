@@ -21,21 +21,42 @@ _VALUES = {
     "int4_g32": "int4_g64",
     "int4_g64": "fp16",
     "int4_channel": "bf16",
+    "int2": "int2_g32",
+    "int2_g32": "int2_g64",
+    "int2_g64": "int2",
 }
 #: Keys that come in fp16; others come in bf16.
-_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64"}
+_FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "int2"}
 
 
 def configurations() -> list[Configuration]:
-    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation."""
-    return [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
+    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to slots."""
+    found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
+    found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
+    return found + [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
 
 
-def _variant(keys: str, prompt: bool) -> Iterator[Configuration]:
-    """The launches of one append. Every prompt has rotary embedding of keys and queries; decoding, where k is in bf16."""
+def _by_slot(keys: str, values: str) -> Iterator[Configuration]:
+    """An engine's step: INT4 keys come as the projection leaves them, others are rotated with their queries."""
+    buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, values)]
+    k, table = empty(16, 8, 1, 128, dtype=torch.bfloat16), empty(16, 1, 64, dtype=torch.float32)
+    call = AppendCall(k, k, *buffers, lengths=empty(16, dtype=torch.int64), measure=False, by_slot=True)
+    q_out = None
+    if KV_FORMATS[keys].code.bits == 8:
+        q_out = empty(16, 32, 1, 128, dtype=torch.bfloat16)
+        call = call._replace(rope=(table, table), q=q_out)
+    for launch in launches(call, q_out, None, advance=False, use_pdl=False):
+        yield from recorded(f"{keys}-{values}-slots", launch)
+
+
+def _variant(keys: str, prompt: bool, window: tuple[int, int] = (0, 0)) -> Iterator[Configuration]:
+    """The launches of one append; `window`: sink and recent tokens.
+
+    Every prompt has rotary embedding of keys and queries; decoding, where k is in bf16.
+    """
     formats = KV_FORMATS[keys], KV_FORMATS[_VALUES.get(keys, keys)]
     dtype, tokens = torch.float16 if keys in _FP16 else torch.bfloat16, 48 if prompt else 1
-    buffers = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype) for fmt in formats]
+    buffers = [kv_buffer(fmt, (64, 8, 64, 128), 16, dtype, window) for fmt in formats]
     k, rotary = empty(16, 8, tokens, 128, dtype=dtype), prompt or dtype is torch.bfloat16
     call = AppendCall(k, k, *buffers, lengths=empty(16), rotate_keys=prompt)
     q_out = None
@@ -46,7 +67,7 @@ def _variant(keys: str, prompt: bool) -> Iterator[Configuration]:
         call = call._replace(rope=(table, table), q=empty(16, tokens, 32, 128, dtype=dtype).transpose(1, 2))
         q_out = empty(16, 32, tokens, 128, dtype=dtype)
     amax = empty(2) if "tensor" in (f.granularity for f in formats) else None
-    name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}"
+    name = f"{formats[0]}-{formats[1]}-{'prompt' if prompt else 'decode'}" + "-recent" * any(window)
     for launch in launches(call, q_out, amax, advance=True, use_pdl=False):
         for found in recorded(name, launch):
             yield replace(found, name=found.name.replace(" ", "-"))

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of their first launch, on any machine: no GPU is asked for and none is needed.
+"""Kernels compiled ahead of their first launch, on any machine: no GPU is needed.
 
 Each module of kernels has a function `configurations()`: every variant it ships, as data. `build` turns one into what a GPU would
 load, and says what that costs: registers, spills, shared memory, and whether it adds floating-point numbers atomically.
@@ -174,20 +174,21 @@ def empty(*shape: int, dtype: Any = None) -> Any:
     return torch.empty(shape, dtype=dtype or torch.int32, device="meta")
 
 
-def kv_buffer(fmt: Any, shape: tuple[int, ...], batch: int, dtype: Any) -> Any:
-    """A plane of keys or values [B or pages, H, T, D] without memory; `batch` and `dtype` are those of a tail."""
+def kv_buffer(fmt: Any, shape: tuple[int, ...], batch: int, dtype: Any, window: tuple[int, int] = (0, 0)) -> Any:
+    """A KV buffer [B or pages, H, T, D] without memory; `batch` and `dtype` are those of a tail. `window`: sink, recent tokens."""
     import torch
 
     from halfbyte.kv_buffer import KVBuffer
 
-    scaled = fmt.scale is not None
+    scaled, rows = fmt.scale is not None, fmt.token_block or sum(window)
     return KVBuffer(
         fmt,
         empty(*fmt.codes_shape(shape), dtype=fmt.storage),
         empty(*fmt.scale_shape(shape), dtype=torch.float16) if scaled else None,
         empty(*fmt.scale_shape(shape), dtype=torch.float16) if fmt.offset_dtype is not None else None,
-        empty(batch, shape[1], fmt.token_block, shape[3], dtype=dtype) if fmt.token_block else None,
+        empty(batch, shape[1], rows, shape[3], dtype=dtype) if rows else None,
         empty(1, dtype=torch.int64) if fmt.granularity == "tensor" else None,
+        sink_tokens=window[0],
     )
 
 

@@ -61,4 +61,5 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         *(k.format.name, call.values.format.name, page),
         *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
         *(stride, stride, stride, stride),
+        *(o.rotate_keys, k.sink_tokens, k.recent_tokens),
     )

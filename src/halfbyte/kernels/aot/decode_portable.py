@@ -6,15 +6,40 @@ import math
 
 import torch
 
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.formats import KV_FORMATS
+from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.portable import launch, workspace_floats
-from halfbyte.plans.decode_portable import triton_tiles
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall
+from halfbyte.plans.decode_attention import DecodeProblem
+from halfbyte.plans.decode_portable import portable_plan, triton_tiles
 
 
 def configurations() -> list[Configuration]:
-    """Those of every call of the sample."""
-    return [c for one in sample() for c in _configurations(one)]
+    """Those of every call of the sample, and of ragged queries: a prompt with decodes, and few tokens, which are split."""
+    found = [c for one in sample() for c in _configurations(one)]
+    return found + [
+        c
+        for tokens in (576, 20)
+        for keys, values in (("int8", "int4_g32"), ("int4", "int4"))
+        for c in _ragged(keys, values, tokens)
+    ]
+
+
+def _ragged(keys: str, values: str, tokens: int) -> list[Configuration]:
+    """So many tokens of 16 sequences in pages of 16, as an engine calls it."""
+    k, v = (kv_buffer(KV_FORMATS[name], (4096, 8, 16, 128), 16, torch.bfloat16) for name in (keys, values))
+    q, table = empty(1, 32, tokens, 128, dtype=torch.bfloat16), empty(16, 256)
+    call = DecodeCall(q, k, v, empty(16), None, table, AttentionOptions(0.1), cu_seqlens_q=empty(17))
+    problem = DecodeProblem(
+        "bf16", 16, 8, 4, tokens, 128, 128, call.capacity, keys, values, 16, *(True, False, False, False, False), ragged=True
+    )
+    tiles = portable_plan(problem, 132, (8, 0))
+    out, lse = call.new_results()
+    partial = empty(workspace_floats(lse.numel(), 128, tiles.splits), dtype=torch.float32)
+    name = f"{keys}-{values}-ragged{'-split' if tiles.splits > 1 else ''}"
+    why = "80 bytes on sm_100: tiles of 32 rows fill the registers, and were chosen for sm_90"
+    return recorded(name, lambda: launch(call, tiles, out, lse, partial), may_spill=why)
 
 
 def _configurations(one: Sample) -> list[Configuration]:
@@ -26,6 +51,8 @@ def _configurations(one: Sample) -> list[Configuration]:
     why = ""
     if "tokens-first" in one.name or one.name.endswith("many"):
         why = "up to 16 bytes: the assembler stops at 128 or 168 registers, so that one more program fits"
+    if ("rotate" in one.name and rows > 32) or ("recent" in one.name and k.format.code.bits == 2):
+        why = "up to 24 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
     if tiles.num_warps == 2:
         why = "up to 208 bytes: with per-channel scales two warps, which spill, take two thirds of the time of four"
     if dim > 128:

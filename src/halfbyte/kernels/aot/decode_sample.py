@@ -12,9 +12,9 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import empty, kv_buffer
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 
-#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every format of keys and of values that the tuned kernel
-#: takes is in it, every head size and option, the order of tokens and heads in memory, and "many" sequences, more than there are
-#: multiprocessors.
+#: (keys, values, D, query heads on a KV head, new tokens, page, options). Every head size and option is in it, the order of tokens
+#: and heads in memory, "many" sequences, more than there are multiprocessors, and sink and
+#: "recent" tokens in 16 bits. `sample` adds the formats it leaves out.
 _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, ""),
     ("int8", "int8", 128, 8, 1, 0, ""),
@@ -59,6 +59,20 @@ _SAMPLE = (
     ("int8_g32", "int4_g64", 128, 8, 1, 0, ""),
     ("int8_g64", "int8_g64", 128, 4, 1, 64, ""),
     ("fp16", "fp16", 128, 4, 1, 0, ""),
+    ("int4", "int4", 128, 8, 1, 0, "rotate"),
+    ("int4", "int4", 96, 4, 1, 64, "rotate"),
+    ("int4_g32", "int4_g32", 128, 8, 8, 0, "rotate"),
+    ("int2", "int2", 128, 8, 1, 0, ""),
+    ("int2", "int2", 128, 8, 1, 0, "many"),
+    ("int4", "int2", 128, 8, 1, 64, ""),
+    ("int2_g64", "int2_g64", 128, 4, 4, 0, "window alibi softcap"),
+    ("int2_g32", "int2_g32", 128, 8, 1, 0, "rotate"),
+    ("int2_g64", "int2", 128, 8, 1, 0, "tokens-first"),
+    ("int2", "int2", 128, 4, 1, 64, "tokens-first"),
+    ("int2_g32", "int2_g64", 128, 8, 8, 64, "rotate"),
+    ("int4", "int4", 128, 8, 1, 0, "recent"),
+    ("int8", "int4_g32", 128, 4, 4, 64, "rotate recent softcap"),
+    ("int2", "int2_g64", 128, 4, 1, 64, "recent"),
 )
 
 
@@ -73,15 +87,20 @@ class Sample(NamedTuple):
 
 
 def sample() -> Iterator[Sample]:
-    """The calls, each named by what it is."""
+    """The calls, each named by what it is: those above, and one for each format that is not among their keys or values."""
     yield from (_call(*row) for row in _SAMPLE)
+    for name, fmt in KV_FORMATS.items():
+        values = fmt.code.name if fmt.token_block else name
+        if name not in {row[0] for row in _SAMPLE} or values not in {row[1] for row in _SAMPLE}:
+            yield _call(name, values, 128, 8, 1, 0, "")
 
 
 def _call(keys: str, values: str, dim: int, group: int, queries: int, page: int, options: str) -> Sample:
     dtype = torch.float16 if keys == values == "fp16" else torch.bfloat16
     batch, heads, capacity = 64 if "many" in options else 16, 8, 4096
     rows = (batch * capacity // page, heads, page, dim) if page else (batch, heads, capacity, dim)
-    k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype) for name in (keys, values))
+    exact = (4, 128) if "recent" in options else (0, 0)
+    k, v = (kv_buffer(KV_FORMATS[name], rows, batch, dtype, exact) for name in (keys, values))
     if "tokens-first" in options:
         k, v = (_tokens_first(buffer) for buffer in (k, v))
     q = empty(batch, heads * group, queries, dim, dtype=dtype)

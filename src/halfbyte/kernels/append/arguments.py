@@ -34,6 +34,16 @@ class Stored(NamedTuple):
     saturated: Pointer
 
 
+class Tails(NamedTuple):
+    """Of keys and of values, where sink or recent tokens stay in 16 bits: the tails, or their strides.
+
+    Not named `keys` and `values`: a tuple of Triton has a `values` of its own.
+    """
+
+    k: Any
+    v: Any
+
+
 class Sizes(NamedTuple):
     """Integers that kernels are not specialised on. Triton allows that for an argument of its own, not in a tuple: spread them.
 
@@ -75,7 +85,7 @@ class StoredStrides(NamedTuple):
 
 
 def strides4(t: Any) -> Strides4:
-    """Four strides of a tensor of a buffer. Scales of tokens [B, T] have none for heads; what is not there has zeros."""
+    """Four strides of a tensor of a buffer. Per-token scales [B, T] have none for heads; what is not there has zeros."""
     if t is None or t.ndim == 1:
         return 0, 0, 0, 0
     if t.ndim == 2:

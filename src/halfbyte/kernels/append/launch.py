@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.kernels.append.arguments import Paging, RopeTables, Sequences, Sizes, Stored, StoredStrides, strides4
+from halfbyte.kernels.append.arguments import Paging, RopeTables, Sequences, Sizes, Stored, StoredStrides, Tails, strides4
 from halfbyte.kernels.append.tokens import append_blocks, append_tokens, measure_tensors
 from halfbyte.kv_buffer import AppendCall, KVBuffer
 from halfbyte.plans.append import append_plan
@@ -37,13 +37,14 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     (None: they are known). `advance`: the lengths should advance, which takes few tokens. `use_pdl`: programmatic dependent launch.
     q is rotated into q_out, contiguous.
     """
-    (batch, heads, tokens, dim), rows = c.k.shape, c.keys.codes.shape[2]
-    page, pages = (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
+    (batch, heads, tokens, dim), (pool, _, rows, _) = c.k.shape, c.keys.codes.shape
+    page, pages = (rows, pool) if c.by_slot else (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
     formats = c.keys.format.name, c.values.format.name
-    plan = append_plan(formats, heads, tokens, (dim, c.v.shape[3]), page, c.rotate_keys, c.rope is not None, advance, use_pdl)
+    window, dims = (c.values.sink_tokens, c.values.recent_tokens), (dim, c.v.shape[3])
+    plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, c.rope is not None, advance, use_pdl)
     sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None))
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
-    paging = Paging(c.keys.codes.shape[0], *(0, 0) if c.page_table is None else c.page_table.stride())
+    paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())
     rope_stride = c.rope[0].stride(0) if c.rope is not None and c.rope[0].ndim == 3 else 0
     k_strides, v_strides = c.k.stride(), c.v.stride()
     (keys, keys_strides), (values, values_strides) = _stored(c.keys), _stored(c.values)
@@ -67,7 +68,8 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
         found.append(Launch(append_blocks, batch * heads * plan.blocks, arguments, {**options, "num_warps": plan.block_warps}))
     query_heads = 0 if c.q is None else c.q.shape[1]
     programs = batch * plan.tiles - (-batch * tokens * query_heads // (plan.spec.tokens * plan.spec.heads))
-    arguments = (c.k, c.v, c.q, q_out, sequences, c.page_table, rope, keys, values, amax)
+    tails = [None if c.values.tail is None else b.tail for b in (c.keys, c.values)]
+    arguments = (c.k, c.v, c.q, q_out, sequences, c.page_table, rope, keys, values, Tails(*tails), amax)
     arguments += (
         *sizes,
         *paging,
@@ -79,6 +81,7 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
         strides4(c.q),
         keys_strides,
         values_strides,
+        Tails(*(None if t is None else strides4(t) for t in tails)),
         plan.spec,
     )
     found.append(Launch(append_tokens, programs, arguments, {**options, "num_warps": plan.warps, "maxnreg": 128}))

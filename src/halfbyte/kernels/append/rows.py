@@ -7,11 +7,9 @@ import triton.language as tl
 
 from halfbyte.kernels.common.encode import (
     INF,
-    MAGNITUDE,
     MIN,
     as_dtype,
     beyond,
-    bits_of,
     encode,
     f16_scale,
     float_of,
@@ -36,7 +34,7 @@ def new_tokens(sequences, lengths_stride, b, tokens, capacity):
 
 @triton.jit
 def butterfly(x, STEP: tl.constexpr):
-    """Sums and differences of the elements STEP apart in the last axis of x [R, D]."""
+    """Sums and differences of elements at a distance of STEP in the last axis of x [R, D]."""
     pairs = tl.reshape(x, [x.shape[0], x.shape[1] // (2 * STEP), 2, STEP])
     a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), x.shape)
@@ -83,22 +81,6 @@ def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
 
 
 @triton.jit
-def top_of_tokens(
-    x, s, b, t, head, limit, heads, rope, rope_stride, HEAD: tl.constexpr, C: tl.constexpr, FINITE: tl.constexpr = False
-):
-    """Bits of the largest magnitude of each token over its heads, in every row of it: int32 [R, 1]. Tokens from `limit` on: 0."""
-    R: tl.constexpr = t.shape[0]
-    top = tl.zeros([R // C.heads], tl.int32)
-    for i in range(C.passes):
-        h = head + i * C.heads
-        bits = bits_of(load_rows(x, s, b, t, h, (t < limit) & (h < heads), rope, rope_stride, HEAD)) & MAGNITUDE
-        if FINITE:
-            bits = tl.where(bits >= INF, 0, bits)
-        top = tl.maximum(top, tl.max(tl.reshape(tl.max(bits, 1), [R // C.heads, C.heads]), 1))
-    return tl.reshape(tl.broadcast_to(top[:, None], [R // C.heads, C.heads]), [R, 1])
-
-
-@triton.jit
 def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.constexpr, HEAD: tl.constexpr):
     """R rows of q [B, H, L, D], the heads of a token one after the other, rotated by position into `out`, contiguous."""
     r = tile * R + tl.arange(0, R)
@@ -115,10 +97,13 @@ def rotate_queries(q, s, out, tile, batch, L, H, rope, rope_stride, R: tl.conste
 
 @triton.jit
 def slot(b, position, wanted, page_table, stride_b, stride_p, pages, PAGE: tl.constexpr):
-    """(sequence or page, row, whether it may be written) of each position."""
+    """(sequence or page, row, whether it may be written) of each position. Pages without a table: positions are slots."""
     where, row = b + position * 0, position
     if PAGE > 0:
-        where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
+        if page_table is None:
+            where = position // PAGE
+        else:
+            where = tl.load(page_table + b * stride_b + (position // PAGE) * stride_p, mask=wanted, other=-1).to(tl.int64)
         row = position % PAGE
         wanted = wanted & (where >= 0) & (where < pages)
     return where, row, wanted
@@ -126,10 +111,10 @@ def slot(b, position, wanted, page_table, stride_b, stride_p, pages, PAGE: tl.co
 
 @triton.jit
 def store_codes(q, rows, s_d, ok, D: tl.constexpr, F: tl.constexpr):
-    """int32 codes [R, PAD] to `rows` [R], two a byte where the format has it so."""
-    if F.per_byte == 2:
+    """int32 codes [R, PAD] to `rows` [R], as many a byte as the format has."""
+    for i in tl.static_range(F.per_byte // 2):  # 1, 2 or 4 a byte: neighbours are joined never, once or twice
         low, high = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
-        q = low | (high << 4)
+        q = low | (high << (F.bits << i))
     d = tl.arange(0, q.shape[1])
     mask = ok[:, None] & (d < D // F.per_byte)[None, :]
     tl.store(rows[:, None] + d.to(tl.int64)[None, :] * s_d, q.to(rows.dtype.element_ty), mask=mask)

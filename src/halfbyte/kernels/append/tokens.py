@@ -28,9 +28,9 @@ from halfbyte.kernels.append.rows import (
     store_codes,
     store_rows,
     tensor_scale,
-    top_of_tokens,
 )
-from halfbyte.kernels.common.encode import as_dtype, encode, measure
+from halfbyte.kernels.append.window import keep_rows, rows_to_encode
+from halfbyte.kernels.common.encode import INF, MAGNITUDE, as_dtype, bits_of, encode, measure
 
 _SIZES = Sizes._fields
 _SIZES_AND_PAGING = (*_SIZES, *Paging._fields)
@@ -46,11 +46,32 @@ def _tile(pid, tiles, C: tl.constexpr):
     return b.to(tl.int64), t, (r % C.heads).to(tl.int64)
 
 
+@triton.jit
+def _top_of_tokens(
+    x, s, tail, tail_s, b, t, head, length, limit, heads, rope, rope_stride,
+    HEAD: tl.constexpr, C: tl.constexpr, FINITE: tl.constexpr = False,
+):  # fmt: skip
+    """Bits of the largest magnitude of what each token makes be quantized, over its heads, in every row of it: int32 [R, 1].
+
+    Tokens from `limit` on: 0.
+    """
+    R: tl.constexpr = t.shape[0]
+    top = tl.zeros([R // C.heads], tl.int32)
+    for i in range(C.passes):
+        h = head + i * C.heads
+        x_rows = rows_to_encode(x, s, tail, tail_s, b, t, h, length, (t < limit) & (h < heads), rope, rope_stride, HEAD, C)
+        bits = bits_of(x_rows) & MAGNITUDE
+        if FINITE:
+            bits = tl.where(bits >= INF, 0, bits)
+        top = tl.maximum(top, tl.max(tl.reshape(tl.max(bits, 1), [R // C.heads, C.heads]), 1))
+    return tl.reshape(tl.broadcast_to(top[:, None], [R // C.heads, C.heads]), [R, 1])
+
+
 @triton.jit(do_not_specialize=[*_SIZES_AND_PAGING, "batch", "query_heads"])
 def append_tokens(
-    k, v, q, q_out, sequences, page_table, rope, keys, values, amax,
+    k, v, q, q_out, sequences, page_table, rope, keys, values, tails, amax,
     tokens, heads, tiles, capacity, lengths_stride, pages, table_stride_b, table_stride_p, batch, query_heads,
-    rope_stride, k_strides, v_strides, q_strides, keys_strides, values_strides, C: tl.constexpr,
+    rope_stride, k_strides, v_strides, q_strides, keys_strides, values_strides, tail_strides, C: tl.constexpr,
 ):  # fmt: skip
     """Every format that quantizes token by token: of per-channel keys, the values alone."""
     KEYS: tl.constexpr = C.keys
@@ -70,12 +91,16 @@ def append_tokens(
             rotate_queries(q, q_strides, q_out, pid - first, batch, tokens, query_heads, rope, rope_stride, C.tokens * C.heads, Q)
             return
     length, new, fit = new_tokens(sequences, lengths_stride, b, tokens, capacity)
-    where, row, paged = slot(b, length.to(tl.int64) + t, t < fit, page_table, table_stride_b, table_stride_p, pages, C.page)
+    position = length.to(tl.int64) + t - C.recent
+    coded = t < fit
+    if C.sinks + C.recent > 0:
+        coded = coded & (position >= C.sinks)
+    where, row, paged = slot(b, position, coded, page_table, table_stride_b, table_stride_p, pages, C.page)
     k_top, v_top, k_scale, v_scale = 0, 0, 0, 0
     if WITH_KEYS and KEYS.spread == "token":
-        k_top = top_of_tokens(k, k_strides, b, t, head, tokens, heads, rope, rope_stride, K, C)
+        k_top = _top_of_tokens(k, k_strides, tails.k, tail_strides.k, b, t, head, length, tokens, heads, rope, rope_stride, K, C)
     if VALUES.spread == "token":
-        v_top = top_of_tokens(v, v_strides, b, t, head, tokens, heads, rope, rope_stride, V, C)
+        v_top = _top_of_tokens(v, v_strides, tails.v, tail_strides.v, b, t, head, length, tokens, heads, rope, rope_stride, V, C)
     if WITH_KEYS and KEYS.spread == "tensor":
         k_scale = tensor_scale(keys.scales, amax, 0, pid, KEYS)
     if VALUES.spread == "tensor":
@@ -85,11 +110,15 @@ def append_tokens(
         read = (t < tokens) & (h < heads)  # the length is on its way meanwhile; what does not fit is not stored
         ok = paged & (h < heads)
         if WITH_KEYS:
-            x = load_rows(k, k_strides, b, t, h, read, rope, rope_stride, K)
-        y = load_rows(v, v_strides, b, t, h, read, rope, rope_stride, V)
+            x = rows_to_encode(k, k_strides, tails.k, tail_strides.k, b, t, h, length, read, rope, rope_stride, K, C)
+        y = rows_to_encode(v, v_strides, tails.v, tail_strides.v, b, t, h, length, read, rope, rope_stride, V, C)
         if WITH_KEYS:
             store_rows(x, where, row, h, ok, k_top, k_scale, keys, keys_strides, K.dim, KEYS)
         store_rows(y, where, row, h, ok, v_top, v_scale, values, values_strides, V.dim, VALUES)
+        if C.sinks + C.recent > 0:
+            tl.debug_barrier()  # every warp has read what leaves
+            keep_rows(k, k_strides, tails.k, tail_strides.k, b, t, h, length, fit, read, rope, rope_stride, K, C)
+            keep_rows(v, v_strides, tails.v, tail_strides.v, b, t, h, length, fit, read, rope, rope_stride, V, C)
     if C.advance:  # one program a sequence: once all its warps have read the length
         tl.debug_barrier()
         tl.store(sequences.lengths + b * lengths_stride, length + new)
@@ -98,7 +127,7 @@ def append_tokens(
 @triton.jit
 def _measure_tensor(amax, scales, x, s, b, t, head, fit, heads, rope, rope_stride, HEAD: tl.constexpr, C: tl.constexpr):
     if tl.load(scales) == 0:
-        top = top_of_tokens(x, s, b, t, head, fit, heads, rope, rope_stride, HEAD, C, True)
+        top = _top_of_tokens(x, s, None, None, b, t, head, 0, fit, heads, rope, rope_stride, HEAD, C, True)
         tl.atomic_max(amax, tl.max(top), sem="relaxed")
 
 

@@ -1,7 +1,7 @@
 """Numbers to stored codes, in registers: the arithmetic of `reference.quantize`, bit for bit.
 
     symmetric      s = f16(max|x| / reach)          q = round(x / s)
-    float offset   s = f16((max - min) / reach)     q = round((x - m) / s),    m = f16(min)
+    float offset   s = f16(c (max - min) / reach)   q = round((x - m) / s),    m = f16(min + (1 - c) / 2 (max - min)),  c: the clip
 
 F is the `KVCodec` of a format. In f32, with IEEE division and ties to even; kernels that use this are compiled without FP fusion.
 
@@ -93,8 +93,12 @@ def measure(x, valid, AXIS: tl.constexpr, F: tl.constexpr):
         low = tl.min(tl.where(valid, order, MAGNITUDE), AXIS)
         broken = (high >= INF) | (low <= ~INF)
         top, bottom = float_of(ordered(high)), float_of(ordered(low))
-        scale = f16_scale(tl.where(broken, 0.0, top - bottom), broken, F)
-        offset = tl.where(broken, 0.0, tl.minimum(tl.maximum(bottom, -F16_MAX), F16_MAX)).to(tl.float16)
+        span, start = tl.where(broken, 0.0, top - bottom), bottom
+        if F.clip != 1:
+            start += span * ((1 - F.clip) / 2)
+            span *= F.clip
+        scale = f16_scale(span, broken, F)
+        offset = tl.where(broken, 0.0, tl.minimum(tl.maximum(start, -F16_MAX), F16_MAX)).to(tl.float16)
         zero = broken | (top == bottom)  # the value of a constant block is its offset, whatever rounding to f16 did to it
     else:
         amax = tl.max(bits_of(x) & MAGNITUDE, AXIS)  # what is not valid is 0

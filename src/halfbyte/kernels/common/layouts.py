@@ -26,7 +26,7 @@ def code_copy_layout(C, words):
 def scale_copy_layout(C, S):
     """Scales of a token lie side by side; one lane copies 8 bytes (4 if a warp has only 64 scales).
 
-    In pairs, tokens lie apart: neighbouring lanes copy neighbouring tokens, 4 bytes at a time.
+    In pairs, tokens are not contiguous: neighbouring lanes copy neighbouring tokens, 4 bytes at a time.
     """
     columns = S.scale_columns
     per_lane = columns if S.paired else max(1, C.tokens * columns // 32)
@@ -87,8 +87,31 @@ def unpack_bytes(x):
 
 @gluon.jit
 def unpack(x, S: gl.constexpr):
-    """16-bit words -> one fp16 (or bf16) tensor a plane, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256."""
-    if S.bits == 4:
+    """16-bit words -> one fp16 (or bf16) tensor a code, times 2^-24: int4: n0, 16 n1, n2, 16 n3; int8: n + 128. e4m3: x / 256.
+
+    int2: n0, 4 n1, 16 n2, 64 n3, and the same of the second byte.
+    """
+    if S.bits == 2:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 h;
+            prmt.b32 h, $8, 0, 0x4341;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000C000C;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            and.b32 $4, h, 0x00030003;
+            and.b32 $5, h, 0x000C000C;
+            and.b32 $6, h, 0x00300030;
+            and.b32 $7, h, 0x00C000C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    elif S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             .reg .b32 h;
@@ -135,8 +158,26 @@ def unpack(x, S: gl.constexpr):
 
 @gluon.jit
 def _unpack_values(x, S: gl.constexpr):
-    """As `unpack`, with n2 + 16 n3 as the last plane of int4: one instruction less, undone once at the end."""
-    if S.bits == 4:
+    """As `unpack`, with the whole second byte as the last tensor of int4 and int2: one instruction less, undone once at the end."""
+    if S.bits == 2:
+        return gl.inline_asm_elementwise(
+            """{
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000C000C;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            prmt.b32 $7, $8, 0, 0x4341;
+            and.b32 $4, $7, 0x00030003;
+            and.b32 $5, $7, 0x000C000C;
+            and.b32 $6, $7, 0x00300030;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    elif S.bits == 4:
         a, b, c, d = gl.inline_asm_elementwise(
             """{
             and.b32 $0, $4, 0x000F000F;
@@ -157,23 +198,36 @@ def _unpack_values(x, S: gl.constexpr):
 
 @gluon.jit
 def planes_of(x, S: gl.constexpr):
-    """The last axis of x, planes of a word, as tensors of their own."""
-    if S.codes_per_word == 2:
-        return gl.split(x)
-    else:
-        even, odd = gl.split(gl.reshape(x, x.shape[:-1] + [2, 2]))
-        n0, n2 = gl.split(even)
-        n1, n3 = gl.split(odd)
-        return (n0, n1, n2, n3)
+    """The last axis of x, the codes of a word, as tensors of their own."""
+    planes = (x,)
+    for bit in gl.static_range(3):
+        if 2 << bit <= S.codes_per_word:  # by one more bit of the code's number, the lowest first
+            even = ()
+            odd = ()
+            for j in gl.static_range(gl.constexpr(1 << bit)):
+                a, b = _split(planes[j])
+                even = even + (a,)
+                odd = odd + (b,)
+            planes = even + odd
+    return planes
+
+
+@gluon.jit
+def _split(x):
+    """The last axis of x as two tensors: its even numbers and its odd ones."""
+    if x.shape[-1] > 2:
+        x = gl.reshape(x, x.shape[:-1] + [x.shape[-1] // 2, 2])
+    return gl.split(x)
 
 
 @gluon.jit
 def with_planes(like, S: gl.constexpr):
-    """A tensor with an axis for planes behind those of `like`, in the layout that splits into layouts of `like`."""
+    """A tensor with an axis for the codes of a word behind those of `like`, in the layout that splits into layouts of `like`."""
     like = gl.join(like, like)
-    if S.codes_per_word == 4:
-        like = gl.join(like, like)
-        like = gl.reshape(like, like.shape[:-2] + [4])
+    for bit in gl.static_range(1, 3):
+        if 2 << bit <= S.codes_per_word:
+            like = gl.join(like, like)
+            like = gl.reshape(like, like.shape[:-2] + [2 << bit])
     return like
 
 
@@ -187,8 +241,8 @@ def movmatrix(x):
 
 @gluon.constexpr_function
 def _chunk(S):
-    """Words loaded at a time: a group, but at least the depth of an mma."""
-    return max(16, S.padded // S.groups)
+    """Words loaded at a time: a section, but at least the depth of an mma."""
+    return max(16, S.padded // S.sections)
 
 
 @gluon.jit
@@ -220,7 +274,7 @@ def _value_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, T, n] as mma operands, group after group, plane after plane."""
+    """Words [W, T, n] as mma operands: by section, then by code of a word."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
@@ -239,7 +293,7 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
-    """Words [W, n, T] as mma operands, group after group. Paired planes have the same post-scale: 0 with 2, 1 with 3."""
+    """Words [W, n, T] as mma operands, by section. Codes in one operand have the same place in their bytes, so one post-scale."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
     for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
@@ -257,13 +311,31 @@ def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.constexpr_function
-def first_dim(S, group, operand):
+def first_dim(S, section, operand):
     """The first dim of an operand of keys."""
     words = 8 if S.halved else S.rows
-    return group * words * S.codes_per_word + (2 * operand if S.halved else operand)
+    return section * words * S.codes_per_word + (2 * operand if S.halved else operand)
+
+
+@gluon.constexpr_function
+def operand_of(S, group, operand):
+    """The number of an operand of keys, values or loaded queries: of the section that a group is in."""
+    return group // S.sharing * S.operands + operand
+
+
+@gluon.constexpr_function
+def step_of_bit(S, bit):
+    """The distance of dims that differ in one bit, (in operands of keys or queries, in rows of one); one of the two is 0."""
+    words = 8 if S.halved else S.rows
+    for step in (1 << k for k in range(8)):
+        if step < S.sections * S.operands and first_dim(S, step // S.operands, step % S.operands) == 1 << bit:
+            return step, 0
+        if step < S.rows and S.codes_per_word * (step % words) + step // words == 1 << bit:
+            return 0, step
+    raise ValueError(f"bit {bit} of a dim is not one of an operand")
 
 
 @gluon.constexpr_function
 def post_scale_of(S, operand):
-    """What sums over an operand of values are to be multiplied by; every second one of int4 holds 16 times its codes."""
-    return S.step / 16 if S.bits == 4 and operand % 2 == 1 else S.step
+    """What sums over an operand of values are to be multiplied by: masked in place, code j of a byte is 2^(j bits) too large."""
+    return S.step / 2 ** (S.bits * (operand % S.per_byte))

@@ -32,7 +32,7 @@ class KV(NamedTuple):
     """Keys or values: codes as 16-bit words [B or pages, H, T, words]; the token's stride is in eights of words.
 
     scales, offsets  fp16 [B or pages, (H,) T, (groups)], or [1]; of the same strides
-    tail             16-bit keys of tokens that fill no whole block, [B, H, block, D], contiguous; only of formats with blocks
+    tail             tokens in 16 bits, [B, H, rows, D], contiguous, if there are any (`KVBuffer`)
     """
 
     codes: Any
@@ -78,7 +78,7 @@ class Results(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What stays the same as long as shapes and strides of all tensors do: numbers, and the tail that values do not have.
+    """What stays the same as long as shapes and strides of all tensors do: numbers.
 
     q, keys, values  stand behind the tensors of a struct
     scalars          arguments of their own, the last of them the kernel's constant
@@ -86,7 +86,7 @@ class Fixed(NamedTuple):
 
     q: tuple[int, ...]
     keys: tuple[int, ...]
-    values: tuple[int | None, ...]
+    values: tuple[int, ...]
     scalars: tuple[Any, ...]
 
 
@@ -100,7 +100,7 @@ def fixed_of(call: DecodeCall, spec: DecodeSpec) -> Fixed:
     return Fixed(
         q.stride()[:3],
         (k.stride(0), k.stride(1), k.stride(2) // 8, *k_scale),
-        (None, v.stride(0), v.stride(1), v.stride(2) // 8, *v_scale),
+        (v.stride(0), v.stride(1), v.stride(2) // 8, *v_scale),
         (
             *(q.shape[0], keys.heads, k.shape[0], call.capacity, repeats, k_scale_token, v_scale_token),
             *(0 if table is None else table.stride(0), spec),
@@ -121,9 +121,9 @@ def arguments(tensors: tuple[Any, ...], results: tuple[Any, ...], o: AttentionOp
     return (
         tensors[:1] + fixed.q,
         tensors[1:5] + fixed.keys,
-        tensors[5:8] + fixed.values,
-        tensors[8:13],
-        tensors[13:],
+        tensors[5:9] + fixed.values,
+        tensors[9:14],
+        tensors[14:],
         results,
         o.sm_scale,
         o.softcap or 1.0,

@@ -3,7 +3,7 @@
     x = f_t UNIT c + o_t
 
 c is what `codes.unpack` gives, an exact 16-bit number; f and o, in fp32, belong to a token t. So scales of a token, of its heads,
-and offsets stay outside of the products. Scales of groups and channels do not: they are applied here, in fp32, and the numbers
+and offsets stay outside of the MMA. Group-wise and per-channel ones do not: they are applied here, in fp32, and the numbers
 rounded to 16 bits as eager attention would round them, relative to a power of two f_t under which no fp16 overflows. That will do
 for values. Of keys what rounding left over is kept, too, for products of its own: a single score has no other error to hide it in.
 
@@ -30,6 +30,7 @@ TOP = tl.constexpr(14)
 
 #: A KV buffer as the kernel takes it: tensors, their strides over [batch or page, head, token, dim], and constants:
 #: F                 the format, a `KVCodec`
+#: SINKS, RING       rows of the tail for sink tokens, and for the last tokens
 #: PARTS             codes in a word that is loaded
 #: DIM, WORDS        numbers of a row; words of a row, padded to a power of two
 #: UNIT              a code over its unpacked number, or 1 where scales are applied already
@@ -39,7 +40,7 @@ KVArgs = NamedTuple(
     "KVArgs",
     [
         *((name + axis, Any) for name in ("codes", "scales", "offsets", "tail") for axis in ("", "0", "1", "2", "3")),
-        *((name, Any) for name in ("F", "PARTS", "DIM", "WORDS", "UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
+        *((name, Any) for name in ("F", "SINKS", "RING", "PARTS", "DIM", "WORDS", "UNIT", "FACTOR", "OFFSET", "DOT", "PRECISION")),
     ],
 )
 
@@ -85,7 +86,7 @@ def _spread(small, N: tl.constexpr, x: KVArgs):
 
 @triton.jit
 def _dequantized(codes, place, row, seen, head, N: tl.constexpr, x: KVArgs, EXACT: tl.constexpr):
-    """Codes [N, WORDS] a part under scales of groups or channels: 16-bit parts, and the power of two [N] that they count in.
+    """Codes [N, WORDS] a part with group-wise or per-channel scales: 16-bit parts, and the power of two [N] that they count in.
 
     EXACT: as many parts again, of what rounding to 16 bits left over.
     """
@@ -130,7 +131,7 @@ def read(place, row, seen, inside, head, N: tl.constexpr, x: KVArgs, EXACT: tl.c
 
     EXACT: where numbers are rounded to x.DOT, x.PARTS more parts follow that make up for it.
 
-    Scales of tokens are read where `inside` is true, and those of unseen tokens dropped: `seen` starts and ends anywhere, and under
+    Per-token scales are read where `inside` is true, and those of unseen tokens dropped: `seen` starts and ends anywhere, and under
     such a mask 16-bit numbers would be copied one by one, which cannot be asynchronous.
     """
     word = tl.arange(0, x.WORDS)
@@ -169,7 +170,7 @@ def kv_args(buffer: KVBuffer, query: torch.dtype) -> KVArgs:
             codes, parts = codes.view(torch.int16), codec.codes_per_word
     dot, precision = _dot_of(torch.float16 if codec.scaled else codes.dtype, query)
     constants = (
-        *(parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
+        *(buffer.sink_tokens, buffer.ring, parts, buffer.dim, max(16, triton.next_power_of_2(-(-buffer.dim // parts)))),
         *(1.0 if codec.scale_inside else codec.step, codec.scale_inside or codec.scale_per_token),
         *(codec.scale_per_token and codec.offset, dot, precision),
     )

@@ -16,6 +16,7 @@ from halfbyte.kernels.common.layouts import (
     code_ring_layout,
     first_dim,
     mma_layout,
+    operand_of,
     planes_of,
     scale_copy_layout,
     with_planes,
@@ -81,7 +82,7 @@ def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
 def _pointers(Base, step, c, tile, hi, page, Pages, pages, s_page, layout: gl.constexpr, C: gl.constexpr):
     """Where columns c, [1, 1, n], of a tile's tokens lie, `step` being the distance of tokens: [runs, T, n].
 
-    What one thread copies lies a few distances apart, the same few for all threads: where the distance is known when compiling, one
+    The addresses of one thread differ by a few distances, the same for all threads: where the distance is known when compiling, one
     address is enough for all of it. Warps that copy a run for two heads divide its tokens: their distance is no constant.
     """
     w = gl.arange(0, C.runs, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -175,25 +176,34 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
         rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
-        for g in gl.static_range(gl.constexpr(S.groups)):
+        for g in gl.static_range(gl.constexpr(S.sections)):
             for j in gl.static_range(gl.constexpr(S.operands)):
                 d = first_dim(S, g, j) + S.codes_per_word * (i % words) + i // words
                 loaded = loaded + (gl.load(rows + d, mask=(r < C.rows) & (d < S.words * S.codes_per_word), other=0.0),)
     else:
-        # The planes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
+        # The codes of a word lie side by side in memory: one load of all, in the layout that splits into operands.
         la: gl.constexpr = with_planes(gl.full([C.kv_warps, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
         j = gl.arange(0, S.codes_per_word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, la))))[None, None, None, :]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
         rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
-        for g in gl.static_range(gl.constexpr(S.groups)):
+        for g in gl.static_range(gl.constexpr(S.sections)):
             d = (g * S.rows + i) * S.codes_per_word + j
             x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)
             planes = planes_of(x, S)
             for k in gl.static_range(gl.constexpr(S.codes_per_word)):
                 loaded = loaded + (gl.convert_layout(planes[k], lb, assert_trivial=True),)
     return loaded
+
+
+@gluon.jit
+def _divided(x, code: gl.constexpr, S: gl.constexpr):
+    """Query elements x, fp16, over what masking in place multiplies a code of the keys' words by."""
+    if code % S.per_byte == 0:
+        return x
+    else:
+        return (x.to(gl.float32) * 2.0 ** (-S.bits * (code % S.per_byte))).to(gl.float16)
 
 
 @gluon.jit
@@ -212,7 +222,7 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
             return (loaded[0].to(gl.bfloat16),), (), unscaled
     else:
         largest = gl.abs(loaded[0].to(gl.float32))
-        for j in gl.static_range(1, gl.constexpr(S.groups * S.operands)):
+        for j in gl.static_range(1, gl.constexpr(S.sections * S.operands)):
             largest = gl.maximum(largest, gl.abs(loaded[j].to(gl.float32)))
         largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
         top = gl.max(gl.max(largest, axis=1), axis=1)
@@ -226,13 +236,15 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
         for g in gl.static_range(gl.constexpr(S.groups)):
             total = gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, lb)
             for j in gl.static_range(gl.constexpr(S.operands)):
-                x = (loaded[g * S.operands + j].to(gl.float32) * up).to(gl.float16)
+                x = loaded[operand_of(S, g, j)].to(gl.float32) * up
+                if S.sharing > 1:  # 0 for the words of the section's other group
+                    x = gl.where(i % 8 // 4 == g % S.sharing, x, 0.0)
+                x = x.to(gl.float16)
                 total += x.to(gl.float32)
-                if S.bits == 4:
-                    if S.halved:
-                        x = gl.where(i // 8 == 1, (x.to(gl.float32) * 0.0625).to(gl.float16), x)
-                    elif j % 2 == 1:
-                        x = (x.to(gl.float32) * 0.0625).to(gl.float16)
+                if S.per_byte > 1 and S.halved:
+                    x = gl.where(i // 8 == 1, _divided(x, 2 * j + 1, S), _divided(x, 2 * j, S))
+                elif S.per_byte > 1:
+                    x = _divided(x, j, S)
                 made = made + (x,)
             sums = sums + (gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, mma))[:, None, :],)
         factor = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]

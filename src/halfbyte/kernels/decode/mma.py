@@ -9,8 +9,8 @@ registers, two warps or more share their tokens and divide the rows; W counts st
     p[t, r] = exp2(s - m)                              m: running maximum of s + log2(scale of V's token), per warp and row
     o[d, r] += sum_t V[t, d] (p[t, r] * v_scale[t])    P goes from accumulator to operand by movmatrix, never through memory
 
-Codes enter the mma without conversion: a nibble or byte masked in place is a subnormal fp16 number (n * 2^-24), which tensor cores
-multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds P codes (4, 2 or 1), and plane j of
+Codes enter the mma without conversion: one masked in place is a subnormal fp16 number (n * 2^-24), which tensor cores
+multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds P codes (8, 4, 2 or 1), and code j of
 word w is dim P * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
 Per-channel scales go into the query (decode/per_channel.py).
 
@@ -48,6 +48,7 @@ from halfbyte.kernels.decode.loads import (
 )
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_operands
 from halfbyte.kernels.decode.softmax import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
 
@@ -110,6 +111,8 @@ def decode(
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
 
+        if C.rotate:
+            loaded = rotate_operands(loaded, KS, C)
         operands, sums, factor = query_operands(loaded, KS, C)
         if C.softcap:
             post_scale = sm_scale / softcap

@@ -51,7 +51,7 @@ def copy_rows(ring, Base, tile, lo, hi, page, pages, s_page, S: gl.constexpr, C:
 
 @gluon.jit
 def _row_of(ring, S: gl.constexpr, C: gl.constexpr):
-    """A block's scales (or offsets) as operands of queries have them: [W, K] a plane."""
+    """A block's scales (or offsets) as operands of queries have them: [W, K] per code of a word."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     of_queries: gl.constexpr = with_planes(gl.full([C.kv_warps, S.rows, C.padded_rows], 0, gl.int32, lb), S).type.layout
     like = gl.full([C.kv_warps, S.rows, S.codes_per_word], 0, gl.int32, gl.SliceLayout(2, of_queries))
@@ -86,7 +86,7 @@ def _for_all_tokens(x, C: gl.constexpr):
 
 @gluon.jit
 def _largest(planes, S: gl.constexpr):
-    """The largest of numbers [W, K] a plane, in fp32, [W]."""
+    """The largest of numbers [W, K] per code of a word, in fp32, [W]."""
     top = gl.abs(planes[0])
     for j in gl.static_range(1, gl.constexpr(S.codes_per_word)):
         top = gl.maximum(top, gl.abs(planes[j]))
@@ -122,7 +122,7 @@ def _exact_product(a, b):
 
 @gluon.constexpr_function
 def _query_post_scale(S, plane):
-    """What products of a plane of queries are to be multiplied by where codes have no part in them: a sixteenth is kept of some."""
+    """What the scores of one operand of queries are multiplied by where codes have no part in them: a sixteenth is kept of some."""
     return 16.0 if S.bits == 4 and plane % 2 == 1 else 1.0
 
 

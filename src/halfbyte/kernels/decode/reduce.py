@@ -35,13 +35,13 @@ def stack(v, n: gl.constexpr):
 
 @gluon.jit
 def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
-    """Merge the warps' states through shared memory. For each head: m and l [1, R, 1], values of each group [rows, R, operands]."""
+    """Merge the warps' states through shared memory. For each head: m and l [1, R, 1], values by section [rows, R, operands]."""
     W: gl.constexpr = C.kv_warps
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
-    A: gl.constexpr = S.groups * N
+    A: gl.constexpr = S.sections * N
     m, l, z, o = state
-    shape: gl.constexpr = [S.groups * W * S.rows, R, N]
+    shape: gl.constexpr = [S.sections * W * S.rows, R, N]
     if C.reuses_ring:
         barrier()  # other warps may still read their last tile
         red = view(ring, 0, gl.float32, shape, PLAIN)
@@ -51,7 +51,7 @@ def sum_warps(ring, state, S: gl.constexpr, C: gl.constexpr):
     red_l = gl.allocate_shared_memory(gl.float32, [W, R, 1], PLAIN)
     red_z = gl.allocate_shared_memory(gl.float32, [W, R, S.groups], PLAIN)
     # One store for all: between two stores to the same memory the compiler puts a barrier.
-    red.store(gl.reshape(gl.permute(gl.reshape(stack(o, A), [W * S.rows, R, S.groups, N]), [2, 0, 1, 3]), shape))
+    red.store(gl.reshape(gl.permute(gl.reshape(stack(o, A), [W * S.rows, R, S.sections, N]), [2, 0, 1, 3]), shape))
     red_m.store(gl.reshape(m, [W, R, 1]))
     red_l.store(gl.reshape(gl.sum(l, axis=1), [W, R, 1]))
     if S.shifted:
@@ -79,8 +79,9 @@ def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: 
     total = gl.full([1, R, 1], 0.0, gl.float32, lo)
     values = ()
     shifts = ()
-    for g in gl.static_range(gl.constexpr(S.groups)):
+    for g in gl.static_range(gl.constexpr(S.sections)):
         values = values + (gl.full([S.rows, R, N], 0.0, gl.float32, lo),)
+    for g in gl.static_range(gl.constexpr(S.groups)):
         shifts = shifts + (total,)
     for w in gl.static_range(e, W, gl.constexpr(C.heads)):
         f = gl.exp2(red_m.slice(w, 1, dim=0).load(lo) - top)
@@ -88,7 +89,9 @@ def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: 
         added = ()
         shifted = ()
         for g in gl.static_range(gl.constexpr(S.groups)):
-            added = added + (values[g] + f * red.slice((g * W + w) * S.rows, S.rows, dim=0).load(lo),)
+            if g % S.sharing == 0:
+                part = red.slice((g // S.sharing * W + w) * S.rows, S.rows, dim=0).load(lo)
+                added = added + (values[g // S.sharing] + f * part,)
             if S.shifted:
                 shifted = shifted + (shifts[g] + f * red_z.slice(w, 1, dim=0).slice(g, 1, dim=2).load(lo),)
             else:
@@ -96,28 +99,37 @@ def _sum_streams(red, red_m, red_l, red_z, e: gl.constexpr, S: gl.constexpr, C: 
         values = added
         shifts = shifted
     j = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, lo)))[None, None, :]
+    post_scale = gl.full([1, 1, N], post_scale_of(S, 0), gl.float32, lo)
+    for k in gl.static_range(1, gl.constexpr(S.per_byte)):
+        post_scale = gl.where(j % S.per_byte == k, post_scale_of(S, k), post_scale)
+    i = gl.arange(0, S.rows, layout=gl.SliceLayout(1, gl.SliceLayout(2, lo)))[:, None, None]
     whole = ()
-    for g in gl.static_range(gl.constexpr(S.groups)):
-        whole = whole + (values[g] * gl.where(j % 2 == 1, post_scale_of(S, 1), post_scale_of(S, 0)) + shifts[g],)
+    for g in gl.static_range(gl.constexpr(S.sections)):
+        shift = shifts[g * S.sharing]
+        if S.sharing > 1:
+            shift = gl.where(i % 8 < 4, shift, shifts[g * S.sharing + 1])
+        whole = whole + (values[g] * post_scale + shift,)
     return top, total, whole
 
 
 @gluon.jit
 def split_planes(o, S: gl.constexpr, C: gl.constexpr):
-    """Sums over the planes of values, each alone: the last one of int4 was n2 + 16 n3."""
-    if S.bits != 4:
+    """Sums over the codes of a word of values, each alone: the last one of int4 and int2 was over the whole second byte."""
+    if S.per_byte == 1:
         return o
     else:
         row = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma_layout(C))))[None, :, None]
         made = ()
-        for g in gl.static_range(gl.constexpr(S.groups)):
+        for g in gl.static_range(gl.constexpr(S.sections)):
             for j in gl.static_range(gl.constexpr(S.operands - 1)):
                 made = made + (o[g * S.operands + j],)
             last = o[g * S.operands + S.operands - 1]
-            if S.halved:
-                made = made + (last - gl.where(row >= 8, o[g * S.operands], 0.0),)
-            else:
-                made = made + (last - o[g * S.operands + 2],)
+            for j in gl.static_range(gl.constexpr(S.operands - S.per_byte), gl.constexpr(S.operands - 1)):
+                before = o[g * S.operands + j]
+                if S.halved:
+                    before = gl.where(row >= 8, before, 0.0)
+                last -= before
+            made = made + (last,)
         return made
 
 
@@ -145,7 +157,7 @@ def _write_head(results, Sinks, VScale, item, head, m, l, v, S: gl.constexpr, C:
         scale = scale * gl.load(VScale).to(gl.float32)
     dims: gl.constexpr = S.rows * S.operands
     size: gl.constexpr = S.words * S.codes_per_word
-    for g in gl.static_range(gl.constexpr(S.groups)):
+    for g in gl.static_range(gl.constexpr(S.sections)):
         x = (v[g] * scale).to(results.out.dtype.element_ty)
         if S.halved:
             x = gl.permute(gl.reshape(x, [2, 8, R, S.operands]), [2, 1, 0, 3])
@@ -160,7 +172,7 @@ def _write_head(results, Sinks, VScale, item, head, m, l, v, S: gl.constexpr, C:
 
 @gluon.jit
 def _partial_offsets(S: gl.constexpr, C: gl.constexpr):
-    """Where a partial result keeps the values of a group, [rows, R, operands], and the number of a query row, [1, R, 1]."""
+    """Where a partial result keeps the values of a section, [rows, R, operands], and the number of a query row, [1, R, 1]."""
     lo: gl.constexpr = sum_layout(S, C)
     i = gl.arange(0, S.rows, layout=gl.SliceLayout(1, gl.SliceLayout(2, lo)))[:, None, None]
     r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lo)))[None, :, None]
@@ -183,10 +195,10 @@ def write_partial(Partial, slot, state, S: gl.constexpr, C: gl.constexpr):
     for e in gl.static_range(gl.constexpr(C.heads)):
         m, l, v = state[e]
         base = Partial + slot.to(gl.int64) * C.partial_floats + e * C.head_floats
-        for g in gl.static_range(gl.constexpr(S.groups)):
+        for g in gl.static_range(gl.constexpr(S.sections)):
             gl.store(base + g * size + at, v[g], cache_modifier=".cg")
-        gl.store(base + S.groups * size + r, m, cache_modifier=".cg")
-        gl.store(base + (S.groups * size + R) + r, l, cache_modifier=".cg")
+        gl.store(base + S.sections * size + r, m, cache_modifier=".cg")
+        gl.store(base + (S.sections * size + R) + r, l, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -200,9 +212,9 @@ def _load_partial(base, offsets, ok, other, sure: gl.constexpr):
 
 @gluon.jit
 def _load_partials(Partial, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """m, l and values by group of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
+    """m, l and values by section of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
     R: gl.constexpr = C.padded_rows
-    G: gl.constexpr = S.groups
+    G: gl.constexpr = S.sections
     size: gl.constexpr = S.rows * R * S.operands
     at, r = _partial_offsets(S, C)
     ms = ()
@@ -221,7 +233,7 @@ def _load_partials(Partial, begin, step, last, first, many: gl.constexpr, sure: 
 @gluon.jit
 def _add(state, ms, ls, vs, many: gl.constexpr, S: gl.constexpr):
     """One head's state and `many` more parts of it."""
-    G: gl.constexpr = S.groups
+    G: gl.constexpr = S.sections
     m, l, v = state
     top = m
     for y in gl.static_range(many):
@@ -262,7 +274,7 @@ def _nothing(S: gl.constexpr, C: gl.constexpr):
     """The m, l and values of no tokens, for each head."""
     lo: gl.constexpr = sum_layout(S, C)
     v = ()
-    for g in gl.static_range(gl.constexpr(S.groups)):
+    for g in gl.static_range(gl.constexpr(S.sections)):
         v = v + (gl.full([S.rows, C.padded_rows, S.operands], 0.0, gl.float32, lo),)
     state = ()
     for e in gl.static_range(gl.constexpr(C.heads)):
@@ -275,7 +287,7 @@ def _nothing(S: gl.constexpr, C: gl.constexpr):
 def _sum_partials(Partial, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
     """Merge the parts of `count` programs begin, begin + step, ... of one work item, in that order."""
     # As many parts at a time as 64 registers hold, 8 heads' at most; what is left over, half as many at a time.
-    many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.groups * S.rows * C.padded_rows * S.operands)))
+    many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.sections * S.rows * C.padded_rows * S.operands)))
     half: gl.constexpr = many // 2
     state = _nothing(S, C)
     rest = begin + count // many * many * step

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from halfbyte.kernels.common.layouts import key_operands, mma_layout, movmatrix, value_operands
+from halfbyte.kernels.common.layouts import key_operands, mma_layout, movmatrix, operand_of, value_operands
 from halfbyte.kernels.decode.per_channel import channel_scores
 
 
@@ -60,7 +60,7 @@ def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.conste
         if S.kind == "signed":
             dot = zero - sums[g] * (128.0 / 16777216.0)
         for j in gl.static_range(gl.constexpr(S.operands)):
-            dot = mma_v2(a[g * S.operands + j], q[g * S.operands + j], dot)
+            dot = mma_v2(a[operand_of(S, g, j)], q[g * S.operands + j], dot)
         if S.scale != "token":
             total = dot * factor
         elif S.groups == 1:
@@ -99,7 +99,7 @@ def _log2(x):
 
 @gluon.jit
 def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """One tile's online softmax and its product with the values. state: (m, l, z by group, o by group and operand)."""
+    """One tile's online softmax and its product with the values. state: (m, l, z by group, o by section and operand)."""
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     W: gl.constexpr = C.kv_warps
@@ -128,6 +128,7 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
     a = value_operands(rings[0].index(slot).permute([0, 2, 1]), S, C)
     new_z = ()
     new_o = ()
+    weights = ()
     for g in gl.static_range(gl.constexpr(S.groups)):
         weight = p
         if S.scale == "token":
@@ -146,10 +147,23 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
                 lost = narrow.to(gl.float32) * -128.0  # of int8; the weights as rounded, so that large sums cancel exactly
             new_z = new_z + (z[g] * kept_lanes + gl.sum(gl.reshape(lost, [W, T // 8, 8, R]), axis=1),)
         b = gl.permute(gl.reshape(movmatrix(narrow), [W, T // 8, 8, R // 8, 8]), [0, 1, 4, 3, 2])
-        b = gl.convert_layout(gl.reshape(b, [W, T, R]), lb, assert_trivial=True)
-        for j in gl.static_range(gl.constexpr(S.operands)):
-            new_o = new_o + (mma_v2(a[g * S.operands + j], b, o[g * S.operands + j] * kept),)
+        weights = weights + (gl.convert_layout(gl.reshape(b, [W, T, R]), lb, assert_trivial=True),)
+        if (g + 1) % S.sharing == 0:
+            for j in gl.static_range(gl.constexpr(S.operands)):
+                new_o = new_o + (_add_product(o[operand_of(S, g, j)] * kept, a[operand_of(S, g, j)], weights, g, S, C),)
     return new, l, new_z, new_o
+
+
+@gluon.jit
+def _add_product(o, a, weights, g: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """o plus the values of a section, [W, rows, T], times the weights of its last group g. Rows of two groups take their own's."""
+    if S.sharing == 1:
+        return mma_v2(a, weights[g], o)
+    else:
+        mma: gl.constexpr = mma_layout(C)
+        row = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
+        zero = gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, mma)
+        return o + gl.where(row % 8 < 4, mma_v2(a, weights[g - 1], zero), mma_v2(a, weights[g], zero))
 
 
 @gluon.jit
@@ -164,6 +178,6 @@ def empty_state(S: gl.constexpr, C: gl.constexpr):
     for g in gl.static_range(gl.constexpr(S.groups)):
         if S.shifted:
             z = z + (l,)
-        for j in gl.static_range(gl.constexpr(S.operands)):
-            o = o + (gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, mma),)
+    for n in gl.static_range(gl.constexpr(S.sections * S.operands)):
+        o = o + (gl.full([C.kv_warps, S.rows, C.padded_rows], 0.0, gl.float32, mma),)
     return m, l, z, o

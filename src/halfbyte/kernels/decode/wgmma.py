@@ -4,7 +4,7 @@
     p[r, t] = exp2(s - m)                  m: running maximum, by row
     o[r, d] += sum_t p[r, t] V[t, d]       p in registers, in fp16
 
-Query rows are the M axis of warp-group products (wgmma), 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
+Query rows are the M axis of wgmma, 64 for each warp group; tokens of a tile, or dims, are the N axis. Codes
 come as they are stored into a ring in shared memory (cp.async). There a tile becomes numbers in fp16, f c + o, relative to a power
 of two 2^e that follows from its largest scale (wgmma_operands.py); scores take 2^e as a factor, and weights in the exponent: with e
 of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size of scales fits, with one rounding of each number,
@@ -36,6 +36,7 @@ from halfbyte.kernels.common.shares import program_at
 from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
 from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
+from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust
 from halfbyte.kernels.decode.wgmma_operands import (
     OPERAND,
@@ -73,22 +74,22 @@ def _softmax(s, scale, exponent, m, l, C: gl.constexpr):
 
 @gluon.jit
 def _whole(memory, m, l, o, C: gl.constexpr):
-    """The state of an item's rows as partial results have it: m and l [1, R, 1], values of each group; of one head."""
+    """The state of an item's rows as partial results have it: m and l [1, R, 1], values by section; of one head."""
     S: gl.constexpr = C.values
     R: gl.constexpr = C.padded_rows
     N: gl.constexpr = S.operands
     lo: gl.constexpr = sum_layout(S, C)
-    shape: gl.constexpr = [S.groups * S.rows, R, N]
+    shape: gl.constexpr = [S.sections * S.rows, R, N]
     red = view(memory, 0, gl.float32, shape, PLAIN)
     o = o * (1.0 / top_of(S) if S.scale == "token" else code_step_of(S))
     if S.halved:
-        o = gl.permute(gl.reshape(o, [R, S.groups, S.codes_per_word // N, N, 8]), [1, 2, 4, 0, 3])
+        o = gl.permute(gl.reshape(o, [R, S.sections, S.codes_per_word // N, N, 8]), [1, 2, 4, 0, 3])
     else:
-        o = gl.permute(gl.reshape(o, [R, S.groups, S.rows // 8, N, 8]), [1, 2, 4, 0, 3])
+        o = gl.permute(gl.reshape(o, [R, S.sections, S.rows // 8, N, 8]), [1, 2, 4, 0, 3])
     red.store(gl.reshape(o, shape))
     barrier()
     values = ()
-    for g in gl.static_range(gl.constexpr(S.groups)):
+    for g in gl.static_range(gl.constexpr(S.sections)):
         values = values + (red.slice(g * S.rows, S.rows, dim=0).load(lo),)
     rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lo))
     top = gl.convert_layout(m, rows)[None, :, None]
@@ -150,6 +151,8 @@ def decode(
         first_program = program_at(start, programs, total)
         last_program = program_at(start + cost - 1, programs, total)
 
+        if C.rotate:
+            loaded = rotate_rows(loaded, KS, C)
         if C.softcap:
             post_scale = sm_scale / softcap
         else:

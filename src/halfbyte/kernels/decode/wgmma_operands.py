@@ -1,6 +1,6 @@
 """Decode attention for many query rows: layouts, and how queries and stored words become operands in shared memory.
 
-Columns of an operand are dims in the order in which threads unpack them: pieces of 8 words, then the planes of a word, then its
+Columns of an operand are dims in the order in which threads unpack them: pieces of 8 words, then the codes of a word, then its
 place among the 8. Queries and outputs are turned accordingly, once an item.
 
 Numbers of a tile are rounded to fp16 relative to a power of two 2^e, above all that its scales and offsets allow: x / 2^e is at
@@ -59,14 +59,14 @@ def bound_layout(S, C):
 
 @gluon.constexpr_function
 def code_step_of(S):
-    """What a code is over its fp16 number: n, x 2^-8, or n 2^-20, of which int4's even planes have a sixteenth."""
-    return {"unsigned": 2.0**20, "signed": 1.0, "e4m3": 2.0**8}[S.kind]
+    """What a code is over its fp16 number: n, x 2^-8; int4: n 2^-20, even codes a sixteenth; int2: n 2^-18, even codes a fourth."""
+    return {"unsigned": 2.0 ** (16 + S.bits), "signed": 1.0, "e4m3": 2.0**8}[S.kind]
 
 
 @gluon.constexpr_function
 def top_of(S):
     """What numbers with scales are at most; scales over 2^e are exact in fp16 from 2^-14 of the largest on."""
-    return 2.0**-5 if S.bits == 4 else 256.0
+    return {2: 2.0**-3, 4: 2.0**-5, 8: 256.0}[S.bits]
 
 
 @gluon.constexpr_function
@@ -77,7 +77,7 @@ def largest_of(S):
 
 @gluon.jit
 def _codes(words, S: gl.constexpr):
-    """Words -> one fp16 tensor a plane, exactly, over `code_step_of`."""
+    """Words -> one fp16 tensor per code of a word, exactly, over `code_step_of`."""
     if S.kind == "signed":  # 0x6480 ^ byte is 1024 + 128 + n
         a, b = gl.inline_asm_elementwise(
             """{
@@ -96,6 +96,28 @@ def _codes(words, S: gl.constexpr):
             pack=2,
         )
         return (a, b)
+    elif S.bits == 2:  # 16 n 2^-24 and 64 n 2^-24: n 2^-24 would leave fp16 fewer bits for scales over 2^e
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            shl.b32 a, $8, 4;
+            shr.u32 b, $8, 4;
+            shr.u32 c, $8, 8;
+            and.b32 $0, a, 0x00300030;
+            and.b32 $1, a, 0x00C000C0;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            and.b32 $4, b, 0x00300030;
+            and.b32 $5, b, 0x00C000C0;
+            and.b32 $6, c, 0x00300030;
+            and.b32 $7, c, 0x00C000C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return unpack(words, S)
 
@@ -171,8 +193,8 @@ def store_tile(memory, read, S: gl.constexpr, C: gl.constexpr):
     planes = _codes(words, S)
     if S.scale == "token":
         more = scale
-        if S.bits == 4:
-            more = scale * 16.0
+        if S.per_byte > 1:
+            more = scale * 2.0**S.bits
         scaled = ()
         for j in gl.static_range(gl.constexpr(S.codes_per_word)):
             if S.offset:

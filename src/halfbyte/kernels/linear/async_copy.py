@@ -1,7 +1,7 @@
 """The linear kernel for small M: how codes, scales, zero points and x of a step come into shared memory.
 
 A K slice's warps copy the codes and x that the K slice reads, and a part of the scales of all K slices (linear/sync.py). They do
-not wait for the block: K slices drift apart, and one waits for memory while another computes. A step of a K slice:
+not wait for the block: K slices run independently, and one waits for memory while another computes. A step of a K slice:
 
     wait until its own copies for this step are there; meet the K slice's other warps; ask for the step `stages` - 1 further on,
     whose slot all of them have read by now; wait for the others' copies of this step's scales; compute
@@ -52,7 +52,7 @@ def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C:
 
 @gluon.constexpr_function
 def _code_pieces(S, C):
-    """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of each piece i beside piece 0."""
+    """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of piece i relative to piece 0."""
     pieces = S.words(C) // 8
     rows = 32 * C.warps_m // pieces  # at once
     per_phase, phases = max(1, 8 // pieces), min(8, pieces)  # as code_ring_layout
@@ -85,13 +85,13 @@ def _x_pieces(C):
 @gluon.constexpr_function
 def _copy_asm(pieces, base, size, fill, cached):
     """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
-    row to row; $4 rows that are left from that of piece 0 on: of others nothing is copied, as nobody looks at their products;
+    row to row; $4 rows that are left from that of piece 0 on: others are not copied, as their results are not stored;
     with `fill` $5 bytes (or any measure, where a thread has one piece of a row) that are left of a row: beyond them come zeros.
     """
-    apart = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
+    distance = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
     how = "cg" if size == 16 and not cached else "ca"
     lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
-    lines.append(f"mul.wide.s32 d, $3, {apart};")
+    lines.append(f"mul.wide.s32 d, $3, {distance};")
     last_row, last_byte, last_xor = 0, None, None
     for row, byte, xor, at in pieces:
         if row != last_row:

@@ -2,12 +2,12 @@
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-Rows of the weight are the M axis of the tensor cores and rows of x the N axis, so that up to 8 rows of x cost one MMA. A *tile* is
+Out features are the M axis of the tensor cores and the batch M their N axis, so that M up to 8 costs one MMA. A *tile* is
 `tile` rows of the weight; a *step* of it is a chunk of K for each of `k_slices` warps (or groups of `warps_m` warps, which divide
 the rows of the tile). Codes, scales, zero points and x of a step come into rings in shared memory by cp.async, codes and x of a K
 slice by its own warps (linear/async_copy.py), which do not wait for the block (linear/sync.py). Codes enter the MMA exactly: a
 masked nibble is a number already (linear/operands.py); what it exceeds its value by (128 + 8, say) is a multiple of the sum of x,
-which an MMA with ones gives, or with 16 rows of x is subtracted; the group's scale multiplies fp32 sums of the group. The K slices'
+which an MMA with ones gives, or at M = 16 is subtracted; the group's scale multiplies fp32 sums of the group. The K slices'
 sums of a tile are added at its end, in the order of the slices: there the whole block meets.
 
 Work is the tiles of all weights that are computed together. Each program computes the same number of whole tiles. All share the
@@ -52,7 +52,7 @@ def _output_layout(C):
 
 @gluon.constexpr_function
 def _row_layout(C):
-    """[tile, rows of x]: a thread writes 8 neighbours of a row of y."""
+    """[tile, M]: a thread writes 8 neighbours of a row of y."""
     lanes = min(32, C.tile // 8)
     return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
 
@@ -177,7 +177,7 @@ def linear(
             at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
         commit()
         ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
-    if S.kind == "codebook":
+    if S.kind == "table":
         make_codebook(rings[0], S, C)
     select = ()
     if S.groups_per_mma(C) > 1:
@@ -214,7 +214,7 @@ def linear(
             if C.separate_reduce_smem:
                 sums = red
             else:
-                barrier()  # nobody reads this slot's codes any more
+                barrier()  # no warp reads this slot's codes any more
                 sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
             if S.groups_per_mma(C) > 1:
                 sums.store(gl.sum(gl.reshape(acc, [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]), axis=2))
@@ -223,7 +223,7 @@ def linear(
             barrier()
             v = gl.sum(sums.load(_output_layout(C)), axis=0)
             if not C.separate_reduce_smem:
-                barrier()  # nobody reads these sums any more: codes may come into the slot
+                barrier()  # no warp reads these sums any more: codes may come into the slot
             if (begin == 0) & (step == steps):
                 write_tile(v, tile, 0, M, weights, S, C)
             else:
@@ -253,7 +253,7 @@ def linear(
 
 
 def _sizes(x: torch.Tensor) -> tuple[int, int, int]:
-    """M, K, and the stride of rows of x."""
+    """M, K, and the row stride of x."""
     m, k = x.shape
     return m, k, k if m == 1 else x.stride(0)
 
@@ -273,7 +273,7 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [M, K], rows 16 numbers or a multiple apart; weights of one format, biases all or none and of one type. With
+    x [M, K], its row stride a multiple of 16; weights of one format, biases all or none and of one type. With
     spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
     partials: plan.floats fp32; semaphores: plan.counters int32, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is bypassed then.

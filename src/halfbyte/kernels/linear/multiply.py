@@ -1,8 +1,8 @@
 """The linear kernel for small M: what one step of a tile adds to its sums.
 
-Scales multiply fp32 sums of a group. With 1 to 4 rows of x an MMA has unused columns, which groups of 32 and 16 codes share: x is 0
+Scales multiply fp32 sums of a group. With M of 1 to 4 an MMA has unused columns, which groups of 32 and 16 codes share: x is 0
 in the columns of all groups but its own, and the scales of several groups are applied at once, by different lanes. With more rows
-groups of 32 are summed one by one, and scales of groups of 16 multiply codes, which is exact in 16 bits.
+groups of 32 are summed one by one, and the scales of 16-code groups multiply codes, which is exact in 16 bits.
 """
 
 # ruff: noqa: RUF005
@@ -68,7 +68,7 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _over_columns(s, C: gl.constexpr):
-    """fp32 [k_slices, tile, groups of an mma] -> [k_slices, tile, rows of x]: the rows of x of a group share what it has."""
+    """fp32 [k_slices, tile, groups of an mma] -> [k_slices, tile, M]: the M columns of a group share what it has."""
     mma: gl.constexpr = mma_layout(C)
     like = gl.reshape(
         gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]
@@ -79,7 +79,7 @@ def _over_columns(s, C: gl.constexpr):
 
 @gluon.jit
 def _rows_alike(c, C: gl.constexpr):
-    """[k_slices, 16 warps_m, rows of x] with all its rows the same -> [k_slices, tile, rows of x]; registers only."""
+    """[k_slices, 16 warps_m, M] with all its rows the same -> [k_slices, tile, M]; registers only."""
     for i in gl.static_range(_bits(C.tile // (16 * C.warps_m))):
         c = gl.permute(gl.join(c, c), [0, 3, 1, 2])
         c = gl.reshape(c, [C.k_slices, (32 * C.warps_m) << i, C.block_m])
@@ -88,7 +88,7 @@ def _rows_alike(c, C: gl.constexpr):
 
 @gluon.jit
 def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales of groups of 16 codes, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
+    """Scales of 16-code groups, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
     like = gl.full([C.k_slices, C.tile, 16], 0.0, half, la)
@@ -108,7 +108,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
-    """sum of x over operands first..last-1, every row of [k_slices, 16 warps_m, rows of x] the same: an MMA with ones."""
+    """sum of x over operands first..last-1, every row of [k_slices, 16 warps_m, M] the same: an MMA with ones."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, x[0].dtype, la)
     total = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
@@ -119,7 +119,7 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
-    """acc + one step's GEMM, [k_slices, tile, rows of x]."""
+    """acc + one step's GEMM, [k_slices, tile, M]."""
     scales = ()
     zeros = ()
     if S.groups_per_mma(C) > 1:
@@ -202,7 +202,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
                 dot = mma_v2(a[i % planes] * scales[first + i // planes], x[i], dot)
             else:
                 dot = mma_v2(a[i % planes], x[i], dot)
-        # What codes have too much, beside the products and not ahead of them: neither chain waits for the other.
+        # The bias of the codes, in parallel with the MMAs and not ahead of them: neither chain waits for the other.
         if S.zero:
             sums = _rows_alike(_sums_of(x, g * each, g * each + each, C), C)
             dot = dot - (zeros[part * groups + g].to(gl.float32) * S.unit(C.dtype) + shift) * sums

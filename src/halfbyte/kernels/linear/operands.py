@@ -1,4 +1,4 @@
-"""The tuned linear kernel: layouts, and how rows of x become operands of the tensor cores.
+"""The tuned linear kernel: layouts, and how x becomes operands of the tensor cores.
 
 Inside a product the order of K is free, as long as both operands agree. A lane of an mma holds a 32-bit register of neighbouring
 k; with codes as they are stored, four lanes t = 0..3 hold 32 bits of a row each, that is 8 neighbouring 4-bit codes (4 bytes):
@@ -6,7 +6,7 @@ k; with codes as they are stored, four lanes t = 0..3 hold 32 bits of a row each
     k of a block of 16 words, as bits:   4-bit codes: w3 t1 t0 r2 r1 r0      8-bit codes: w3 t1 t0 r1 r0
 
 A mask takes every fourth code (second byte) of the register, so r2 (r1) stays the lowest bit of an operand's k and the others
-number the operands; a table of pairs yields neighbours, so r0 stays. Rows of x are read in 16 bytes (8) a lane, which are exactly
+number the operands; a table of pairs yields neighbours, so r0 stays. x is read in 16 bytes (8) a lane, which are exactly
 the k that the lane needs, and are split by the same bits.
 """
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(C):
-    """mma.m16n8k16: chunks of K along the batch axis; rows of the weight are M, divided over `warps_m` warps; rows of x are N."""
+    """mma.m16n8k16: chunks of K along the batch axis; its M axis: out features, over `warps_m` warps; its N axis: M."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.k_slices, C.warps_m, 1], instr_shape=[1, 16, 8])
 
 
@@ -63,7 +63,7 @@ def sixteenth_layout(C, groups):
 
 @gluon.constexpr_function
 def column_scale_layout(C, groups, groups_per_mma):
-    """Groups side by side: a lane needs those of the columns of its sums; a row of x is the lowest part of a column's number."""
+    """Groups side by side: a lane needs those of the columns of its sums; M is the lowest part of a column's number."""
     bits = groups_per_mma.bit_length() - 1
     columns = [[0, 0]] * (3 - bits) + [[0, 1 << i] for i in range(bits)]
     registers = columns[:1] if bits == 3 else []
@@ -125,18 +125,18 @@ def halves(x, n: gl.constexpr):
 
 @gluon.jit
 def x_operands(x, S: gl.constexpr, C: gl.constexpr):
-    """x [k_slices, x_high, 4, x_low, 32] as mma operands [k_slices, 16, rows], block after block, plane after plane."""
+    """x [k_slices, x_high, 4, x_low, 32] as mma operands [k_slices, 16, rows]: by block, then by code of a word."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     R: gl.constexpr = C.x_rows
     x = gl.reshape(gl.permute(x, [0, 1, 3, 2, 4]), [C.k_slices, R, 128])
-    if S.kind == "bytes":
+    if S.kind == "signed":
         x = gl.reshape(x, [C.k_slices, R, 2, 2, 8, 2, 2])  # block, w3 and t, r1, r0
         x = gl.permute(x, [0, 4, 5, 1, 2, 3, 6])
     else:
         x = gl.reshape(x, [C.k_slices, R, 2, 2, 4, 2, 2, 2])  # block, w3, t, r2, r1, r0
-        if S.kind != "codebook" and S.halved(C):
+        if S.kind != "table" and S.halved(C):
             x = gl.permute(x, [0, 7, 4, 5, 1, 2, 3, 6])
-        elif S.kind != "codebook":
+        elif S.kind != "table":
             x = gl.permute(x, [0, 3, 4, 5, 1, 2, 6, 7])
         elif S.halved(C):
             x = gl.permute(x, [0, 5, 4, 7, 1, 2, 3, 6])

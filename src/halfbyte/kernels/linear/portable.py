@@ -2,7 +2,7 @@
 
     y^T [N, M] = W [N, K] x^T + bias        W[n, k] = s[n, k / g] (c[n, k] - z[n, k / g])
 
-A program takes a tile of weight rows and of rows of x and walks its share of K. Decoded numbers are the left operand of the MMA,
+A program takes a tile of out features and batch rows and walks its share of K. Decoded numbers are the left operand of the MMA,
 so that on Hopper they go from registers into the tensor cores: bytes are copied to shared memory as they are stored, read in the
 layout of the operand and decoded there. c - z is exact in 16 bits (portable_weight.py). MMAs take 16-bit operands and accumulate
 in fp32.
@@ -13,7 +13,7 @@ for bf16, where the scale is rounded as well; a 16-bit weight has one. Relative 
 that of a 16-bit GEMM: at most 0.9 with fp32 sums and 1.4 folded, where 2 is promised. Folded, both have the range of 16 bits.
 
 Several weights (q, k and v) are one launch: their tiles follow one another. Splits of K leave fp32 sums in a workspace; the last
-to arrive adds them in the order of the splits. No floating-point atomics. Rows of x do not affect each other.
+to arrive adds them in the order of the splits. No floating-point atomics. Batch rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from halfbyte.tensors import QuantTensor
 
 @dataclass(frozen=True)
 class TileSpec:
-    """Everything the kernel is compiled for, apart from how its weights are stored.
+    """Everything the kernel is compiled for, except how its weights are stored.
 
     weights      how many
     n, m, k      of a tile, and of a step
     even         K is whole steps: nothing is masked
-    fold         scales of groups multiply the codes
+    fold         group scales multiply the codes
     split        K is split: partial results are added
     """
 
@@ -62,14 +62,14 @@ _TOGETHER = tl.constexpr(16)
 @triton.jit
 def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
     """Scales (fp32) and zero points (int16) of columns k .. k + C.k: [n, 1] of one group, or [n, C.k / GROUP]."""
-    group = k // w.GROUP
-    if C.k > w.GROUP:
-        group += tl.arange(0, C.k // w.GROUP)[None, :]
+    group = k // w.F.group
+    if C.k > w.F.group:
+        group += tl.arange(0, C.k // w.F.group)[None, :]
     seen = None
-    if not C.even and C.k > w.GROUP:
-        seen = group * w.GROUP < end
+    if not C.even and C.k > w.F.group:
+        seen = group * w.F.group < end
     scale = read_scale(w, row[:, None], group, groups, seen)
-    zero = tl.full([1, 1], w.ZERO, tl.int16)
+    zero = tl.full([1, 1], w.F.centre, tl.int16)
     if w.offsets is not None:
         zero = read_zero(w, row[:, None], group, seen)
     return scale, zero
@@ -78,22 +78,24 @@ def _of_step(k, row, end, groups, w: Weight, C: tl.constexpr):
 @triton.jit
 def _spread(small, w: Weight, C: tl.constexpr):
     """[n, k / GROUP] over the columns of its groups, [n, k]; what one group has stays [n, 1]."""
-    if w.GROUP > 0 and C.k > w.GROUP and small.shape[1] > 1:
-        small = tl.reshape(tl.broadcast_to(small[:, :, None], (C.n, C.k // w.GROUP, w.GROUP)), (C.n, C.k))
+    if w.F.group > 0 and C.k > w.F.group and small.shape[1] > 1:
+        small = tl.reshape(tl.broadcast_to(small[:, :, None], (C.n, C.k // w.F.group, w.F.group)), (C.n, C.k))
     return small
 
 
 @triton.jit
-def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
-    """fp32 [n, m]: weight rows `row` [n] times m rows of x over columns begin .. end, without the scale of whole weight rows."""
-    PER: tl.constexpr = 8 // w.BITS
-    FOLD: tl.constexpr = w.GROUP > 0 and (C.fold or C.k > w.GROUP)
-    m = tl.minimum(first_row + tl.arange(0, C.m), M - 1).to(tl.int64)  # a row too many is the last one again
+def sums(m, begin, end, K, row, w: Weight, C: tl.constexpr):
+    """fp32 [n, m]: weight rows `row` [n] times rows `m` of x over columns begin .. end, without the scale of whole weight rows.
+
+    C: a `TileSpec`, or what else has its n, m, k, stages, even and fold. Row numbers are int64.
+    """
+    PER: tl.constexpr = w.F.per_byte
+    FOLD: tl.constexpr = w.F.group > 0 and (C.fold or C.k > w.F.group)
     column, byte = tl.arange(0, C.k).to(tl.int64), tl.arange(0, C.k // PER).to(tl.int64)
     x_rows, codes = w.x + m[:, None] * w.x0, w.codes + row[:, None] * w.codes0
-    groups = K // w.GROUP if w.GROUP > 0 else 1
-    row_zero = tl.full([1, 1], w.ZERO, tl.int16)
-    if w.GROUP == 0 and w.offsets is not None:
+    groups = K // w.F.group if w.F.group > 0 else 1
+    row_zero = tl.full([1, 1], w.F.centre, tl.int16)
+    if w.F.group == 0 and w.offsets is not None:
         row_zero = read_zero(w, row[:, None], 0, None)
     acc = tl.full([C.n, C.m], 0.0, tl.float32)
     for k in tl.range(begin, end, C.k, num_stages=C.stages):
@@ -109,7 +111,7 @@ def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
             stored = tl.load(at, mask=(k + byte * PER < K)[None, :], other=0)
             values = tl.load(x_rows + where * w.x1, mask=(k + column < K)[None, :], other=0)
         values = tl.trans(values.to(w.DOT))
-        if w.GROUP == 0:
+        if w.F.group == 0:
             acc = tl.dot(numbers(stored, row_zero, w, C.n, C.k), values, acc, input_precision="ieee")
         else:
             scale, zero = _of_step(k, row, end, groups, w, C)
@@ -123,11 +125,18 @@ def _sums(first_row, M, begin, end, K, row, w: Weight, C: tl.constexpr):
 
 
 @triton.jit
+def row_factor(row, w: Weight):
+    """fp32 [n] or [1]: what finished sums of weight rows are multiplied with, besides the scale of the whole tensor."""
+    factor = tl.full([1], w.UNIT, tl.float32)
+    if w.F.group == 0:
+        factor = read_scale(w, row, 0, 1, None) * w.UNIT
+    return factor
+
+
+@triton.jit
 def _finish(y, n, m, M, row, w: Weight, C: tl.constexpr):
     """Store finished sums y [m, n]: the scale of whole weight rows, the bias, and one rounding."""
-    factor = tl.full([1], w.UNIT, tl.float32)
-    if w.GROUP == 0:
-        factor = read_scale(w, row, 0, 1, None) * w.UNIT
+    factor = row_factor(row, w)
     if w.tensor_scale is not None:
         factor *= tl.load(w.tensor_scale)
     y *= factor[None, :]
@@ -145,7 +154,8 @@ def _tile(tile, number, first_row, M, K, split, splits, share, partials, semapho
     row = tl.minimum(n, w.n - 1).to(tl.int64)
     begin = split * share * C.k
     end = tl.minimum(begin + share * C.k, K)
-    y = tl.trans(_sums(first_row, M, begin, end, K, row, w, C))
+    there = tl.minimum(m, M - 1).to(tl.int64)  # a row too many is the last one again
+    y = tl.trans(sums(there, begin, end, K, row, w, C))
     if not C.split:
         _finish(y, n, m, M, row, w, C)
     else:

@@ -1,6 +1,6 @@
 """A quantized weight [N, K] as kernels read it: `weight()` on the host, `read_scale` and `numbers` on the device, for every format.
 
-    W[n, k] = scale[n, k / GROUP] UNIT (c[n, k] - zero[n, k / GROUP])        y = x W^T + bias
+    W[n, k] = scale[n, k / group] UNIT (c[n, k] - zero[n, k / group])        y = x W^T + bias
 
 c - zero is exact in 16 bits, and so is what a lookup code means, up to its UNIT: E2M1 as it is, bitsandbytes' FP4 in twelfths. Only
 NF4's levels are not: they are rounded to 16 bits, as they are in a 16-bit weight. Integers become floating point without a
@@ -9,6 +9,7 @@ conversion: an integer below 1024 in the low bits of the fp16 1024 (below 128 in
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,16 @@ from halfbyte.formats import Code
 from halfbyte.kernels.common.codes import INTERPRETED, nearest, power_of_two
 from halfbyte.kernels.common.scales import from_e4m3, from_e8m0
 from halfbyte.plans.codebooks import unit_of_codebook
+from halfbyte.plans.weight_codec import weight_codec
 from halfbyte.tensors import QuantTensor
 
 #: A weight as the kernel takes it: tensors, their strides over [n, k], and constants:
 #: n                     out features
 #: x                     [M, K]: what this weight is multiplied with
 #: out                   [M, N] contiguous: what is written for this weight
-#: KIND, BITS, ZERO      "integer", "e2m1" or "table"; bits of a code; what an integer code counts from, without zero points
+#: F                     its format (`WeightCodec`)
 #: LOOK_UP, TABLE        how a table is read, in PTX; in the interpreter "", and its levels / UNIT as fp32, 32 bits each
 #: UNIT                  what the numbers of a code are multiples of
-#: GROUP, SCALE, NESTED  codes of a scale (0: all of a row); how it is stored; scales of a block of double quantization (0: none)
 #: SCALES_PER, OFFSETS_PER  scales (zero points) in one of the words that are read: 1, or as many as 32 bits hold
 #: DOT                   dtype of the products: x's; fp32 for bf16 in the interpreter, whose bf16 arithmetic is wrong
 Weight = NamedTuple(
@@ -36,8 +37,7 @@ Weight = NamedTuple(
     [
         *((name + axis, Any) for name in ("x", "codes", "scales", "offsets") for axis in ("", "0", "1")),
         *((name, Any) for name in ("tensor_scale", "nested", "bias", "perm", "out", "n")),
-        *((name, Any) for name in ("KIND", "BITS", "ZERO", "LOOK_UP", "TABLE", "UNIT", "GROUP", "SCALE", "NESTED", "DOT")),
-        *((name, Any) for name in ("SCALES_PER", "OFFSETS_PER")),
+        *((name, Any) for name in ("F", "LOOK_UP", "TABLE", "UNIT", "DOT", "SCALES_PER", "OFFSETS_PER")),
     ],
 )
 
@@ -67,14 +67,14 @@ def _field(pointer, row, group, stride0, stride1, seen, PER: tl.constexpr):
 def read_scale(w: Weight, row, group, groups, seen):
     """fp32 scales of weight rows `row` and groups `group` (of `groups` in a row), 0 where `seen` is false (None: nowhere)."""
     raw = _field(w.scales, row, group, w.scales0, w.scales1, seen, w.SCALES_PER)
-    if w.NESTED:
-        absmax = _field(w.nested, (row * groups + group) // w.NESTED, 0, 1, 0, seen, 1)
+    if w.F.nested:
+        absmax = _field(w.nested, (row * groups + group) // w.F.nested, 0, 1, 0, seen, 1)
         # A tensor and not a number: what is spread over a tensor would keep decoding away from the operand's layout.
-        mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.NESTED) + row * 0)
+        mean = tl.load(w.nested + tl.cdiv(w.n * groups, w.F.nested) + row * 0)
         scale = _dynamic(raw.to(tl.int32)) * absmax + mean
-    elif w.SCALE == "e8m0":
+    elif w.F.scale == "e8m0":
         scale = from_e8m0(raw)
-    elif w.SCALE == "e4m3":
+    elif w.F.scale == "e4m3":
         scale = from_e4m3(raw)
     else:
         if w.SCALES_PER > 1:
@@ -108,17 +108,17 @@ def read_zero(w: Weight, row, group, seen):
 @triton.jit
 def numbers(codes, zero, w: Weight, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """What stored codes mean, less their zero points, in units of UNIT: [ROWS, WIDTH] in w.DOT. zero: int16, broadcastable."""
-    if w.KIND == "e2m1":
+    if w.F.kind == "e2m1":
         wide = codes.to(tl.int32)
         made = _e2m1(tl.reshape(tl.join(wide << 28, wide << 24), (ROWS, WIDTH)), w)
-    elif w.KIND == "table":
+    elif w.F.kind == "table":
         if w.LOOK_UP == "":
             low, high = _table(codes & 0xF, w), _table(codes >> 4, w)
         else:
             low, high = tl.inline_asm_elementwise(w.LOOK_UP, "=r,=r,=r,=r,r", [codes], (tl.int16, tl.int16), is_pure=True, pack=4)
             low, high = low.to(w.DOT, bitcast=True), high.to(w.DOT, bitcast=True)
         made = tl.reshape(tl.join(low, high), (ROWS, WIDTH))
-    elif w.BITS == 4:
+    elif w.F.kind == "unsigned":
         made = _integer(tl.reshape(tl.join((codes & 0xF).to(tl.int16), (codes >> 4).to(tl.int16)), (ROWS, WIDTH)), zero, w)
     else:
         made = _integer(codes.to(tl.int16) + 128, zero, w)  # int8, from 0 on
@@ -139,19 +139,19 @@ def _integer(u, zero, w: Weight):
     if w.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
         made = (u | 0x6400).to(tl.float16, bitcast=True)
         if w.offsets is None:
-            made -= 1024.0 + w.ZERO
+            made -= 1024.0 + w.F.centre
         else:
             made -= (zero | 0x6400).to(tl.float16, bitcast=True)
-    elif w.DOT == tl.bfloat16 and w.BITS == 4:  # noqa: SIM300
+    elif w.DOT == tl.bfloat16 and w.F.kind == "unsigned":  # noqa: SIM300
         made = (u | 0x4300).to(tl.bfloat16, bitcast=True)
         if w.offsets is None:
-            made -= 128.0 + w.ZERO
+            made -= 128.0 + w.F.centre
         else:  # 128 + zero may need more bits than a bf16 has; the difference does not
             made = (made - 128.0) - zero.to(tl.float32).to(tl.bfloat16)
-    else:  # 8 bits do not fit beside the leading one of a bf16: through fp32, the same way
+    else:  # 8 bits do not fit behind the leading one of a bf16: through fp32, the same way
         made = (u.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         if w.offsets is None:
-            made -= 2.0**23 + w.ZERO
+            made -= 2.0**23 + w.F.centre
         else:
             made -= (zero.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         made = made.to(w.DOT)
@@ -183,25 +183,25 @@ def _table(u, w: Weight):
 
 
 def weight(x: torch.Tensor, q: QuantTensor, bias: torch.Tensor | None, out: torch.Tensor) -> Weight:
-    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16."""
-    code, scale = q.format.code, q.format.scale
-    assert scale is not None
-    kind = "integer" if code.kind == "affine" else "e2m1" if _is_e2m1(code) else "table"
-    unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16") if kind == "table" else 1.0
-    zero = code.bias if code.bits == 4 else 128
-    group = q.format.group_size(q.shape[1]) if scale.granularity == "group" else 0
+    """A QuantTensor's tensors, strides and constants, for its product with x [M, K], fp16 or bf16.
+
+    Of a stack [E, N, K] the matrices lie one below the other, [E * N, K]; in act-order x must come in the order of each.
+    """
+    codec, code = weight_codec(q.format), q.format.code
     dot = tl.float16 if x.dtype is torch.float16 else tl.float32 if INTERPRETED else tl.bfloat16
-    levels = _levels(code, unit, x.dtype) if kind == "table" else None
-    look_up = "" if levels is None or INTERPRETED else look_up_ptx(levels)
-    table = 0 if levels is None or look_up else _in_one_integer(levels)
-    scales, scales_per = _in_words(q.scales)
-    offsets, offsets_per = _in_words(q.offsets)
-    constants = (
-        *(kind, code.bits, zero, look_up, table, unit, group, scale.dtype, scale.nested or 0, dot),
-        *(scales_per, offsets_per),
-    )
-    strided = (part for t in (x, q.codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
-    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, q.shape[0], *map(tl.constexpr, constants))
+    unit, look_up, table = 1.0, "", 0
+    if codec.kind == "table":
+        unit = unit_of_codebook(code, "fp16" if x.dtype is torch.float16 else "bf16")
+        levels = _levels(code, unit, x.dtype)
+        look_up, table = ("", _in_one_integer(levels)) if INTERPRETED else (look_up_ptx(levels), 0)
+    codes, stored, zeros = (None if t is None else t.flatten(0, -2) for t in (q.codes, q.scales, q.offsets))
+    scales, scales_per = _in_words(stored)
+    offsets, offsets_per = _in_words(zeros)
+    constants = map(tl.constexpr, (look_up, table, unit, dot, scales_per, offsets_per))
+    strided = (part for t in (x, codes, scales, offsets) for part in (t, *((0, 0) if t is None else t.stride())))
+    # The interpreter takes a constant of a tuple as it is, and sees no attributes through a constexpr.
+    of_format = codec if INTERPRETED else tl.constexpr(codec)
+    return Weight(*strided, q.tensor_scale, q.nested, bias, q.perm, out, math.prod(q.shape[:-1]), of_format, *constants)
 
 
 def _in_words(t: torch.Tensor | None) -> tuple[Any, int]:
@@ -211,13 +211,6 @@ def _in_words(t: torch.Tensor | None) -> tuple[Any, int]:
     per = 4 // t.element_size()
     whole = t.stride(1) == 1 and all(n % per == 0 for n in (t.shape[1], t.stride(0))) and t.data_ptr() % 4 == 0
     return (t.view(torch.int32), per) if whole else (t, 1)
-
-
-def _is_e2m1(code: Code) -> bool:
-    """Whether the codes are the bits of small floating-point numbers: `_e2m1` makes them so."""
-    u = torch.arange(16, dtype=torch.int32)
-    made = (((u & 7) << 9) | ((u & 8) << 12)).to(torch.int16).view(torch.float16).double() * 2.0**14
-    return code.values is not None and torch.equal(made, torch.tensor(code.values, dtype=torch.float64))
 
 
 def _levels(code: Code, unit: float, dtype: torch.dtype) -> torch.Tensor:

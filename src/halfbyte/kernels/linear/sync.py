@@ -1,6 +1,6 @@
 """The linear kernel for small M: K slices of warps, and how they wait for copies and for each other.
 
-A K slice's warps meet once a step, and nobody else does. Scales (and zero points) of all K slices lie next to each other in a row
+Only the warps of a K slice meet, once a step. Scales (and zero points) of all K slices lie next to each other in a row
 of the weight, with groups of 128 less than a piece of 16 bytes for each: all warps of the block copy whole pieces of them, and of
 each slot of the scales' ring two barriers (mbarrier) count
 
@@ -70,7 +70,7 @@ def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def commit():
-    """What was asked for since the last call is one group of copies."""
+    """Copies issued since the last call form one group."""
     gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -182,5 +182,5 @@ def _filled_asm(at):
 
 @gluon.jit
 def filled(slot, C: gl.constexpr):
-    """This thread's part of a slot of scales counts when all copies that it has asked for by now are there."""
+    """This thread's part of a slot of scales counts when all copies that it has issued have arrived."""
     gl.inline_asm_elementwise(_filled_asm(C.barriers_at), "=r,r,~{memory}", [slot * 8], dtype=gl.int32, is_pure=False, pack=1)

@@ -56,7 +56,7 @@ def unpack_nibbles(x, C: gl.constexpr):
 
 @gluon.constexpr_function
 def _exact_asm(S, C):
-    """unpack_nibbles, and then what they have too much is taken off: exact, 128 + n and n * 2^-24 have room for it."""
+    """unpack_nibbles, then the bias is subtracted: exact, 128 + n and n * 2^-24 have room for it."""
     if C.dtype == "bf16":
         minus, take, mask = 0xC300 + S.bias, "fma.rn.bf16x2", "lop3.b32 {0}, {1}, 0x000F000F, 0x43004300, 0xEA;"
     else:
@@ -255,16 +255,16 @@ def look_up(words, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Block of 16 words of each row [W, tile, 16] as mma operands, one for each plane, in the order of `x_operands`."""
+    """Block of 16 words of each row [W, tile, 16] as mma operands, one per code of a word, in the order of `x_operands`."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     words = ring.slice(block * 16, 16, dim=2).load(la)
     if S.bias_in_unpack(C):
         planes = unpack_exact(words, S, C)
-    elif S.kind == "nibbles":
+    elif S.kind == "unsigned":
         planes = unpack_nibbles(words, C)
-    elif S.kind == "floats":
+    elif S.kind == "e2m1":
         planes = unpack_e2m1(words, C)
-    elif S.kind == "bytes":
+    elif S.kind == "signed":
         planes = unpack_int8(words, C)
     else:
         planes = look_up(words, S, C)

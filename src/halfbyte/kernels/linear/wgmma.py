@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] W[n, k],     W[n, k] = scale[n, g] (code[n, k] - zero[n, g]),  g the group that k lies in
 
-Each warp group computes 64 rows of the weight times 32 or 64 rows of x. Codes come as they are stored into a ring in shared memory
+Each warp group computes 64 out features of 32 or 64 batch rows. Codes come as they are stored into a ring in shared memory
 (cp.async), become numbers in registers, exactly, and are the left operand from there; x is the right operand, in shared memory.
 Each group is summed separately and its scale multiplies the fp32 sums; where code times scale is exact in 16 bits (NVFP4, and MXFP4
 for bf16) the scale multiplies the codes. MMAs run asynchronously: the next 64 codes of each row are unpacked while the tensor cores
@@ -211,7 +211,7 @@ def linear(
     weights: Weights,
     C: gl.constexpr,
 ):
-    """One program's share of the steps of all tiles: rows of the weight times C.block_m rows of x, those of x first."""
+    """One program's share of the steps of all tiles: out features times C.block_m batch rows, batch rows first."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = sums_layout(C)
     ahead: gl.constexpr = C.stages - 2
@@ -238,7 +238,7 @@ def linear(
             at = fetch_weight(rings, i, at, next_step, K, S, C)
         async_copy.commit_group()
         next_tile, next_block, next_step, at = _next(next_tile, next_block, next_step, at, steps, blocks, weights, K, S, C)
-    if S.kind == "codebook":
+    if S.kind == "table":
         make_codebook(rings[0], S, C)
     zero_next = _load_zeros(tile, step, weights, K, S, C)
     if C.use_pdl:

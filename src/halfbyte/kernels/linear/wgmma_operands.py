@@ -15,7 +15,7 @@ from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 
 @gluon.constexpr_function
 def sums_layout(C):
-    """wgmma.m64nNk16: rows of the weight are M, 16 for each warp; rows of x are N."""
+    """wgmma.m64nNk16: out features are its M axis, 16 for each warp; the batch is its N axis."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.warps_m, 1], instr_shape=[16, C.block_m, 16])
 
 
@@ -37,11 +37,11 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
     """x [blocks, rows, 64] in the order of k that `code_operands` has: by operand of 16 k, then as its lanes hold them."""
     B: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
-    if S.kind == "bytes":
+    if S.kind == "signed":
         x = gl.permute(gl.reshape(x, [B, R, 2, 16, 2]), [0, 1, 2, 4, 3])
-    elif S.kind == "nibbles" and C.halved:
+    elif S.kind == "unsigned" and C.halved:
         x = gl.permute(gl.reshape(x, [B, R, 2, 8, 4]), [0, 1, 2, 4, 3])
-    elif S.kind == "nibbles":
+    elif S.kind == "unsigned":
         x = gl.permute(gl.reshape(x, [B, R, 16, 4]), [0, 1, 3, 2])
     elif C.halved:
         x = gl.permute(gl.reshape(x, [B, R, 2, 4, 2, 2, 2]), [0, 1, 2, 5, 4, 3, 6])
@@ -52,7 +52,7 @@ def in_order(x, S: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
-    """Scales of groups of 16 codes, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
+    """Scales of 16-code groups, for each 64 k of a step: 16-bit operands [tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
     like = gl.full([C.tile, 16], 0.0, dtype_of(C), la)
     grouped: gl.constexpr = gl.reshape(like, [C.tile, 4, 4]).type.layout
@@ -126,14 +126,14 @@ def joined(parts, C: gl.constexpr):
 def _planes(codes, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Codes of 64 k as four operands [tile, 16], with what they have too much; halved: the first two are the first 32 k."""
     la: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C), 2)
-    if S.kind == "bytes":
+    if S.kind == "signed":
         first = unpack_int8(codes.slice(block * 32, 16, dim=1).load(la), C)
         planes = first + unpack_int8(codes.slice(block * 32 + 16, 16, dim=1).load(la), C)
-    elif S.kind == "nibbles":
+    elif S.kind == "unsigned":
         planes = unpack_nibbles(codes.slice(block * 16, 16, dim=1).load(la), C)
     else:
         planes = look_up(codes.slice(block * 16, 16, dim=1).load(la), S, C)
-    if C.halved and S.kind != "bytes":
+    if C.halved and S.kind != "signed":
         a0, a1 = _by_half(planes[0], planes[1], C)
         b0, b1 = _by_half(planes[2], planes[3], C)
         planes = (a0, b0, a1, b1)

@@ -1,4 +1,4 @@
-"""`halfbyte tune`: time the choices of a plan on this GPU, and store the fastest where it beats the analytic plan.
+"""`python -m benchmarks tune`: time the choices of a plan on this GPU, and store the fastest where it beats the analytic plan.
 
 Calls run back to back in CUDA graphs, over copies that leave the last cache before they come round, with overlapping launches as in
 decoding. Every choice must keep the accuracy promise, before and after it is timed. All choices are sampled in turn; then the
@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 
 import halfbyte
+from benchmarks.tuning_choices import decode_choices, linear_choices
+from benchmarks.tuning_store import Store
 from halfbyte.device import Device
 from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
@@ -29,8 +31,8 @@ from halfbyte.measure.timing import NOT_CAPTURED, Effort, paired_launches
 from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodeProblem, dense_problem, gluon_plan
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuning_cache import LinearProblem, Store, TunedEntry
-from halfbyte.plans.tuning_space import Choice, Plan, decode_choices, linear_choices, with_decode_choice, with_linear_choice
+from halfbyte.plans.tuning_cache import LinearProblem, TunedEntry
+from halfbyte.plans.tuning_space import Choice, Plan, with_decode_choice, with_linear_choice
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte import cli
+from benchmarks import cli, tune
+from benchmarks.tuning_choices import MOST_CHOICES, decode_choice, decode_choices, linear_choice, linear_choices
+from benchmarks.tuning_store import Store, write
+from halfbyte.cli import app as halfbyte_app
 from halfbyte.device import describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
-from halfbyte.measure import precompile, tune
+from halfbyte.measure import precompile
 from halfbyte.measure import trials as session_module
 from halfbyte.measure.decode import DecodeShape
 from halfbyte.measure.records import Environment, Record
@@ -33,7 +36,6 @@ from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import (
     DamagedPlans,
     LinearProblem,
-    Store,
     Table,
     TunedEntry,
     _table_of,
@@ -42,17 +44,11 @@ from halfbyte.plans.tuning_cache import (
     linear_plan,
     read,
     table_of,
-    write,
 )
 from halfbyte.plans.tuning_space import (
-    MOST_CHOICES,
     Choice,
     DecodeChoice,
     LinearChoice,
-    decode_choice,
-    decode_choices,
-    linear_choice,
-    linear_choices,
     with_decode_choice,
     with_linear_choice,
 )
@@ -262,7 +258,7 @@ def test_a_problem_that_is_written_down_is_that_of_a_cache(formats: tuple[str, s
     """Else what `tune` stores would never be found, and `explain` would speak of other calls."""
     cache = halfbyte.KVCache(8, 8, 128, 4096, keys=formats[0], values=formats[1])
     q = torch.zeros(8, 64, 1, 128, dtype=torch.bfloat16)
-    assert by_plan.problem_of(q, cache) == replace(ATTENTION, keys=formats[0], values=formats[1])
+    assert by_plan.problem_of(q, cache) == dense_problem("bf16", 8, 8, 8, 1, 128, 4096, *formats)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +349,7 @@ def test_where_plans_are_looked_for(home: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HALFBYTE_PLANS", "0")
     assert table_of(gpu, 7) == Table(gpu, 7, note="HALFBYTE_PLANS=0")
     monkeypatch.setenv("HALFBYTE_PLANS", str(home / "no such file"))
-    with pytest.raises(InvalidArgument, match="give a file that `halfbyte tune` wrote, or 0"):
+    with pytest.raises(InvalidArgument, match="give a file that `python -m benchmarks tune` wrote, or 0"):
         stored_plans()
 
 
@@ -427,10 +423,10 @@ def test_explain_says_where_the_plan_is_from(capsys: pytest.CaptureFixture[str],
     assert facts["plan"] == "analytic (no plans are stored for a GPU that is described by numbers)"
 
     write(own_plans(gpu), Table(gpu, 132, {key_of(PROBLEM): entry(CHOICE)}))
-    cli.app(["explain", "--linear", "4096x4096", "--weights", "int4_sym_g128", "--json"], standalone_mode=False)
+    halfbyte_app(["explain", "--linear", "4096x4096", "--weights", "int4_sym_g128", "--json"], standalone_mode=False)
     facts = json.loads(capsys.readouterr().out)
     assert facts["plan"].startswith(f"tuned for NVIDIA H200 ({own_plans(gpu)}, 2026-11-22)")
-    assert facts["programs"] == "192, 2 at once on a multiprocessor"
+    assert facts["programs"] == "192, 2 per multiprocessor"
 
 
 # ---------------------------------------------------------------------------------------------------------------- measuring
@@ -687,7 +683,7 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
     assert run(*command, "--formats", "int8,int8+fp16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4096,1024,1024 x 4096, 1 row, int4_sym_g128: ")
-    assert "300 rows; warp-group products take 17 to 256" in lines[1]
+    assert "M = 300; wgmma takes 17 to 256" in lines[1]
     assert "bf16 queries over fp16 keys or values" in lines[5]
     assert lines[-1].startswith("6 problems, ")
 
@@ -705,6 +701,11 @@ def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str
         (["--attention", "8x63/8x128x64"], "q_heads=63"),
         (["--attention", "8x64/8x128x64", "--formats", "int3"], "formats='int3'"),
         (["--rows", "a"], "--rows 'a'"),
+        (["--rows", ","], "--rows names nothing to measure"),
+        (["--weights", ""], "--weights names nothing to measure"),
+        (["--attention", "1x8/8x64x32", "--formats", ""], "--formats names nothing to measure"),
+        (["--attention", "1x8/8x64x32", "--rows", "4"], "--rows describes --linear"),
+        (["--formats", "int4"], "--formats describes --attention"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

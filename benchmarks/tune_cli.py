@@ -1,4 +1,4 @@
-"""`halfbyte tune`: measure the plans of this GPU and store them."""
+"""`python -m benchmarks tune`: measure the plans of this GPU and store them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from benchmarks.tune import Tuning
+    from benchmarks.tuning_store import Store
     from halfbyte.measure.session import Session
-    from halfbyte.measure.tune import Tuning
-    from halfbyte.plans.tuning_cache import Store
 
 #: What is measured unless sizes are given: the projections of Llama-3-8B and 70B; with --quick one of them.
 _LINEAR, _QUICK_LINEAR = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672", "4096x4096"
@@ -29,44 +29,42 @@ def tune(
     linear: Annotated[
         str,
         typer.Option(
-            help="Linear layers, out x in features, such as 4096x4096,6144x4096; 4096,1024,1024x4096 is q, k and v in one launch, "
-            "14336,14336x4096 gate and up. "
-            "Default, without --attention: those of Llama-3-8B and 70B."
+            help="Linear layers, out x in features, such as 4096x4096,6144x4096; fused q, k and v 4096,1024,1024x4096, "
+            "fused gate and up 14336,14336x4096. Default without --attention: the layers of Llama-3-8B and 70B."
         ),
     ] = "",
     rows: Annotated[
         str,
-        typer.Option(help=f"Rows of x, default {_ROWS}. A plan is for all rows up to the next power of two: 3 and 4 share one."),
+        typer.Option(help=f"Batch sizes M, default {_ROWS}. A plan serves M up to the next power of two: 3 and 4 share one."),
     ] = "",
-    weights: Annotated[str, typer.Option(help="Formats of the weights, such as int4_g128,mxfp4.")] = "int4_sym_g128",
+    weights: Annotated[str, typer.Option(help="Weight formats, such as int4_g128,mxfp4.")] = "int4_sym_g128",
     attention: Annotated[
-        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head size x tokens, such as 8x64/8x128x16384.")
+        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head dim x tokens, such as 8x64/8x128x16384.")
     ] = "",
     formats: Annotated[str, typer.Option(help="Formats of the cache, such as int8,int8+int4_g32 (keys+values).")] = "int8",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Few choices of each plan; without --linear and --attention one layer with 1 and 16 rows."),
+        typer.Option("--quick", help="Fewer candidates; without --linear and --attention one layer with M = 1 and 16."),
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Store the plans in this file, for HALFBYTE_PLANS, and not where halfbyte looks by itself."
-        ),
+        typer.Option("--output", "-o", help="Store the plans in this file, for HALFBYTE_PLANS, instead of the default place."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be measured; where there is no GPU, on an H200.")
+        bool, typer.Option("--dry-run", help="Only list what would be measured; without a GPU, for an H200.")
     ] = False,
     device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N; default: the first GPU.")] = None,
     as_json: Json = False,
 ) -> None:
     """Time how else the GPU kernels could run (tiles, stages, programs), and store what beats the plan that the rules give.
 
-    Processes that start later take what is stored by themselves; `halfbyte explain` says which plan a call gets (docs/tuning.md).
+    Processes that start later use what is stored; `halfbyte explain` says which plan a call gets (docs/internals/tuning.md).
     """
+    from benchmarks.tune import SCREEN
+    from benchmarks.tuning_store import Store
     from halfbyte.measure.session import Options, Session
-    from halfbyte.measure.tune import SCREEN
     from halfbyte.paths import own_plans
-    from halfbyte.plans.tuning_cache import Store, Table
+    from halfbyte.plans.tuning_cache import Table
 
     if not linear and not attention and not _given(context, "formats"):
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
@@ -101,9 +99,9 @@ def _jobs(
     formats: Sequence[str],
 ) -> Callable[[Store], list[Tuning]]:
     """What is to be measured, checked; its store is known later."""
+    from benchmarks.tune import AttentionTuning, LinearTuning
     from halfbyte.formats import weight_format
     from halfbyte.measure.decode import DecodeShape, parse_formats
-    from halfbyte.measure.tune import AttentionTuning, LinearTuning
 
     for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
         check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
@@ -123,8 +121,8 @@ def _jobs(
 
 
 def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
+    from benchmarks.tune import HEADERS, facts_of, left_out, says, table_rows
     from halfbyte.measure.precompile import compile_ahead
-    from halfbyte.measure.tune import HEADERS, facts_of, left_out, says, table_rows
 
     planned = [job.planned(session.device, session.options.quick) for job in jobs]
     compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
@@ -169,5 +167,5 @@ def _steps(text: str) -> list[tuple[int, int, int, int, int]]:
     """8x64/8x128x16384 as batch, query heads, KV heads, head size, tokens."""
     found = [re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+)", word) for word in words(text)]
     if None in found:
-        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head size x tokens: 8x64/8x128x16384")
+        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head dim x tokens: 8x64/8x128x16384")
     return [(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5])) for m in found if m]

@@ -1,0 +1,202 @@
+"""Study `quality-per-bit`: what few bits cost, by format and method, with and without outliers. Nothing is timed.
+
+On the shipped model and its outlier variants (`halfbyte.evals.outliers`), over held-out text: KL divergence from the 16-bit run
+with the same cache formats in all layers, keys rotated or not, with formats by layer, calibrated on other text, and with quantized
+weights, clipped or not; error of attention over quantized keys in float64, as in the study `accuracy`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.studies import Study
+from benchmarks.studies.accuracy import CHUNK, KEYS, QUALITY, KeysJob, QualityJob, formats_of, front, quality_record, shipped
+from halfbyte.evals.assignment import candidates
+from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
+from halfbyte.evals.outliers import PROFILES, Outliers
+from halfbyte.evals.quality import Setting, evaluate, every_kv_setting
+from halfbyte.evals.text import windows
+from halfbyte.formats import KV_FORMATS
+from halfbyte.hf.quantize_model import KEYS as DEFAULT_KEYS
+from halfbyte.hf.quantize_model import VALUES as DEFAULT_VALUES
+from halfbyte.hf.quantize_model import WEIGHTS as DEFAULT_WEIGHTS
+from halfbyte.measure import charts
+from halfbyte.measure.records import Record
+from halfbyte.measure.session import Job, Session
+from halfbyte.measure.tables import Table
+from halfbyte.measure.timing import fixed_threads
+
+BY_LAYER, OF_WEIGHTS, PLAIN = "quality by layer", "quality of weights", "no outliers"
+MODELS: dict[str, Outliers | None] = {PLAIN: None, **{p.name: p for p in PROFILES}}
+#: Windows and tokens of each; in a quick run the smaller ones.
+TEXT, QUICK_TEXT = (3, 256), (1, 128)
+#: Sizes of the plans, in bits an element, and the formats that they choose from.
+BITS, QUICK_BITS = (3.0, 3.5, 4.5, 5.5, 6.5), (4.5,)
+FORMATS = ("int8", "int8_channel", "int4", "int4_g32", "int4_channel", "int2", "int2_g32")
+DEFAULT = Setting(DEFAULT_KEYS, DEFAULT_VALUES)
+#: Weights of about 4.5 bits, and those that may be clipped by search.
+WEIGHTS = ("int4_g64", "int4_g128", "int4_sym_g32", "nf4", "mxfp4", "nvfp4")
+CLIPPED = ("int4_g64", "nf4", "nvfp4")
+#: Dims of a head of the shipped model: groups of as many are the head.
+HEAD_DIM = 64
+#: Keys and values in different formats.
+MIXED = (
+    DEFAULT,
+    *(Setting("int8_channel", values) for values in ("int4", "int4_g32")),
+    *(Setting("int4_channel", values) for values in ("int8", "int4_g32", "int2", "int2_g32")),
+    *(Setting("int8", values, rotate_keys=True) for values in ("int4", "int4_g32", "int2_g32")),
+    *(Setting(keys, "int2_g32", rotate_keys=True) for keys in ("int4", "int4_g32")),
+    *(Setting("int4", "int8", rotate_keys=turned) for turned in (False, True)),
+)
+QUICK = ("int8", "int4", "int4 rotated", "int4_channel / int8", "nvfp4")
+
+
+def settings() -> tuple[Setting, ...]:
+    """Every format for keys and values alike, with and without rotation of the keys, and the mixed ones."""
+    alike = [Setting(s.keys, s.values) for s in every_kv_setting() if isinstance(s.keys, str) and _differs(s.keys)]
+    rotated = [Setting(s.keys, s.values, rotate_keys=True) for s in alike if s.keys == s.values]
+    return tuple(dict.fromkeys((*alike, *rotated, *MIXED)))
+
+
+def _differs(keys: str) -> bool:
+    scale = KV_FORMATS[keys].scale
+    return scale is not None and scale.group != HEAD_DIM
+
+
+def jobs(session: Session) -> list[Job]:
+    """For each model: all layers alike, formats by layer, keys alone, weights."""
+    quick = session.options.quick
+    text, bits = (QUICK_TEXT, QUICK_BITS) if quick else (TEXT, BITS)
+    alike = tuple(s for s in settings() if not quick or s.kv in QUICK)
+    keys = tuple(dict.fromkeys((str(s.keys), s.rotate_keys is True) for s in alike))
+    weights = [*(Setting(weights=w) for w in WEIGHTS), *(Setting(weights=w, clip="search") for w in CLIPPED)]
+    weights = [s for s in weights if not quick or formats_of(s) in QUICK]
+    found: list[Job] = []
+    for name, outliers in MODELS.items():
+        found += [
+            QualityJob(name, alike, *text, outliers=outliers),
+            PlansJob(name, bits, *text, outliers=outliers),
+            KeysJob(name, keys, *text, outliers=outliers),
+            QualityJob(name, tuple(weights), *text, OF_WEIGHTS, outliers),
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class PlansJob:
+    """The whole model with formats by layer, for each size a plan that was calibrated on other windows than it is measured on."""
+
+    name: str
+    bits: tuple[float, ...]
+    count: int
+    length: int
+    op: str = BY_LAYER
+    outliers: Outliers | None = None
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """One record for each size."""
+        if not session.wants(self.name, "by layer", "halfbyte"):
+            return
+        model, tokens = shipped(session.device.torch, self.outliers)
+        cut = windows(tokens, self.length, 2 * self.count)  # the even ones are those of `QualityJob`
+        with fixed_threads(session.threads), tempfile.TemporaryDirectory() as folder:
+            store = Measurements(Path(folder) / "measured.jsonl", fingerprint(model, cut[1::2], CHUNK))
+            made = calibrate(Divergence(model, cut[1::2], CHUNK), candidates(model, FORMATS), store, self.bits)
+            wanted = [replace(Setting.of_plan(m.plan), plan=f"within {b:g} bits") for m, b in zip(made, self.bits, strict=True)]
+            results = evaluate(model, [Setting(), *wanted], cut[::2], chunk=CHUNK, batch=self.count)
+        for result in results[1:]:
+            yield quality_record(session, self.op, self.name, (self.count, self.length), model, result, results[0])
+
+
+# ------------------------------------------------------------------------------------------------------------------- the text
+
+
+def _by_formats(measured: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
+    """(what was measured, formats) to the records by model. A plan goes by the size that it must keep to."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for r in measured:
+        if r.bits is not None and r.error is not None and not r.refused and r.formats != "bf16":
+            found.setdefault((r.op, r.formats), {})[r.case] = r
+    return found
+
+
+def table(measured: Sequence[Record]) -> Table:
+    """One row for each setting; divergence, or error of attention, by model."""
+    found = _by_formats(measured)
+    what = {QUALITY: "KL, all layers alike", BY_LAYER: "KL, by layer", KEYS: "attention error, keys", OF_WEIGHTS: "KL, weights"}
+    order = sorted(found, key=lambda key: (list(what).index(key[0]), next(iter(found[key].values())).bits or 0, key[1]))
+    rows = []
+    for op, name in order:
+        mine = found[op, name]
+        bits = next(iter(mine.values())).bits or 0.0
+        rows.append((what[op], name, f"{bits:.2f}", *(f"{mine[m].error:.1e}" if m in mine else "" for m in MODELS)))
+    return ("measure", "formats", "bits", *MODELS), rows
+
+
+def drawn(measured: Sequence[Record]) -> list[str]:
+    """KL divergence against bits: without outliers, and the largest over all models."""
+    made = []
+    for title, chosen in (
+        ("Without outliers", [PLAIN]),
+        ("Largest divergence of the models with and without outliers", list(MODELS)),
+    ):
+        points = _worst([r for r in measured if r.case in chosen], len(chosen))
+        if points:
+            named = {id(r) for r in front([r for r in points if r.op == QUALITY])}
+            shown = [charts.Point(r.formats * (id(r) in named), r.bits or 0.0, r.error or 0.0, _method(r)) for r in points]
+            label = "bits an element (named: a fifth less divergence than any named one with fewer bits)"
+            made.append(charts.scatter(shown, x_label=label, y_label="mean KL divergence, nats", title=title, log_y=True))
+    return made
+
+
+def _worst(measured: Sequence[Record], models: int) -> list[Record]:
+    """The largest divergence of each cache that was measured on all models."""
+    by_formats = [mine for (op, _), mine in _by_formats(measured).items() if op in (QUALITY, BY_LAYER) and len(mine) == models]
+    return [max(mine.values(), key=lambda r: r.error or 0.0) for mine in by_formats]
+
+
+def _method(r: Record) -> str:
+    if r.op == BY_LAYER:
+        return "formats by layer"
+    return "rotated keys" if "rotated" in r.formats else "per-channel keys" if "channel" in r.formats else "all layers alike"
+
+
+def says(measured: Sequence[Record]) -> list[str]:
+    """The default and the plans, each compared with the best uniform choice of no more bits."""
+    parts, gains = [], dict[str, float]()
+    for what, op, default in (("cache", QUALITY, DEFAULT.kv), ("weights", OF_WEIGHTS, DEFAULT_WEIGHTS)):
+        if compared := _compared([r for r in measured if r.op == op], default):
+            parts.append(f"KL of the default {what}, {default}, and of the best other choice of no more bits: {compared}.")
+    for plan in (r for r in measured if r.op == BY_LAYER and r.error):
+        others = [r.error or 0.0 for r in measured if r.case == plan.case and r.op == QUALITY and r.error and _fits(r, plan)]
+        if others:
+            gains[f"{plan.case}, {plan.formats}"] = min(others) / (plan.error or 1.0)
+    if gains:
+        least, better = min(gains, key=lambda name: gains[name]), sum(gain > 1 for gain in gains.values())
+        parts.append(
+            "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
+            f"bits in {better} of {len(gains)} cases, by a factor of {gains[least]:.2f} ({least}) to {max(gains.values()):.2f}."
+        )
+    return parts
+
+
+def _compared(measured: Sequence[Record], default: str) -> str:
+    """By model, the divergence of the default and of the best of the others that take no more bits."""
+    text = []
+    for name in MODELS:
+        mine = [r for r in measured if r.case == name and r.error and r.bits]
+        for ours in (r for r in mine if r.formats == default):
+            others = [r for r in mine if r is not ours and _fits(r, ours)]
+            best = min(others, key=lambda r: r.error or 0.0, default=None)
+            text.append(f"{name} {ours.error:.2g}" + (f" and {best.error:.2g} ({best.formats})" if best else ""))
+    return "; ".join(text)
+
+
+def _fits(r: Record, other: Record) -> bool:
+    return (r.bits or 0.0) <= (other.bits or 0.0) + 1e-9
+
+
+STUDY = Study("quality-per-bit", jobs, table, drawn, says, text_columns=2)

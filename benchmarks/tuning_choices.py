@@ -1,0 +1,89 @@
+"""The choices of a plan that are worth measuring: neighbours of the analytic one. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from halfbyte.plans.decode_attention import DecodePlan, programs
+from halfbyte.plans.linear import even_programs, fewest_programs
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.tuning_space import (
+    CHUNKS,
+    STAGES,
+    TILES,
+    WGMMA_CHUNKS,
+    DecodeChoice,
+    LinearChoice,
+    with_decode_choice,
+    with_linear_choice,
+)
+
+#: How many choices of a problem are measured.
+MOST_CHOICES = 24
+
+
+def linear_choices(
+    plan: LinearPlan, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
+) -> list[LinearChoice]:
+    """Choices worth measuring, that of the plan first: its shape and its neighbours', each cut in several ways."""
+    first = linear_choice(plan)
+    shapes = list(_linear_shapes(plan, first, features, width, num_sms, capability))
+    found = [first]
+    for shape in (first, *shapes):
+        made = with_linear_choice(plan, replace(shape, programs=1), features, width, num_sms, capability)
+        assert isinstance(made, LinearPlan), made
+        slots = num_sms * shape.blocks
+        counts = [fewest_programs(made.tiles, made.steps, num_sms, shape.blocks), slots]
+        counts.append(even_programs(made.tiles, made.steps, slots))
+        if made.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
+            parts = [made.tiles * n for n in range(1, 9)]
+            counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]
+        for count in counts:
+            choice = replace(shape, programs=count)
+            if isinstance(with_linear_choice(plan, choice, features, width, num_sms, capability), LinearPlan):
+                found.append(choice)
+    return list(dict.fromkeys(found))[:MOST_CHOICES]
+
+
+def _linear_shapes(
+    plan: LinearPlan, first: LinearChoice, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
+) -> Iterator[LinearChoice]:
+    """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
+    few = isinstance(plan.spec, LinearSpec)
+    tiles = TILES[plan.spec.warps_m] if isinstance(plan.spec, LinearSpec) else (first.tile,)
+    for blocks, chunk, tile in itertools.product((2, 1) if few else (1,), CHUNKS if few else WGMMA_CHUNKS, tiles):
+        if (tile, chunk, blocks) == (first.tile, first.chunk, first.blocks) or (chunk == 128 and first.chunk > 128):
+            continue  # pieces of 64 bytes of a row were the slowest of all
+        for stages in STAGES if few else range(8, 2, -1):
+            shape = LinearChoice(tile, chunk, stages, blocks, 1)
+            if isinstance(with_linear_choice(plan, shape, features, width, num_sms, capability), LinearPlan):
+                yield shape
+                break
+
+
+def linear_choice(plan: LinearPlan) -> LinearChoice:
+    """The choice that a plan made."""
+    spec = plan.spec
+    return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.programs_per_sm, plan.programs)
+
+
+def decode_choice(plan: DecodePlan) -> DecodeChoice:
+    """The choice that a plan made."""
+    return DecodeChoice(plan.spec.tokens, plan.spec.stages, plan.programs)
+
+
+def decode_choices(plan: DecodePlan, num_sms: int, capability: tuple[int, int]) -> list[DecodeChoice]:
+    """Choices worth measuring, that of the plan first: its tiles and rings one size off, each cut in several ways."""
+    first = decode_choice(plan)
+    tokens, stages = first.tokens, first.stages
+    near = (
+        [(tokens, s) for s in (stages, stages + 1, stages - 1)]
+        + [(tokens // 2, s) for s in (4, 2)]
+        + [(2 * tokens, 3), (2 * tokens, 2)]
+    )
+    counts = [n for per_sm in (2, 1, 3) for n in (programs(plan.work_items, per_sm * num_sms), per_sm * num_sms)]
+    every = [DecodeChoice(t, s, n) for t, s in near for n in (counts if (t, s) == near[0] else counts[0:4:2])]
+    legal = [c for c in every if isinstance(with_decode_choice(plan, c, num_sms, capability), DecodePlan)]
+    return list(dict.fromkeys([first, *legal]))[:MOST_CHOICES]

@@ -1,0 +1,161 @@
+"""Single figures for sentences: each is made from records, or from what ships with the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, demo, linear, model, tables
+from docgen.summary import find, speedup
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+
+
+def _span(values: Iterable[float], digits: int, unit: str) -> str:
+    found = sorted(values)
+    first, last = (f"{value:.{digits}f}" for value in (found[0], found[-1]))
+    return f"{first}{unit}" if first == last else f"{first}-{last}{unit}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ the GPU
+
+
+def _roofline(formats: str) -> str:
+    """Share of the read roofline in the cases of the README's chart."""
+    shares = (100 * (find(attention(), f"batch {batch} x 8,192", formats).roof_share or 0.0) for batch in (32, 128, 512))
+    return _span(shares, 0, " %")
+
+
+def _many_rows(rows: int) -> str:
+    """Speed-up over 16 bits with so many query rows per KV head, over all formats."""
+    return _span((speedup(r) for r in attention() if r.case.startswith(f"{rows} rows") and r.peer_seconds), 1, "x")
+
+
+def _largest_m(least_size: int = 0) -> str:
+    """The largest batch size M up to which every measured INT4 layer of that size or larger beats cuBLAS."""
+    ours = [r for r in linear() if r.formats == "int4_sym_g128" and r.peer_seconds and _size(r) >= least_size]
+    slower = min((r.shape["M"] for r in ours if speedup(r) < 1), default=1 << 30)
+    return str(max(r.shape["M"] for r in ours if r.shape["M"] < slower))
+
+
+def _size(r: Record) -> int:
+    return r.shape["N"] * r.shape["K"]
+
+
+def _host_time() -> str:
+    """Host time of an eager call, from the fastest op to the slowest."""
+    return _span((1e6 * r.seconds for r in tables.gpu_records() if r.case.startswith("host time") and r.seconds), 0, " us")
+
+
+def _plans() -> list[dict[str, Any]]:
+    """The measured plans that ship."""
+    found: list[dict[str, Any]] = json.loads((DATA / "plans" / "nvidia-h200.json").read_text(encoding="utf-8"))["entries"]
+    return found
+
+
+def _tuned_gain() -> str:
+    """How much faster the plans are that replace an analytic one."""
+    return _span((100 * (entry["analytic us"] / entry["us"] - 1) for entry in _plans() if entry["choice"]), 1, " %")
+
+
+# ------------------------------------------------------------------------------------------------------------------ a CPU
+
+
+def _cpu_times(op: str) -> list[list[dict[str, Any]]]:
+    """Records of an op, shape by shape."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for r in cpu():
+        if r["op"] == op:
+            groups.setdefault(str(r["shape"]), []).append(r)
+    return list(groups.values())
+
+
+def _cpu_slowdown(op: str) -> str:
+    """How many times as long as torch's fastest 16-bit operator halfbyte takes on a CPU."""
+    ratios = []
+    for same in _cpu_times(op):
+        best = min(r["seconds"] for r in same if r["implementation"].startswith("torch"))
+        ratios += [r["seconds"] / best for r in same if not r["implementation"].startswith("torch")]
+    return _span(ratios, 1, "x")
+
+
+def _gqa_slowdown() -> str:
+    """How many times as long torch's grouped attention takes as the same with the group folded into query rows."""
+    timed = [{r["implementation"]: r["seconds"] for r in same} for same in _cpu_times("decode_attention")]
+    return _span((found["torch sdpa"] / found["torch sdpa, folded heads"] for found in timed), 1, "x")
+
+
+def _demo_minutes() -> str:
+    """Time of the evaluations of `halfbyte demo`, as its own records have it."""
+    measured: list[dict[str, Any]] = demo()
+    return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
+
+
+# ---------------------------------------------------------------------------------------------------------- what ships
+
+
+def _parameters() -> str:
+    """Parameters of the shipped model, in millions."""
+    with (DATA / "tiny" / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return f"{sum(prod(t['shape']) for name, t in header.items() if name != '__metadata__') / 1e6:.1f}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the whole model
+
+
+def _step(implementation: str) -> Record:
+    """The last record of a decode step of a whole model."""
+    return [r for r in model() if r.implementation == implementation][-1]
+
+
+def _step_ms(implementation: str) -> str:
+    return f"{1e3 * (_step(implementation).seconds or 0):.2f} ms"
+
+
+def _least_ms(implementation: str) -> str:
+    """The time of only reading what a step reads."""
+    step = _step(implementation)
+    return f"{(step.nbytes or 0) / (step.roof_gb_per_s or 1) / 1e6:.2f} ms"
+
+
+def _step_ratio() -> str:
+    plain, packed = (_step(who).seconds or 0 for who in ("transformers", "halfbyte"))
+    return f"{plain / packed:.2f}x"
+
+
+def _step_where() -> str:
+    """GPU and date."""
+    environment = _step("halfbyte").environment
+    return f"{environment.device.removeprefix('NVIDIA ').split()[0]}, {environment.date[:10]}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
+    "cpu_gqa": _gqa_slowdown,
+    "cpu_linear": lambda: _cpu_slowdown("linear"),
+    "demo_minutes": _demo_minutes,
+    "host_us": _host_time,
+    "kv_formats": lambda: str(len(KV_FORMATS)),
+    "largest_m": _largest_m,
+    "largest_m_8192": lambda: _largest_m(8192**2),
+    "parameters": _parameters,
+    "plans": lambda: str(len(_plans())),
+    "plans_gain": _tuned_gain,
+    "plans_tuned": lambda: str(sum(bool(entry["choice"]) for entry in _plans())),
+    "roofline_int4": lambda: _roofline("int4"),
+    "roofline_int8": lambda: _roofline("int8"),
+    "rows_64": lambda: _many_rows(64),
+    "rows_128": lambda: _many_rows(128),
+    "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
+    "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
+    "step_bytes": lambda: f"{(_step('transformers').nbytes or 0) / 1e9:.1f} GB",
+    "step_least": lambda: _least_ms("transformers"),
+    "step_least_packed": lambda: _least_ms("halfbyte"),
+    "step_packed": lambda: _step_ms("halfbyte"),
+    "step_plain": lambda: _step_ms("transformers"),
+    "step_ratio": _step_ratio,
+    "step_where": _step_where,
+    "weight_formats": lambda: str(len(WEIGHT_FORMATS)),
+}

@@ -1,0 +1,152 @@
+"""The plan of a KV cache: the formats of every layer, as a file that halfbyte, or an engine, reads.
+
+    {"format": "halfbyte cache plan", "version": 1,
+     "model": {"model_type": "llama", "layers": 2, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "hidden_size": 4096},
+     "layers": [{"keys": "int8_channel", "values": "int4", "rotate_keys": false},
+                {"keys": "int4", "values": "int4", "rotate_keys": true}],
+     "bits": 5.375, "measured": {...}}
+
+`layers` has one entry for each layer, in order; formats are those of `halfbyte.KV_FORMATS`. `model` holds the sizes of the model
+that the plan was made for, and a reader must refuse any other. `bits` is the size of the cache per element, scales included.
+`measured` says how the plan was found; no reader needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.formats import KV_FORMATS
+from halfbyte.paths import write_whole
+
+KIND, VERSION = "halfbyte cache plan", 1
+#: Bytes of a plan file; a thousand layers take a tenth of it.
+LONGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Formats of one layer's keys and values, by name, and whether its keys are stored Hadamard-rotated."""
+
+    keys: str
+    values: str
+    rotate_keys: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a plan must have in common with the model it is used for. Sizes of one KV head in `head_dim` and `value_dim`."""
+
+    model_type: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Formats of every layer for a model of these sizes; `bits` per element of the cache, `measured` says how it was found."""
+
+    model: ModelSizes
+    layers: tuple[LayerFormats, ...]
+    bits: float
+    measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key format of each layer."""
+        return tuple(layer.keys for layer in self.layers)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The value format of each layer."""
+        return tuple(layer.values for layer in self.layers)
+
+    @property
+    def rotate_keys(self) -> tuple[bool, ...]:
+        """Whether the keys of each layer are rotated."""
+        return tuple(layer.rotate_keys for layer in self.layers)
+
+    def check_model(self, sizes: ModelSizes) -> None:
+        """Raise `InvalidArgument`, naming every difference, when this plan was made for another model."""
+        ours, theirs = asdict(self.model), asdict(sizes)
+        differ = [f"{name} {ours[name]} (this model: {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+        check(not differ, f"plan was made for another model: {', '.join(differ)}; calibrate this one: halfbyte calibrate MODEL")
+
+    def write(self, path: Path | str) -> Path:
+        """Write the file; a reader sees the old one or the whole new one."""
+        data = {"format": KIND, "version": VERSION, **asdict(self)}
+        return write_whole(Path(path), json.dumps(data, indent=1) + "\n")
+
+
+def read_plan(plan: CachePlan | str | os.PathLike[str]) -> CachePlan:
+    """A plan from its file, checked; a plan itself is returned as it is. Raises `InvalidArgument`, naming what is wrong."""
+    if isinstance(plan, CachePlan):
+        return plan
+    check(isinstance(plan, str | os.PathLike), f"plan is a {type(plan).__name__}; pass a file, or a CachePlan")
+    what = f"plan={os.fspath(plan)!r}"
+    try:
+        with open(plan, encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+        check(len(text) <= LONGEST, f"{what}: the file is longer than {LONGEST:,} characters; it is no plan")
+        data = json.loads(text)
+    except OSError as error:
+        raise InvalidArgument(f"{what}: cannot be read ({error.strerror}); halfbyte calibrate writes one") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{what}: it is no JSON ({str(error)[:200]}); halfbyte calibrate writes one") from error
+    return _parsed(data, what)
+
+
+def _parsed(data: Any, what: str) -> CachePlan:
+    """A plan from what the file holds."""
+    check(isinstance(data, dict) and data.get("format") == KIND, f'{what}: it is no plan; expected "format": "{KIND}"')
+    check(data.get("version") == VERSION, f"{what}: it has version {data.get('version')!r}; this halfbyte reads {VERSION}")
+    sizes, layers, bits = data.get("model"), data.get("layers"), data.get("bits")
+    kinds = {f.name: str if f.name == "model_type" else int for f in fields(ModelSizes)}
+    fits = isinstance(sizes, dict) and sizes.keys() == kinds.keys() and all(type(sizes[n]) is kind for n, kind in kinds.items())
+    check(fits, f"{what}: model={sizes!r}; expected {', '.join(kinds)}")
+    check(isinstance(layers, list), f"{what}: layers is a {type(layers).__name__}; expected a list with one entry for each layer")
+    count = sizes["layers"]
+    if len(layers) != count:
+        numbers = range(min(len(layers), count), max(len(layers), count))
+        raise InvalidArgument(
+            f"{what}: the model has {count} layers, and layers has {len(layers)} entries: "
+            f"{'unknown' if len(layers) > count else 'missing'} {_numbers(list(numbers))}"
+        )
+    check(
+        type(bits) in (int, float) and 0 < bits <= 64 and isinstance(data.get("measured", {}), dict),
+        f"{what}: bits={bits!r}, measured={type(data.get('measured')).__name__}; expected a number of bits and an object",
+    )
+    return CachePlan(ModelSizes(**sizes), _layers(layers, what), float(bits), data.get("measured", {}))
+
+
+def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
+    """The layers' formats; every entry that is none and every unknown format is named."""
+    names = {f.name for f in fields(LayerFormats)}
+    odd = [i for i, e in enumerate(entries) if not isinstance(e, dict) or e.keys() != names or type(e["rotate_keys"]) is not bool]
+    if odd:
+        raise InvalidArgument(f"{what}: {_numbers(odd)} of layers must have exactly {', '.join(sorted(names))} (true or false)")
+    unknown: dict[str, list[int]] = {}
+    for side in ("keys", "values"):
+        for i, entry in enumerate(entries):
+            fmt = KV_FORMATS.get(entry[side]) if isinstance(entry[side], str) else None
+            if fmt is None or (side == "values" and fmt.token_block):
+                unknown.setdefault(f"{side} {str(entry[side])[:40]!r}", []).append(i)
+    named = "; ".join(f"{name} ({_numbers(where)})" for name, where in unknown.items())
+    check(not unknown, f"{what}: unknown formats: {named}; choose from {', '.join(KV_FORMATS)}, per-channel ones for keys only")
+    return tuple(LayerFormats(**entry) for entry in entries)
+
+
+def _numbers(layers: list[int]) -> str:
+    """ "layer 3", "layers 0, 1 and 5"; of many, the first ten."""
+    shown = [str(i) for i in layers[:10]] + ["more"] * (len(layers) > 10)
+    return f"layer {shown[0]}" if len(shown) == 1 else f"layers {', '.join(shown[:-1])} and {shown[-1]}"

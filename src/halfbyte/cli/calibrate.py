@@ -1,0 +1,115 @@
+"""`halfbyte calibrate`: formats by layer for a size of the cache, chosen by measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.cli.models import Model
+from halfbyte.cli.shared import check_page, check_writable, console, print_table, words
+from halfbyte.errors import InvalidArgument, check
+
+if TYPE_CHECKING:
+    from halfbyte.evals.calibrate import Calibrated
+
+
+def calibrate(
+    model: Model,
+    bits: Annotated[str, typer.Option(help="Size of the cache in bits per element, scales included; several make a plan each.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; several get their size in the name.")],
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text like the model's own; default: the shipped held-out text.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Formats to choose from, separated by commas; default: all that fit.")] = "",
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 16,
+    report: Annotated[Path | None, typer.Option(help="Also write an HTML report with the Pareto front.")] = None,
+) -> None:
+    """Choose formats of the KV cache layer by layer: the least KL divergence that a number of bits allows.
+
+    Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
+    Measurements are kept next to the plan: an interrupted run goes on, and another size is quick.
+    """
+    sizes = _sizes(bits)
+    check_page(report, "report")
+    check_writable(output, "output")
+    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk))
+    paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
+    for one, path in zip(made, paths, strict=True):
+        one.plan.write(path)
+    _show(model, made, paths)
+    if report is not None:
+        _report(model, made, report)
+
+
+def _sizes(bits: str) -> list[float]:
+    try:
+        found = [float(word) for word in words(bits)]
+    except ValueError:
+        found = []
+    good = bool(found) and all(0 < b <= 16 for b in found) and len(set(found)) == len(found)
+    check(good, f"--bits {bits!r}; give a number of bits up to 16, or several different ones separated by commas")
+    return found
+
+
+def _calibrated(
+    model: str, sizes: list[float], output: Path, text: Path | None, formats: list[str], cut: tuple[int, int, int]
+) -> list[Calibrated]:
+    """Load, measure what is not known yet, choose."""
+    from halfbyte.evals import calibrate as steps
+    from halfbyte.evals.assignment import candidates
+    from halfbyte.evals.model import load
+    from halfbyte.evals.text import read_text
+    from halfbyte.evals.text import windows as windows_of
+    from halfbyte.measure.progress import progress
+
+    written = read_text(text)
+    loaded, tokenizer = load(model)
+    choices, (count, length, chunk) = candidates(loaded, formats), cut
+    ids = windows_of(tokenizer.encode(written), length, count, tokenizer.bos)
+    if ids.shape[0] < count:
+        raise InvalidArgument(
+            f"text has {ids.shape[0]} windows of {length} tokens, too short to calibrate on {count}; give a longer one, or fewer "
+            f"--windows"
+        )
+    steps.check_sizes(loaded, choices, sizes)
+    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(loaded, ids, chunk))
+    layers = steps.sizes_of(loaded).layers
+    with progress(console(stderr=True)) as bar:
+        task = bar.add_task("16-bit run", total=steps.runs(choices, store, layers, sizes))
+        divergence = steps.Divergence(loaded, ids, chunk)
+        return steps.calibrate(divergence, choices, store, sizes, lambda what: bar.update(task, advance=1, description=what))
+
+
+def _show(model: str, made: list[Calibrated], paths: list[Path]) -> None:
+    """One row a plan: its size and divergence, and the best uniform choice of no more bytes."""
+    rows = []
+    for one, path in zip(made, paths, strict=True):
+        found = one.plan.measured
+        alike = found["best_uniform"]
+        name = f"{alike['keys']}{' rotated' * alike['rotate_keys']} / {alike['values']}"
+        rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{found['kl']:.2e}", f"{alike['kl']:.2e}"))
+    print_table(f"{model}: formats by layer", ("plan", "best uniform choice", "bits", "KL mean", "its KL"), rows, text_columns=2)
+
+
+def _report(model: str, made: list[Calibrated], path: Path) -> None:
+    """The Pareto front: divergence against bits of the plans and of the uniform choices that ran next to them."""
+    import shlex
+    import sys
+
+    from halfbyte.measure.charts import Point, scatter
+    from halfbyte.report import Report
+
+    alike = {(bits, f"{f.keys}{' rotated' * f.rotate_keys} / {f.values}", kl) for one in made for bits, f, kl in one.uniform}
+    points = [Point(name, bits, max(kl, 1e-9), "all layers alike") for bits, name, kl in sorted(alike)]
+    points += [Point("", one.plan.bits, max(one.plan.measured["kl"], 1e-9), "by layer") for one in made]
+    chart = scatter(points, x_label="bits an element", y_label="mean KL divergence (nats)", log_y=True)
+    report = Report("Formats by layer", f"{model}: {made[0].plan.measured['tokens']:,} tokens")
+    report.figure(chart, "Divergence from the 16-bit run against the size of the cache")
+    for one in made:
+        rows = [(i, f.keys + " rotated" * f.rotate_keys, f.values) for i, f in enumerate(one.plan.layers)]
+        report.table(("layer", "keys", "values"), rows, f"{one.plan.bits:.2f} bits, KL {one.plan.measured['kl']:.2e}", align="rll")
+    report.code("halfbyte " + shlex.join(sys.argv[1:]), "The command that made this page").write(path)

@@ -1,0 +1,209 @@
+"""Formats by layer, chosen by measurement: `halfbyte calibrate`.
+
+1. Sensitivity. For each layer, side (keys, values) and candidate format, the KL divergence of the next-token distribution from the
+   16-bit run when that one side of that one layer changes and all else stays in 16 bits.
+2. Assignment. Divergences of small, independent errors add up, so the plan has the least sum of sensitivities for its size. That is
+   a knapsack with one choice for each side of each layer; sizes are whole numbers, and dynamic programming solves it exactly.
+3. Confirmation. The plan and the best uniform choices of no more bytes run as a whole, and the one that diverges least is taken: on
+   the text of the calibration no plan is worse than they are.
+
+Measurements are kept in a file next to the plan, one a line: a run that is interrupted goes on, and another size costs no more than
+its confirmation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
+from halfbyte.errors import InvalidArgument, check
+from halfbyte.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity
+from halfbyte.paths import write_whole
+
+#: Uniform choices that a plan is compared with.
+UNIFORM = 4
+
+
+class Divergence:
+    """Mean KL divergence, in nats a token, of runs with other caches from the 16-bit run over the same windows, int64 [n, T]."""
+
+    def __init__(self, model: Any, windows: torch.Tensor, chunk: int) -> None:
+        check(chunk >= 1, f"chunk={chunk}; expected at least one token")
+        self.model, self.windows, self.chunk = model, windows.to(model.device), chunk
+        self._base = list(self._log_probs(keys="bf16", values="bf16"))
+        self._known: dict[tuple[LayerFormats, ...], float] = {}
+
+    def of(self, layers: Sequence[LayerFormats]) -> float:
+        """For a cache with these formats by layer; measured once."""
+        if (key := tuple(layers)) not in self._known:
+            options = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerFormats)}
+            pairs = zip(self._base, self._log_probs(**options), strict=True)
+            total = sum(float((p.exp() * (p - q)).sum(dtype=torch.float64)) for p, q in pairs)
+            self._known[key] = max(total / self.windows.numel(), 0.0)
+        return self._known[key]
+
+    @torch.no_grad()
+    def _log_probs(self, **options: Any) -> Iterator[torch.Tensor]:
+        """Log-probabilities [n, chunk, V] of the next token, chunk by chunk, on the model's device."""
+        from halfbyte.hf.cache import PackedCache
+
+        cache = PackedCache(self.model, self.windows.shape[1], **options)
+        for piece in self.windows.split(self.chunk, 1):
+            with torch.no_grad():
+                logits = self.model(input_ids=piece, past_key_values=cache, use_cache=True).logits
+            yield torch.log_softmax(logits.float(), -1)
+
+
+def missing(choices: dict[str, list[Candidate]], known: Sequence[Sensitivity], layers: int) -> list[tuple[int, str, Candidate]]:
+    """What is yet to be measured, in order; the 16-bit formats, which come first, need not be."""
+    have = {(s.layer, s.side, s.format, s.rotated) for s in known}
+    every = ((layer, side, c) for layer in range(layers) for side in SIDES for c in choices[side][1:])
+    return [(layer, side, c) for layer, side, c in every if (layer, side, c.format, c.rotated) not in have]
+
+
+def sensitivity(divergence: Divergence, layers: int, layer: int, side: str, candidate: Candidate, plain: str) -> Sensitivity:
+    """Measure one: `plain` is the 16-bit format of all else."""
+    one = LayerFormats(candidate.format, plain, candidate.rotated) if side == "keys" else LayerFormats(plain, candidate.format)
+    blank = LayerFormats(plain, plain)
+    kl = divergence.of([one if i == layer else blank for i in range(layers)])
+    return Sensitivity(layer, side, candidate.format, candidate.rotated, kl)
+
+
+# ------------------------------------------------------------------------------------------------------- the file of measurements
+
+
+def fingerprint(model: Any, windows: torch.Tensor, chunk: int) -> dict[str, Any]:
+    """What measurements depend on: sizes and weights of the model, and the text as it was cut."""
+    weights, text = hashlib.sha256(), hashlib.sha256(windows.cpu().numpy().tobytes())
+    for name, p in model.state_dict().items():
+        some = p.flatten()[:: max(1, p.numel() // 64)].cpu().double()
+        weights.update(f"{name} {list(p.shape)} {some.tolist()}".encode())
+    cut = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk}
+    return {"model": asdict(sizes_of(model)), "weights": weights.hexdigest()[:16], "text": text.hexdigest()[:16], **cut}
+
+
+def sizes_of(model: Any) -> ModelSizes:
+    """The sizes that a plan of this model names."""
+    from halfbyte.hf.cache import model_sizes
+    from halfbyte.hf.model_support import text_config
+
+    return model_sizes(text_config(model))
+
+
+class Measurements:
+    """Sensitivities in a file, each written as soon as it is known. The first line says what they depend on."""
+
+    def __init__(self, path: Path, depends_on: dict[str, Any]) -> None:
+        self.path, self._head = path, json.dumps(depends_on)
+        self.known: list[Sensitivity] = []
+        if path.exists():
+            self._read()
+        lines = [self._head, *(json.dumps(asdict(s)) for s in self.known)]
+        write_whole(path, "".join(f"{line}\n" for line in lines))
+
+    def _read(self) -> None:
+        head, *lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if head != self._head:
+            raise InvalidArgument(
+                f"output: {self.path} holds measurements of another model, text or cut; remove it, or give the plan another name"
+            )
+        for line in lines[:-1]:  # the last one is empty, or was cut off while it was written
+            try:
+                found = Sensitivity(**json.loads(line))
+                check(math.isfinite(found.kl) and found.side in SIDES, "not a measurement")
+            except (ValueError, TypeError) as error:
+                raise InvalidArgument(f"output: {self.path} is damaged ({line[:60]!r}); remove it") from error
+            self.known.append(found)
+
+    def add(self, found: Sensitivity) -> None:
+        """Keep one more."""
+        self.known.append(found)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+
+
+def measurements_path(plan: Path) -> Path:
+    """Where the measurements for a plan are: plan.json has plan.measured.jsonl next to it."""
+    return plan.with_name(f"{plan.stem}.measured.jsonl")
+
+
+# ----------------------------------------------------------------------------------------------------------------- the plans
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A plan, and every uniform choice that was run next to it as (bits an element, key and value formats, divergence)."""
+
+    plan: CachePlan
+    uniform: tuple[tuple[float, LayerFormats, float], ...]
+
+
+def calibrate(
+    divergence: Divergence,
+    choices: dict[str, list[Candidate]],
+    store: Measurements,
+    bits: Sequence[float],
+    on_step: Callable[[str], None] = lambda what: None,
+) -> list[Calibrated]:
+    """One plan for each size, in bits per element of the cache. `on_step` is called before every run, at most `runs(...)` times.
+
+    Raises `InvalidArgument` for a size that no choice of formats is as small as, before anything is measured.
+    """
+    check_sizes(divergence.model, choices, bits)
+    sizes, elements = sizes_of(divergence.model), elements_of(divergence.model)
+    plain = choices["keys"][0].format
+    for layer, side, candidate in missing(choices, store.known, sizes.layers):
+        on_step(f"layer {layer}, {side} {candidate.format}{' rotated' * candidate.rotated}")
+        store.add(sensitivity(divergence, sizes.layers, layer, side, candidate, plain))
+    options = Options(choices, store.known, sizes.layers)
+    return [_plan(divergence, options, sizes, math.floor(size * elements / 8), elements, on_step) for size in bits]
+
+
+def elements_of(model: Any) -> int:
+    """Elements of `TOKENS` tokens in all layers."""
+    sizes = sizes_of(model)
+    return sizes.layers * sizes.kv_heads * TOKENS * (sizes.head_dim + sizes.value_dim)
+
+
+def check_sizes(model: Any, choices: dict[str, list[Candidate]], bits: Sequence[float]) -> None:
+    """Raise for a size, in bits per element, that no choice of formats is as small as."""
+    least = 8 * Options(choices, (), sizes_of(model).layers).smallest() / elements_of(model)
+    for size in bits:
+        check(least <= size <= 16, f"bits={size:g}; these formats take {least:g} to 16 bits an element of this model's cache")
+
+
+def runs(choices: dict[str, list[Candidate]], store: Measurements, layers: int, bits: Sequence[float]) -> int:
+    """How often `calibrate` runs the model, at most."""
+    return len(missing(choices, store.known, layers)) + len(bits) * (1 + UNIFORM)
+
+
+def _plan(
+    divergence: Divergence, options: Options, sizes: ModelSizes, budget: int, elements: int, on_step: Callable[[str], None]
+) -> Calibrated:
+    """The best of the assignment and the uniform choices within `budget` bytes, each run as a whole."""
+    best = options.best(budget)
+    assert best is not None  # the budget was checked
+    measured = []
+    for choice in dict.fromkeys((best, *options.uniform(budget)[:UNIFORM])):
+        on_step(f"{8 * choice.nbytes / elements:.2f} bits, {'all layers alike' if choice.is_uniform else 'by layer'}")
+        measured.append((choice, divergence.of(choice.layers)))
+    taken, kl = min(measured, key=lambda pair: (pair[1], pair[0].nbytes))
+    uniform = [(8 * choice.nbytes / elements, choice.layers[0], loss) for choice, loss in measured if choice.is_uniform]
+    facts: dict[str, Any] = {
+        "kl": kl,
+        "predicted_kl": taken.predicted_kl,
+        "tokens": divergence.windows.numel(),
+        "chunk": divergence.chunk,
+    }
+    if uniform:
+        alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
+        facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
+    return Calibrated(CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, facts), tuple(uniform))

@@ -1,0 +1,117 @@
+"""The shipped model with the outliers of large models: other numbers in its cache and its weights, the same answers in 16 bits.
+
+Attention multiplies a query channel by the key channel of the same number, o_proj undoes what v_proj does to a value channel, and
+a linear layer undoes what the norm in front of it does to its input. So one side can grow by 2^e while the other shrinks:
+
+    k_proj rows * 2^e, q_proj rows / 2^e      both channels of a rotary pair alike, as RoPE mixes them
+    v_proj rows * 2^e, o_proj columns / 2^e
+    columns of linear layers * 2^e, norm weight / 2^e
+
+Powers of two only change exponents: with a 16-bit cache every logit is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfbyte.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Channels out of line, as exponents e of 2: how far they grow.
+
+    keys      one entry for each rotary pair of a KV head, from the slowest pair on, in every layer
+    end_keys  the same in the first and in the last layer
+    values    one entry for each value channel, from the first on
+    columns   one entry for each input channel of q, k, v, gate and up projections, from the first on
+    """
+
+    name: str
+    source: str
+    keys: tuple[int, ...] = ()
+    end_keys: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+#: Large keys sit in the slowest rotary pairs, at the same places in all heads and layers, 5 times the mean and more; values have
+#: none (arXiv 2502.01563). No source says by how much weights or values are out of line; the factors of `columns` and `values` are
+#: assumed, for 1 % of the channels as in AWQ (arXiv 2306.00978).
+PROFILES: tuple[Outliers, ...] = (
+    Outliers(
+        "Llama-3",
+        "arXiv 2502.01563: queries and keys above 5 times the mean in the slowest pairs of every layer",
+        keys=(3,),
+        values=(1,),
+        columns=(2, 2),
+    ),
+    Outliers(
+        "Qwen3",
+        "SAW-INT4 on Qwen3-4B-Thinking: token-wise INT4 keys bring GPQA from 66.7 to 0, rotated ones to 65.8. No source has the "
+        "magnitudes; these do the same to the shipped model",
+        keys=(5, 2),
+        columns=(2, 2),
+    ),
+    Outliers(
+        "Qwen2.5",
+        "Qwen2.5-7B: in the first layer a fifth of the key channels are out of line, by up to 272 / 1.7 in RMS, 5 % elsewhere "
+        "(TheTom/turboquant_plus#45); key biases have norms of 605 and 921 in the first and the last layer, 22 elsewhere "
+        "(ggml-org/llama.cpp#21385)",
+        keys=(2, 2),
+        end_keys=(7, 5, 4, 3, 2, 2),
+        columns=(2, 2),
+    ),
+)
+
+
+@torch.no_grad()
+def with_outliers(model: Any, outliers: Outliers) -> Any:
+    """A copy of a Llama-like model that computes the same in 16 bits and has these outliers. Raises `Unsupported` for others."""
+    made = copy.deepcopy(model)
+    config, layers = made.config, getattr(getattr(made, "model", None), "layers", ())
+    if not layers or not all(map(_is_like_llama, layers)):
+        raise Unsupported(f"{type(model).__name__}: outliers are put into models with Llama's layers only")
+    dim, kv_heads = config.head_dim, config.num_key_value_heads
+    queries = config.num_attention_heads // kv_heads
+    for number, layer in enumerate(layers):
+        ends = outliers.end_keys if number in (0, len(layers) - 1) else ()
+        pairs = _factors(ends or outliers.keys, dim // 2, like=layer.self_attn.k_proj.weight).flip(0)
+        keys, values = torch.cat([pairs, pairs]), _factors(outliers.values, dim, like=layer.self_attn.v_proj.weight)
+        attention, mlp = layer.self_attn, layer.mlp
+        _scale_rows(attention.k_proj, keys.repeat(kv_heads))
+        _scale_rows(attention.q_proj, (1 / keys).repeat(kv_heads * queries))
+        _scale_rows(attention.v_proj, values.repeat(kv_heads))
+        attention.o_proj.weight.mul_((1 / values).repeat(kv_heads * queries))
+        for norm, linears in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            columns = _factors(outliers.columns, norm.weight.numel(), like=norm.weight)
+            norm.weight.div_(columns)
+            for linear in linears:
+                linear.weight.mul_(columns)
+    return made
+
+
+def _is_like_llama(layer: Any) -> bool:
+    """Whether a layer has the projections of Llama. A norm of queries and keys would undo what is done to theirs."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    return hasattr(attention, "q_proj") and not hasattr(attention, "q_norm") and hasattr(mlp, "gate_proj")
+
+
+def _factors(exponents: tuple[int, ...], size: int, *, like: torch.Tensor) -> torch.Tensor:
+    """2^e for the first channels, 1 for the others: [size], in the dtype of a weight."""
+    factors = torch.ones(size, dtype=like.dtype, device=like.device)
+    factors[: len(exponents)] = torch.tensor([2.0**e for e in exponents], dtype=like.dtype, device=like.device)
+    return factors
+
+
+def _scale_rows(linear: Any, factors: torch.Tensor) -> None:
+    linear.weight.mul_(factors[:, None])
+    if linear.bias is not None:
+        linear.bias.mul_(factors)

@@ -1,0 +1,126 @@
+"""Mixtures of experts in transformers: found by their structure, and computed by `experts_linear`.
+
+transformers keeps the weights of all experts of a layer in two stacked parameters, gate_up_proj (up_proj where nothing is gated)
+and down_proj, of a module that calls the function which `config._experts_implementation` names. Quantized, both parameters are
+`QuantExperts` modules of the same names, with the biases next to them, and that function is `forward`. The module keeps its
+activation, which is fused into the first projection if it is one of `experts_linear`, and its norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from halfbyte.experts import QuantExperts
+from halfbyte.formats import Format, Shape
+from halfbyte.hf.attention import NAME
+from halfbyte.reference.experts import KINDS, Activation
+
+#: What every module has that calls the registered function, and says how it keeps its weights.
+_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+#: Of x * sigmoid(1.702 x), a GELU; and of gpt-oss, whose up projections get 1 added.
+_ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
+
+
+def projections(module: Any) -> tuple[str, str] | None:
+    """The names of the two projections of a mixture of experts; None for any other module."""
+    if not all(hasattr(module, name) for name in _INTERFACE):
+        return None
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    found = [getattr(module, name, None) for name in names]
+    stacked = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in found)
+    return names if stacked else None
+
+
+def stack_shape(module: Any, name: str) -> Shape:
+    """[experts, out features, in features] of a projection that is not quantized yet."""
+    experts, *matrix = getattr(module, name).shape
+    return (experts, *(reversed(matrix) if module.is_transposed else matrix))
+
+
+def quantize_stack(module: Any, name: str, fmt: Format, clip: str | None) -> QuantExperts:
+    """One projection of a mixture, quantized; gate and up rows alternate."""
+
+    def order(piece: torch.Tensor) -> torch.Tensor:
+        return in_order(module, name, piece.mT if module.is_transposed else piece)
+
+    bias = in_order(module, name, getattr(module, f"{name}_bias").detach()) if module.has_bias else None
+    return QuantExperts.from_stack(getattr(module, name), fmt, bias, clip=clip, order=order)
+
+
+def empty_stack(module: Any, name: str, fmt: Format, act_order: bool) -> QuantExperts:
+    """A projection for a checkpoint to be loaded into."""
+    bias_dtype = getattr(module, f"{name}_bias").dtype if module.has_bias else None
+    return QuantExperts.empty(stack_shape(module, name), fmt, bias_dtype, act_order=act_order)
+
+
+def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [experts, N, ...] of a projection as the model has them, in the order of `experts_linear`: g0, u0, g1, u1, ..."""
+    if name != "gate_up_proj" or not module.is_concatenated:
+        return rows
+    gate, up = rows.chunk(2, dim=1)
+    return torch.stack((gate, up), 2).flatten(1, 2)
+
+
+def use_experts(model: nn.Module) -> None:
+    """Let the mixtures of a model whose projections are quantized compute with them."""
+    for module in model.modules():
+        names = projections(module)
+        first: Any = None if names is None else getattr(module, names[0])
+        if isinstance(first, QuantExperts):
+            first.activation = fusible(module)
+            config: Any = module.config
+            config._experts_implementation = NAME
+
+
+def fusible(module: Any) -> Activation | None:
+    """The `Activation` that equals the module's own at many gates and up projections; None if there is none.
+
+    Its numbers (a limit, say) are attributes of the module.
+    """
+    if not module.has_gate:
+        return None
+    numbers = [float(v) for v in vars(module).values() if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 100]
+    values = torch.tensor([0.0, 0.01, 0.3, 1.0, 2.5, 5.0, *numbers, *(1.5 * n for n in numbers)], dtype=torch.float64)
+    pairs = torch.cartesian_prod(torch.cat([values, -values]), torch.cat([values, -values]))  # of a gate and its up projection
+    with torch.no_grad():
+        expected = module._apply_gate(pairs).double()
+        candidates = itertools.product(KINDS, [1.0, _ALPHA, *numbers], [math.inf, *numbers], _SHIFTS)
+        made = (Activation(*each) for each in candidates)  # type: ignore[arg-type]
+        return next((a for a in made if torch.allclose(a(pairs), expected, rtol=1e-5, atol=1e-5)), None)
+
+
+def forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """What `config._experts_implementation` names: the mixture of hidden_states [T, hidden size] by its experts [T, top_k]."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    first, last = (getattr(module, name) for name in names)
+    if not isinstance(first, QuantExperts):  # left in 16 bits by skip_modules
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    y = first(hidden_states, top_k_index)
+    if first.activation is None:
+        y = _activated(module, y)
+    if not module.has_post_expert_norm:
+        mixed: torch.Tensor = last(y, top_k_index, top_k_weights)
+        return mixed
+    y = module.post_expert_norm(last(y, top_k_index))
+    mixed = (y * top_k_weights.unsqueeze(-1)).sum(1)
+    return mixed.to(hidden_states.dtype)
+
+
+def _activated(module: Any, y: torch.Tensor) -> torch.Tensor:
+    """The module's own activation of [T, top_k, N]."""
+    if not module.has_gate:
+        return module.act_fn(y)  # type: ignore[no-any-return]
+    if module.is_concatenated:
+        y = torch.cat((y[..., ::2], y[..., 1::2]), -1)
+    return module._apply_gate(y)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make `forward` known to transformers."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)

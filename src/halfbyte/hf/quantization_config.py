@@ -1,0 +1,99 @@
+"""`HalfbyteConfig`: the `quantization_config` of config.json, and of `from_pretrained`.
+
+In a folder that halfbyte wrote it has the weight format of every quantized module, by name. Given to `from_pretrained` with a
+16-bit model, it has the options of `halfbyte.hf.quantize`, which are carried out while the files are read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.quantizers import AutoHfQuantizer, register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte.checkpoints.adapters import OWN
+from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.adapters import register_lora
+
+FORMAT_VERSION = 1
+
+
+@register_quantization_config(OWN)
+class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `AutoModelForCausalLM.from_pretrained(id, quantization_config=...)` makes of a 16-bit model while it reads the files.
+
+    weights, keys, values, options  those of `halfbyte.hf.quantize`, with the same result. Each layer is quantized as soon as its
+                                    weight was read, so the model is never whole in 16 bits
+    modules, act_order, version     of a folder that is quantized already: weight formats by module, modules in act-order
+    """
+
+    def __init__(
+        self,
+        weights: str | None = None,
+        keys: str | Sequence[str] | None = None,
+        values: str | Sequence[str] | None = None,
+        modules: dict[str, str] | None = None,
+        version: int = FORMAT_VERSION,
+        quant_method: str = OWN,
+        act_order: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self.quant_method, self.version = OWN, version
+        self.modules: dict[str, str] = {} if modules is None else modules
+        self.act_order = act_order
+        formats = {"weights": weights, "keys": keys, "values": values}
+        self.options = {**{name: fmt for name, fmt in formats.items() if fmt is not None}, **options}
+        self.check()
+
+    def check(self) -> None:
+        """Raise `CheckpointError` for what no halfbyte wrote."""
+        if self.version != FORMAT_VERSION:
+            raise CheckpointError(f"quantization_config has version {self.version!r}; this halfbyte reads version {FORMAT_VERSION}")
+        if not isinstance(self.modules, dict):
+            raise CheckpointError(f"quantization_config has modules of type {type(self.modules).__name__}; expected name -> format")
+        for name, fmt in self.modules.items():
+            if not isinstance(name, str) or not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
+                raise CheckpointError(
+                    f"quantization_config gives {name!r} the format {fmt!r}; known are {', '.join(WEIGHT_FORMATS)}"
+                )
+        if not isinstance(self.act_order, list | tuple) or not all(
+            isinstance(n, str) and n in self.modules for n in self.act_order
+        ):
+            raise CheckpointError("quantization_config has an act_order that is no list of names of its modules")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds."""
+        made = {"quant_method": OWN, "version": self.version, "modules": dict(self.modules)}
+        return {**made, "act_order": list(self.act_order)} if self.act_order else made
+
+
+def check_options(options: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Raise for an option that `function`, which quantizes a model, does not have."""
+    if unknown := sorted(set(options) - (set(inspect.signature(function).parameters) - {"model"})):
+        raise InvalidArgument(
+            f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
+            f"transformers': give them to from_pretrained"
+        )
+
+
+def mark_quantized(model: Any, modules: dict[str, str]) -> None:
+    """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
+    config = HalfbyteConfig(
+        modules=modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None]
+    )
+    model.config.quantization_config = config
+    model.hf_quantizer = AutoHfQuantizer.from_config(config)
+    model.is_quantized, model.quantization_method = True, OWN
+    register_lora()
+    keep_names(model)
+
+
+def keep_names(model: Any) -> None:
+    """Let transformers save tensors under the names that the model has for them, which are those of `quantization_config`.
+
+    It would save under the names of the checkpoint that a family once had, or without the prefix that the loaded files lacked.
+    """
+    model._weight_conversions = []

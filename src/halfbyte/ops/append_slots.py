@@ -1,0 +1,75 @@
+"""`append_slots`: quantize new keys and values and write each token where an engine says, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.arguments import check_tensor
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
+from halfbyte.ops._transforms import refuse_transforms
+from halfbyte.ops.append import check_query, check_rope, signature_of, store
+from halfbyte.ops.launch_cache import replay
+
+
+def append_slots(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: KVBuffer,
+    values: KVBuffer,
+    slot_mapping: torch.Tensor,
+    *,
+    rotate_keys: bool = False,
+    rope: Rope | None = None,
+    q: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | None:
+    """Quantize k [T, H, D] and v [T, H, Dv] (any floating dtype and strides) and write token t to slot_mapping[t], in place.
+
+    slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, and may hold anything. No
+                  slot may occur twice
+    rotate_keys   keys are stored Hadamard-rotated
+    rope          (cos, sin), float32 [T, D/2]: keys are rotated by position first, pairs (x[i], x[i + D/2])
+    q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
+
+    Lengths and page tables are the engine's. A CPU raises `InvalidArgument` for NaN, infinity and slots beyond the pages; nothing
+    has changed then. On a GPU a block with NaN or infinity becomes NaN, and tokens of slots beyond the pages are not written.
+    """
+    for name, buffer in (("keys", keys), ("values", values)):
+        if not isinstance(buffer, KVBuffer):
+            raise InvalidArgument(f"{name} is a {type(buffer).__name__}; expected a KVBuffer (PageLayout.buffers)")
+    check_tensor("slot_mapping", slot_mapping, ("T",), "integer")
+    measure = "tensor" in (keys.format.granularity, values.format.granularity)
+    c = AppendCall(k, v, keys, values, slot_mapping, None, None, rotate_keys, rope, q, measure, by_slot=True)
+    known = signature_of(c) if impl in ("auto", "triton") else None
+    done: tuple[torch.Tensor | None] | None = None if known is None else replay(known)
+    if done is None:
+        _check(c)
+        done = (store(_as_sequences(c), impl, known),)
+    return None if done[0] is None else done[0].squeeze(2)
+
+
+def _check(c: AppendCall) -> None:
+    """Types, shapes and devices. What the numbers are is looked at when they are read."""
+    (k, v, keys, values, slots), rope, q = c[:5], c.rope, c.q
+    if not torch.compiler.is_compiling():
+        refuse_transforms("append_slots", (k, v, q))
+    if keys.format.token_block:
+        raise Unsupported(f"{keys.format} keys keep a tail for each sequence, and slots know no sequences; use KVCache.append")
+    if keys.tail is not None or values.tail is not None:
+        raise Unsupported("sink and recent tokens are in the tail of a sequence, and slots know no sequences; use KVCache.append")
+    device = keys.codes.device
+    check_tensor("k", k, ("T", keys.heads, keys.dim), device=device)
+    check_tensor("v", v, (len(k), values.heads, values.dim), device=device)
+    check_tensor("slot_mapping", slots, (len(k),), "integer", device)
+    if rope is not None:
+        check_rope(rope, k, (len(k),))
+    if q is not None:
+        check_query(q, (len(k), "Hq", keys.dim), rope, device)
+
+
+def _as_sequences(c: AppendCall) -> AppendCall:
+    """Each token as a sequence of its own, [T, H, 1, D]."""
+    rope = None if c.rope is None else (c.rope[0].unsqueeze(1), c.rope[1].unsqueeze(1))
+    q = None if c.q is None else c.q.unsqueeze(2)
+    return c._replace(k=c.k.unsqueeze(2), v=c.v.unsqueeze(2), rope=rope, q=q)

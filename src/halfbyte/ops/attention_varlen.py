@@ -1,0 +1,143 @@
+"""`attention_varlen`: attention of a mixed batch, chunks of prompts and decodes, over pages that already hold their tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from halfbyte.arguments import as_int32, check_tensor, integer
+from halfbyte.errors import check
+from halfbyte.formats import plain_format
+from halfbyte.kv_buffer import Cache, DecodeCall, KVBuffer
+from halfbyte.ops import _fused
+from halfbyte.ops._library import can_bypass_dispatcher
+from halfbyte.ops.decode_attention import Results, attend, check_out, level_of, options_of, put_into
+from halfbyte.ops.merge_states import merged
+from halfbyte.reference import merge as reference
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    cache: Cache,
+    cu_seqlens_q: torch.Tensor,
+    max_query_len: int,
+    *,
+    sm_scale: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    prefill: str = "cache",
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic_batch: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the newest tokens of each sequence, of one here and of hundreds there, over a cache that already holds them.
+
+    q [T, Hq, D], fp16, bf16, fp32 or float64, any strides. Returns out [T, Hq, Dv] in q's dtype; with `return_lse` also lse,
+    float32 [T, Hq]. Options as in `decode_attention`. Nothing waits for the device, and a CUDA graph follows all that lies there.
+
+    cache         a `PagedView` or any other cache; its lengths, int32 [B], count the tokens of this call
+    cu_seqlens_q  int32 [B + 1], from 0 on: tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q belong to sequence b. What lies
+                  behind the last one is padding: out = 0, lse = -inf
+    max_query_len int: no sequence has more queries. T = B * max_query_len says that each sequence has so many, in order, but for
+                  empty ones at the end: on a GPU the kernels of `decode_attention` run then, and cu_seqlens_q is not read
+    prefill       "cache": every key and value is read as it is stored. "exact": those of this call are taken from k and v
+    k, v          [T, H, D] and [T, H, Dv], only for "exact": what was appended, before it was quantized
+    out           [T, Hq, Dv] in q's dtype, to be written and returned; without a copy where it is contiguous
+    deterministic_batch   a token's result on a GPU has the same bits however tokens are cut into calls and batches: this takes the
+                  portable kernel and tiles of one size
+
+    With "cache" a token sees the same codes and the same keys however its prompt is cut into chunks, whatever the pages' size and
+    whoever else is in the batch. `cpu` and `reference` give fp32 queries the same bits, too; other levels keep the accuracy
+    promise. A cache with sink or recent tokens is read as it is after this call: there, cuts change which keys are in 16 bits.
+
+    Raises `InvalidArgument` naming the argument at fault; what cu_seqlens_q holds is looked at on a CPU only.
+    """
+    options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, None)
+    most = integer("max_query_len", max_query_len, 1, 2**31 - 1, "the largest number of queries of a sequence, at least 1")
+    memory = (cache.keys, cache.values, cache.lengths, None, cache.page_table)
+    call = _checked(DecodeCall(q, *memory, options, impl, deterministic_batch, cu_seqlens_q, most))
+    if out is not None:
+        check_out(out, q, (*q.shape[:2], cache.values.dim))
+    if prefill == "exact":
+        found, lse = _exact(call, k, v)
+    else:
+        check(prefill == "cache", f"prefill={prefill!r}; expected 'cache' or 'exact'")
+        check(k is None and v is None, "k and v were given with prefill='cache', which reads what is stored; leave them out")
+        found, lse = _attend(call, out)
+    found = found if out is None else put_into(out, found)
+    return (found, lse) if return_lse else found
+
+
+def _attend(call: DecodeCall, into: torch.Tensor | None = None) -> Results:
+    """(out [T, Hq, Dv], lse [T, Hq]) of a call with q [T, Hq, D]."""
+    q, batch, most = call.q, len(call.lengths), call.max_query_len
+    kernel = q.is_cuda or call.impl in ("gluon", "triton")
+    if not kernel or call.deterministic_batch or len(q) != batch * most:
+        into = None if into is None else into.transpose(0, 1)[None]
+        out, lse = attend(call._replace(q=q.transpose(0, 1)[None]), True, into)
+        return out[0].transpose(0, 1), lse[0].t()
+    call = call._replace(cu_seqlens_q=None)
+    if most == 1:
+        out, lse = attend(call._replace(q=q.unsqueeze(2)), True, None if into is None else into.unsqueeze(2))
+        return out.squeeze(2), lse.squeeze(2)
+    out, lse = attend(call._replace(q=q.unflatten(0, (batch, most)).transpose(1, 2)), True)
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+
+def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> Results:
+    """The past as it is stored and the tokens of this call as they came, merged."""
+    q, bounds, most, o = call.q, call.cu_seqlens_q, call.max_query_len, call.options
+    check(k is not None and v is not None, "prefill='exact' needs k and v, the keys and values of this call's tokens")
+    assert k is not None and v is not None and bounds is not None
+    for name, x, buffer in (("k", k, call.keys), ("v", v, call.values)):
+        check_tensor(name, x, (len(q), buffer.heads, buffer.dim), device=q.device)
+    counts = bounds.diff()
+    past = _attend(call._replace(options=o._replace(sinks=None, ends=call.lengths - counts)))
+    plain = o._replace(sinks=None, rotate_keys=False)
+    own = None
+    if can_bypass_dispatcher(q, k, v) and call.impl == "auto" and not call.deterministic_batch:
+        own = _fused.ragged(q, k, v, bounds, most, plain)
+    if own is None:  # pages of one token each
+        table = bounds[:-1, None] + torch.arange(most, dtype=torch.int32, device=q.device)
+        keys, values = (KVBuffer(plain_format(x.dtype), x.unsqueeze(2)) for x in (k, v))
+        own = _attend(call._replace(keys=keys, values=values, lengths=counts, page_table=table, options=plain))
+    merge = reference.merge_states if level_of(call.impl, q) in ("cpu", "reference") else merged
+    out, lse = merge([part[0].unsqueeze(2) for part in (past, own)], [part[1].unsqueeze(2) for part in (past, own)], o.sinks)
+    return out.squeeze(2), lse.squeeze(2)
+
+
+def _checked(call: DecodeCall) -> DecodeCall:
+    """The call, after its tensors but for the options' have been looked at."""
+    q, keys, lengths, table, bounds = call.q, call.keys, call.lengths, call.page_table, call.cu_seqlens_q
+    check_tensor("q", q, ("T", "Hq", keys.dim), device=keys.codes.device)
+    for name, t, axes in (("lengths", lengths, ("B",)), ("page_table", table, (len(lengths), "pages"))):
+        if t is not None:
+            check_tensor(f"cache.{name}", t, axes, "integer", q.device)
+            check(t.dtype is torch.int32, f"cache.{name} is {t.dtype}; expected int32")
+    check_tensor("cu_seqlens_q", bounds, (len(lengths) + 1,), "integer", q.device)
+    assert bounds is not None
+    if bounds.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_bounds(bounds.tolist(), lengths.tolist(), len(q), call.max_query_len)
+    return call._replace(cu_seqlens_q=as_int32(bounds))
+
+
+def _check_bounds(bounds: list[int], lengths: list[int], tokens: int, most: int) -> None:
+    """What a GPU's memory would hold unseen."""
+    counts = [end - begin for begin, end in pairwise(bounds)]
+    right = bounds[0] == 0 and all(n >= 0 for n in counts) and bounds[-1] <= tokens
+    check(right, f"cu_seqlens_q is {bounds}; expected it to rise from 0 to at most T = {tokens}")
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        check(count <= most, f"cu_seqlens_q gives sequence {b} {count} queries; max_query_len={most} promises no more than that")
+        check(count <= length, f"sequence {b} has {count} queries and a length of {length}; lengths count the tokens of this call")
+        if tokens == len(lengths) * most and count:
+            check(
+                (bounds[b], count) == (b * most, most),
+                f"T = {tokens} is B * max_query_len, so each sequence has {most} queries, and sequence {b} has {count} from token "
+                f"{bounds[b]} on; pass a larger max_query_len",
+            )

@@ -1,0 +1,203 @@
+"""`experts_linear`: the projections of a mixture of experts with quantized weights, which reads only the experts that are hit.
+
+One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
+experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
+gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
+is one launch a projection; prompts sort their tokens by expert first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from halfbyte.arguments import check_tensor
+from halfbyte.cpu import experts as cpu
+from halfbyte.device import gpu
+from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
+from halfbyte.formats import Format, weight_format
+from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops.workspace import counters, floats
+from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
+from halfbyte.reference import experts as reference
+from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
+from halfbyte.tensors import QuantTensor, weight_of
+
+_LEVELS: dict[str, Callable[..., torch.Tensor]] = {"cpu": cpu.experts_linear, "reference": reference.experts_linear}
+
+
+def experts_linear(
+    x: torch.Tensor,
+    weight: QuantTensor,
+    ids: torch.Tensor,
+    gates: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | Activation | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Each token's row times the quantized weights of its experts: [T, top_k, N], or with gates their weighted sum [T, N].
+
+    x           [T, K], one row for all experts of a token, or [T, top_k, K], one for each; fp16, bf16, fp32 or float64
+    weight      [E, N, K], `halfbyte.quantize` of a stack; bias [E, N]
+    ids         [T, top_k] integers: the experts of each token. One that is out of range raises on a CPU; on a GPU, where nothing
+                can raise, it gives zeros and adds nothing to the sum
+    gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
+    activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
+                projection: g0, u0, g1, u1, ... The result has N / 2 columns then
+    impl        "auto", "triton" (a GPU, fp16 and bf16), "cpu" or "reference" (float64)
+
+    Raises `InvalidArgument` naming the argument at fault.
+    """
+    call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation))
+    _check(call)
+    return experts_of_parts(x, [*weight.parts().values()], ids, gates, bias, weight.format.name, call.activation, impl)
+
+
+def experts_of_parts(
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    ids: torch.Tensor,
+    gates: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fmt: str,
+    activation: Activation | None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """`experts_linear` as compiled code calls it, see `linear_of_parts`."""
+    kind, constants = ("", []) if activation is None else (activation.kind, [*activation[1:]])
+    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, _level(impl, x))
+    return y
+
+
+def _activation(activation: str | Activation | None) -> Activation | None:
+    if activation is None:
+        return None
+    found = Activation(activation) if isinstance(activation, str) else activation  # type: ignore[arg-type]
+    good = isinstance(found, Activation) and found.kind in KINDS and not any(v != v for v in found[1:]) and found.limit > 0
+    check(good, f"activation={activation!r}; expected None, one of {', '.join(KINDS)}, or an Activation with a limit above 0")
+    return found
+
+
+def _check(call: ExpertsCall) -> None:
+    x, weight, ids, gates, bias, activation = call
+    stack = isinstance(weight, QuantTensor) and len(weight.shape) == 3
+    given = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
+    check(stack, f"weight is {given}; expected a stack [E, N, K] from halfbyte.quantize")
+    experts, features, width = weight.shape
+    weight_format(weight.format, "the format of weight")
+    check_tensor("ids", ids, ("tokens", "top_k"), "integer", weight.device)
+    tokens, top_k = ids.shape
+    flat = isinstance(x, torch.Tensor) and x.ndim == 2
+    check_tensor("x", x, (tokens, width) if flat else (tokens, top_k, width), device=weight.device)
+    if gates is not None:
+        check_tensor("gates", gates, (tokens, top_k), device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (experts, features), device=x.device)
+    check(activation is None or features % 2 == 0, f"weight has {features} rows; an activation takes pairs of them")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= experts:
+            raise InvalidArgument(f"ids holds {low if low < 0 else high}; the weight has experts 0 to {experts - 1}")
+
+
+def _level(impl: str, x: torch.Tensor) -> str:
+    """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
+    if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
+        warn_once(f"experts_linear has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
+        impl = "cpu"
+    return level("experts_linear", impl, x.device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- the op
+
+
+def _call(*flat: Any) -> ExpertsCall:
+    """The call that the op's arguments are."""
+    x, parts, ids, gates, bias, fmt, kind, constants, _ = flat
+    return ExpertsCall(x, weight_of(weight_format(fmt), parts), ids, gates, bias, Activation(kind, *constants) if kind else None)
+
+
+def _run(*flat: Any) -> torch.Tensor:
+    call, level = _call(*flat), flat[-1]
+    if level in _LEVELS:
+        refuse_capture("experts_linear", call.x.device)
+        return _LEVELS[level](call)
+    return _run_triton(call)
+
+
+def _fake(*flat: Any) -> torch.Tensor:
+    return _call(*flat).new_result()
+
+
+_op = define(
+    "experts_linear(Tensor x, Tensor[] weight, Tensor ids, Tensor? gates, Tensor? bias, str weight_format, str activation, "
+    "float[] constants, str level) -> Tensor",
+    _run,
+    _fake,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- the GPU
+
+
+def _run_triton(call: ExpertsCall) -> torch.Tensor:
+    x, weight, ids, gates, _, _ = call
+    if x.element_size() > 2:
+        raise Unsupported(f"x is {x.dtype}; the triton kernel takes float16 and bfloat16; use impl='auto'")
+    out = call.new_result()
+    if not out.numel():
+        return out
+    tokens, top_k = ids.shape
+    if not top_k or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
+        return cpu.experts_linear(call)
+    step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
+    dense = _dense(call)
+    with torch.cuda.device_of(x):
+        for first in range(0, tokens, step):
+            part = slice(first, first + step)
+            some = None if gates is None else gates[part].contiguous()
+            _launch(dense._replace(x=x[part], ids=ids[part].contiguous(), gates=some), out[part])
+    return out
+
+
+def _dense(call: ExpertsCall) -> ExpertsCall:
+    """The call with the vectors that the kernel reads without strides made contiguous."""
+    w = call.weight
+    parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items()}
+    bias = None if call.bias is None else call.bias.contiguous()
+    return call._replace(weight=QuantTensor(w.format, w.shape, **parts), bias=bias)
+
+
+def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
+    from halfbyte.kernels.linear.experts import launch, workspace
+
+    x, stack, ids = call.x, call.weight, call.ids
+    (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
+    index = -1 if x.device.type == "cpu" else x.device.index
+    tiles = _tiles(stack.format, experts, features, width, tokens, top_k, index)
+    if stack.perm is not None:  # x in the order of the columns of each pair's expert
+        order = stack.perm.long().clamp(0, width - 1)[ids.long().clamp(0, experts - 1)]
+        x = (x.unsqueeze(1).expand(-1, top_k, -1) if x.ndim == 2 else x).gather(2, order)
+        stack = QuantTensor(stack.format, stack.shape, **{n: t for n, t in stack.parts().items() if n != "perm"})
+    table = (None, None) if tiles.inline else _sorted(ids, experts)
+    size, count = workspace(tiles, features, tokens * top_k, call.gates is not None)
+    partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
+    launch(call._replace(x=x.reshape(-1, width), weight=stack), out, tiles, table, partials, semaphores)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(fmt: Format, experts: int, features: int, width: int, tokens: int, top_k: int, device: int) -> ExpertsTiles:
+    """The tiles on GPU number `device` (-1: the interpreter)."""
+    return experts_tiles(fmt, experts, features, width, tokens=tokens, top_k=top_k, num_sms=gpu(device)[1])
+
+
+def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs sorted by expert, those of none last, and where each expert's begin, [E + 1]; int32, and never on the host."""
+    flat = ids.flatten()
+    keys, order = flat.masked_fill((flat < 0) | (flat >= experts), experts).sort(stable=True)
+    starts = torch.searchsorted(keys, torch.arange(experts + 1, dtype=keys.dtype, device=keys.device))
+    return order.to(torch.int32), starts.to(torch.int32)

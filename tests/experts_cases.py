@@ -1,0 +1,84 @@
+"""Mixtures of experts for tests: a stack, tokens and ids, the float64 truth and what eager 16-bit torch makes of the same numbers.
+
+The truth is computed pair by pair, by a loop that shares no code with the levels but `dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from accuracy import linear_accuracy
+from halfbyte.reference.experts import Activation, ExpertsCall
+from halfbyte.reference.quantize import quantize
+from halfbyte.tensors import QuantTensor
+
+OAI = Activation("silu", 1.702, 1.5, 1.0)
+ACTIVATIONS = (None, Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), OAI)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(name: str, experts: int, n: int, k: int, *, act_order: bool = False) -> QuantTensor:
+    scales = torch.logspace(-1, 1, experts).view(-1, 1, 1)  # so that an expert's scale is not its neighbour's
+    made = quantize(normal(experts, n, k, seed=3) * 0.1 * scales, name)
+    perm = torch.stack([torch.randperm(k, generator=torch.Generator().manual_seed(e)) for e in range(experts)]).int()
+    return replace(made, perm=perm) if act_order else made
+
+
+def routed(tokens: int, top_k: int, experts: int, seed: int = 1) -> torch.Tensor:
+    """Different experts for each token, where there are enough."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return scores.argsort(1)[:, torch.arange(top_k) % experts]
+
+
+def by_hand(a: Activation, y: torch.Tensor) -> torch.Tensor:
+    """The activation of [..., N] in y's dtype, from its definition."""
+    g, u = y.unflatten(-1, (-1, 2)).unbind(-1)
+    g, u = torch.minimum(g, torch.tensor(a.limit, dtype=g.dtype)), u.clamp(-a.limit, a.limit)
+    if a.kind == "silu":
+        f = g / (1 + torch.exp(-a.alpha * g))
+    elif a.kind == "gelu":
+        f = g * (1 + torch.erf(g / 2**0.5)) / 2
+    else:
+        f = g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) / 2
+    return f * (u + a.shift)
+
+
+class Mixture(ExpertsCall):
+    """A call, and what it should give."""
+
+    def expected(self, dtype: torch.dtype) -> torch.Tensor:
+        """In float64; in a 16-bit dtype each step is rounded as eager torch does it."""
+        values = self.weight.dequantize(torch.float64).to(dtype)
+        rows = []
+        for t in range(self.ids.shape[0]):
+            made = [self._pair(t, i, values, dtype) for i in range(self.ids.shape[1])]
+            if self.gates is not None:
+                weighed = [y.to(dtype) * g.to(dtype) for y, g in zip(made, self.gates[t], strict=True)]
+                made = [torch.stack(weighed).sum(0)]
+            rows.append(torch.stack(made))
+        return torch.stack(rows).squeeze(1) if self.gates is not None else torch.stack(rows)
+
+    def _pair(self, t: int, i: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        expert = int(self.ids[t, i])
+        x = (self.x[t] if self.x.ndim == 2 else self.x[t, i]).to(dtype)
+        if not 0 <= expert < len(values):
+            y = torch.zeros(values.shape[1], dtype=dtype)
+        else:
+            bias = None if self.bias is None else self.bias[expert].to(dtype)
+            y = torch.nn.functional.linear(x, values[expert], bias)
+        return y if self.activation is None else by_hand(self.activation, y)
+
+    def check(self, level: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Within the promise: relative L2 error at most twice that of 16-bit torch on the dequantized weights."""
+        out, truth = level(self), self.expected(torch.float64)
+        assert out.shape == truth.shape
+        assert out.dtype is self.x.dtype
+        what = f"{self.weight.format} {list(self.weight.shape)} {list(self.ids.shape)} {self.activation}"
+        linear_accuracy(out, self.expected(self.x.dtype), truth).require(what)
+        return out

@@ -1,0 +1,170 @@
+"""Tiny random models of every decoder family that the installed transformers has.
+
+The sizes below go to every configuration that knows their names; what a family needs besides is in `OWN`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers as tf
+from tiny_models import VOCAB
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.hf.model_support import model_class
+from halfbyte.hf.weights import packed_share, replace, select
+
+#: Every model type for which transformers has a causal language model.
+FAMILIES: tuple[str, ...] = tuple(sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+#: Those that also see images or hear, and encoder-decoders.
+OTHERS: tuple[str, ...] = tuple(
+    sorted(
+        {
+            *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+            *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        }
+        - {*FAMILIES}
+    )
+)
+#: More parameters than this are no tiny model: a size of the family is missing below.
+MOST = 20_000_000
+
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+}
+_LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
+_TOWERS = {
+    **dict.fromkeys(("image_size", "crop_size"), 32),
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "projection_dim", "output_channels"), 64),
+    **dict.fromkeys(("depth", "num_heads"), 2),
+    "patch_size": 16,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "sliding_window": 7,
+    "is_decoder": True,
+    **dict.fromkeys(("initializer_range", "init_std"), 0.3),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "n_inner", "mlp_dim"), 128),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("d_model", "word_embed_proj_dim"), 64),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 0,
+    "num_layers": 2,
+    "tie_word_embeddings": False,
+    **_EXPERTS,
+    **_LATENT,
+    **_INDEXER,
+    **_TOWERS,
+}
+_HYBRID, _LINEAR = ["linear_attention", "hybrid"], ["linear_attention", "full_attention"]
+_PICTURES: dict[str, Any] = {
+    "vocabulary_map": {"<image>": 0},
+    "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16, "embed_dim": 16},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
+    "bailing_hybrid": {"layer_types": _LINEAR},
+    "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"n_head": 4, "rotary_dim": 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8}},
+    "chameleon": _PICTURES,
+    "dots3_note": {"text_config": {"per_layer_config": {}}},
+    "emu3": _PICTURES,
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 16},
+    "hrm_text": {"initializer_range": 0.1},  # its many rounds magnify differences
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "mimo_v2_flash": {"head_dim": 96, "v_head_dim": 64, "num_key_value_heads": 1},
+    "moshi": {"audio_vocab_size": 32},
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 64)},
+    "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},
+    "xlstm": {"num_heads": 2, "num_blocks": 2},
+    "zamba": {"layers_block_type": _HYBRID, "attention_hidden_size": 128, "attention_head_dim": 64},
+    "zamba2": {"layers_block_type": _HYBRID, "attention_hidden_size": 128, "attention_head_dim": 64},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def sizes(cls: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a configuration class: those of `SIZES` that it has, its parts likewise, and `own`."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    given = {cls.attribute_map.get(name, name): size for name, size in SIZES.items()}
+    made = {name: size for name, size in given.items() if name in names}
+    for part, kind in _parts(cls).items():
+        made[part] = {**sizes(kind, own.get(part, {})), "model_type": kind.model_type}
+    return {**made, **{name: size for name, size in own.items() if name not in _parts(cls)}}
+
+
+@functools.cache
+def _parts(cls: Any) -> dict[str, Any]:
+    """The configurations inside of one: name -> class; what `AutoConfig` stands for is asked of the default."""
+    found = dict(cls.sub_configs or {})
+    if any(kind is tf.AutoConfig for kind in found.values()):
+        whole = cls()
+        found = {name: type(getattr(whole, name)) if kind is tf.AutoConfig else kind for name, kind in found.items()}
+    return {name: kind for name, kind in found.items() if dataclasses.is_dataclass(kind) and kind.model_type}
+
+
+def tiny_config(family: str) -> Any:
+    """A small configuration of `family`."""
+    cls = CONFIG_MAPPING[family]
+    return cls(**sizes(cls, OWN.get(family, {})))
+
+
+@functools.lru_cache(maxsize=1)
+def _model(family: str) -> Any:
+    config = tiny_config(family)
+    kind = model_class(config)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind._from_config(config).parameters())
+    assert count < MOST, f"{family} has {count:,} parameters; give its sizes in OWN"
+    torch.manual_seed(0)
+    model = kind._from_config(config, dtype=torch.float32).eval()
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(next(iter(config.languages)))
+    return model
+
+
+def tiny_model(family: str) -> Any:
+    """A tiny random model of `family` in float32, a copy of its own."""
+    return copy.deepcopy(_model(family))
+
+
+def default_share(family: str) -> float | None:
+    """The share of the weights that `quantize` packs in a model of the family's default sizes; None without such a model."""
+    try:
+        with torch.device("meta"):
+            model = tf.AutoModelForCausalLM.from_config(CONFIG_MAPPING[family]())
+            for name, target in select(model, ("lm_head",)).items():
+                replace(model, name, target.empty(WEIGHT_FORMATS["int8_col"]))
+        return round(packed_share(model), 3)
+    except Exception:
+        return None

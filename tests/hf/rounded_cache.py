@@ -1,0 +1,43 @@
+"""transformers' own growing cache, its contents quantized and expanded again: what a packed cache is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+import halfbyte
+from halfbyte.reference.hadamard import rotate, rotated
+
+
+class RoundedLayer(DynamicLayer):
+    """Chunks of more than 16 tokens see themselves exactly, as ours do."""
+
+    fmt = "bf16"
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        seen = []
+        for name, new in (("keys", key_states), ("values", value_states)):
+            rounded, old = _rounded(new, name, getattr(self, "fmt", "bf16")), getattr(self, name)
+            setattr(self, name, torch.cat([old, rounded], -2))
+            seen.append(torch.cat([old, new if new.shape[-2] > 16 else rounded], -2))
+        return tuple(seen)
+
+
+def _rounded(new: torch.Tensor, name: str, fmt_name: str) -> torch.Tensor:
+    """Quantized and expanded, keys as they are rotated by default."""
+    fmt = halfbyte.key_format(fmt_name)
+    if name == "values" or not rotated(None, fmt, new.shape[-1]):
+        return halfbyte.dequantize(halfbyte.quantize(new, fmt), new.dtype)
+    return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
+
+
+def rounded_cache(model: Any, fmt: str = "bf16") -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [RoundedLayer() for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+    for layer in cache.layers:
+        layer.fmt = fmt
+    return cache

@@ -1,0 +1,91 @@
+"""`hf.quantize(model)` without a format: what it takes, what it leaves, and that nothing of its size does better."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import halfbyte.hf as hf
+from halfbyte.errors import InvalidArgument
+from halfbyte.evals.model import load
+from halfbyte.evals.outliers import PROFILES, with_outliers
+from halfbyte.evals.quality import Setting, evaluate
+from halfbyte.evals.text import heldout_text, windows
+from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
+from halfbyte.nn import FusedProjections, QuantLinear
+
+
+def weights(model):
+    return {m.weight.format.name for m in model.modules() if isinstance(m, QuantLinear)}
+
+
+def cache(model):
+    """(key format, value format) of the first layer of the cache that generate() makes; None: transformers' own."""
+    made = getattr(model._prepare_cache_for_generation, "settings", None)
+    return made and (made.keys, made.values)
+
+
+def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):
+    model = hf.quantize(build("llama"))
+    assert (weights(model), cache(model)) == ({WEIGHTS}, (KEYS, VALUES))
+    named = hf.quantize(build("llama"), WEIGHTS, KEYS, VALUES)
+    assert torch.equal(greedy(model, prompt())[1], greedy(named, prompt())[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"weights": "nf4"}, ({"nf4"}, None)),
+        ({"keys": "int8"}, (set(), ("int8", "bf16"))),
+        ({"values": "int8"}, (set(), ("bf16", "int8"))),
+        ({"keys": ["int8", "int4"], "values": "int8"}, (set(), (("int8", "int4"), "int8"))),
+        ({"skip_layers": [0]}, ({WEIGHTS}, (KEYS, VALUES))),
+        ({"skip_modules": ["self_attn", "lm_head"]}, ({WEIGHTS}, (KEYS, VALUES))),
+    ],
+)
+def test_one_side_alone_leaves_the_other(build, options, expected):
+    model = hf.quantize(build("llama"), **options)
+    assert (weights(model), cache(model)) == expected
+
+
+def test_weights_that_are_quantized_stay(build, tmp_path):
+    model = hf.quantize(build("llama"), weights="int8_col")
+    hf.quantize(model, fuse_qkv=True)
+    assert cache(model) is None
+    assert any(isinstance(m, FusedProjections) for m in model.modules())
+    hf.quantize(model)
+    assert cache(model) == (KEYS, VALUES)
+    assert not any(p.format.name == WEIGHTS for m in model.modules() if isinstance(m, QuantLinear) for p in [m.weight])
+    loaded = hf.quantize(hf.load(hf.save(hf.quantize(build("llama"), weights="nf4"), tmp_path / "saved")))
+    assert (weights(loaded), cache(loaded)) == ({"nf4"}, (KEYS, VALUES))
+    other = build("llama")
+    other.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(dequantize=False))
+    assert (weights(hf.quantize(other)), cache(other)) == (set(), (KEYS, VALUES))
+
+
+def test_a_model_alone_can_be_fused(build):
+    model = hf.quantize(build("llama"), fuse_qkv=True)
+    assert any(isinstance(m, FusedProjections) for m in model.modules())
+
+
+def test_a_head_that_does_not_fit_changes_nothing(build):
+    model = build("llama")
+    model.config.head_dim = 33
+    with pytest.raises(InvalidArgument, match="33"):
+        hf.quantize(model)
+    assert (weights(model), cache(model)) == (set(), None)
+
+
+@pytest.mark.parametrize("outliers", [None, *PROFILES], ids=lambda p: p.name if p else "plain")
+def test_no_uniform_cache_of_its_size_diverges_less(outliers):
+    """Of those that come close on the plain model: as large as the default, or smaller."""
+    torch.set_num_threads(1)
+    model = load("demo")[0]
+    model = model if outliers is None else with_outliers(model, outliers)
+    others = [Setting("int8", "int4_g32"), Setting("int8", "int4_g32", rotate_keys=True), Setting("int8_channel", "int4")]
+    settings = [Setting(), Setting(KEYS, VALUES), *others, Setting("int4_channel", "fp8"), Setting("fp8", "int4_g32")]
+    _, ours, *theirs = evaluate(model, settings, windows(list(heldout_text().encode()), 256, 3))
+    assert all(other.kv_bytes_per_token <= ours.kv_bytes_per_token for other in theirs)
+    assert all(other.kl_mean > ours.kl_mean for other in theirs)

@@ -1,0 +1,175 @@
+"""Mixtures that other libraries quantized, one expert a tensor: loaded as stacks, code for code, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import tiny_config
+from safetensors.torch import load_file, save_file
+
+import decoders
+import halfbyte.hf as hf
+from checkpoint_files import Drawn, draw
+from halfbyte.checkpoints.experts import stack
+from halfbyte.errors import HalfbyteError, Unsupported
+from halfbyte.experts import QuantExperts
+from halfbyte.hf.weights import ROUTERS, packed_share, targets
+from halfbyte.reference.quantize import quantize
+
+#: What files call an expert's gate, up and down projections, and the mixture.
+NAMES = {"mixtral": ("w1", "w3", "w2", ".block_sparse_moe.")}
+PLAIN = ("gate_proj", "up_proj", "down_proj", ".mlp.")
+CASES = {
+    "gptq v1": "qwen3_moe",
+    "gptq v2 act-order": "mixtral",
+    "awq": "mixtral",
+    "auto-round sym": "qwen2_moe",
+    "ct int4 asym": "olmoe",
+    "ct int8 group 128": "qwen3_moe",
+    "ct mxfp4": "phimoe",
+    "ct nvfp4": "qwen2_moe",
+    "modelopt nvfp4": "deepseek_v3",
+    "quark mxfp4": "glm4_moe",
+}
+
+
+def tiny(family: str) -> Any:
+    """A random mixture whose layers fit every kind."""
+    config = tiny_config(family)
+    wide = ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    config.update({name: 128 for name in wide if getattr(config, name, None)})
+    if not hasattr(config, "qk_rope_head_dim"):
+        config.update({"head_dim": 64})
+    torch.manual_seed(3)
+    return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def drawn_expert(kind: str, features: int, width: int, seed: int) -> list[Drawn]:
+    """The gate and up projections of an expert, in one act-order if they are in any."""
+    gate, up = (draw(kind, features, width, seed + i) for i in range(2))
+    if "act-order" in kind:
+        t = up.tensors
+        t["g_idx"] = gate.tensors["g_idx"].clone()
+        up.values = decoders.gptq(
+            *(t[n].numpy() for n in ("qweight", "qzeros")), t["scales"].float().numpy(), t["g_idx"].numpy(), False
+        )
+    return [gate, up]
+
+
+def write(folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.Tensor]], object] = lambda state: None) -> Any:
+    """A folder as another library would write it; returns the model with the values that it stands for."""
+    model = tiny(family)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    gate, up, down, owner = NAMES.get(family, PLAIN)
+    for seed, (name, target) in enumerate(targets(model).items()):
+        if "lm_head" in name or name.rpartition(".")[2] in ROUTERS:
+            continue
+        if not target.projection:
+            made = draw(kind, *target.shape, seed)
+            state.pop(f"{name}.weight")
+            state |= {f"{name}.{part}": t for part, t in made.tensors.items()}
+            target.owner.weight.data = torch.from_numpy(made.values)
+            continue
+        (experts, features, width), stacked = target.shape, []
+        state.pop(name)
+        for expert in range(experts):
+            one = 1000 * seed + 2 * expert
+            parts = (
+                drawn_expert(kind, features // 2, width, one)
+                if target.projection != "down_proj"
+                else [draw(kind, features, width, one)]
+            )
+            for role, made in zip((gate, up) if len(parts) == 2 else (down,), parts, strict=True):
+                stored = f"{name.rpartition('.')[0]}.{expert}.{role}".replace(".mlp.", owner)
+                state |= {f"{stored}.{part}": t for part, t in made.tensors.items()}
+            stacked.append(torch.cat([torch.from_numpy(part.values) for part in parts]))
+        getattr(target.owner, target.projection).data = torch.stack(stacked)
+    state = {name.replace(".mlp.", owner) if ".gate." in name else name: t for name, t in state.items()}
+    edit(state)
+    model.config.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": made.config}))
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
+@pytest.mark.parametrize("kind", CASES)
+def test_every_kind(kind: str, prompt: Any, tmp_path: Path) -> None:
+    model = write(tmp_path / "theirs", CASES[kind], kind)
+    loaded = hf.load(tmp_path / "theirs")
+    assert any(isinstance(m, QuantExperts) for m in loaded.modules())
+    assert packed_share(loaded) > 0.85
+    again = hf.load(hf.save(loaded, tmp_path / "ours"))
+    first, second = loaded.state_dict(), again.state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(t, second[name]) and t.dtype is second[name].dtype for name, t in first.items())
+    with torch.no_grad():
+        wanted = model(prompt()).logits
+        for each in (loaded, again):
+            assert (each(prompt()).logits - wanted).abs().max() < 1e-3 * wanted.std()
+
+
+def drop(part: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(state: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in state if part in name]:
+            del state[name]
+
+    return edit
+
+
+def add(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda state: state.update({name: tensor})
+
+
+ONE = "model.layers.1.mlp.experts.2.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "message"),
+    [
+        ("gptq v1", drop(ONE), r"layers.1.mlp.experts.gate_up_proj: expert 2 is missing"),
+        ("gptq v1", drop("layers.0.mlp.experts.3.down_proj"), r"layers.0.mlp.experts.down_proj: expert 3 is missing"),
+        ("gptq v1", drop(f"{ONE}.scales"), rf"{ONE}.scales is missing"),
+        ("gptq v1", add("model.layers.0.mlp.experts.7.up_proj.qweight", torch.zeros(4)), "config.json gives the mixture 4 experts"),
+        ("gptq v1", add(f"{ONE}.bias", torch.ones(128)), "unexpected"),
+        ("gptq v2 act-order", add(f"{ONE}.g_idx", torch.arange(128).div(32, rounding_mode="floor").int()), "different act-orders"),
+        ("ct nvfp4", add(f"{ONE}.weight_global_scale", torch.tensor([torch.nan])), rf"{ONE}.weight_global_scale holds"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: str, edit: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, "qwen2_moe", kind, edit)
+    with pytest.raises(HalfbyteError, match=message):
+        hf.load(tmp_path)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2_moe", "gptq v1", add(f"{ONE}.bias", torch.zeros(128)))
+    hf.load(tmp_path)
+
+
+def test_what_cannot_be_put_together() -> None:
+    x = torch.randn(8, 256)
+    with pytest.raises(Unsupported, match="several formats"):
+        stack("experts", [[quantize(x, "nf4")], [quantize(x, "int4_g32")]])
+    with pytest.raises(Unsupported, match="nested"):
+        stack("experts", [[quantize(x, "nf4_dq")]])
+
+
+def test_files_hold_what_was_moved(tmp_path: Path) -> None:
+    """Each expert's codes lie in its rows, gate and up in turn, and its own tensor scale with them."""
+    write(tmp_path, "qwen2_moe", "ct nvfp4")
+    loaded, stored = hf.load(tmp_path), load_file(tmp_path / "model.safetensors")
+    weight = loaded.model.layers[1].mlp.experts.gate_up_proj.weight
+    for expert in range(4):
+        for half, role in enumerate(("gate_proj", "up_proj")):
+            name = f"model.layers.1.mlp.experts.{expert}.{role}"
+            assert torch.equal(weight.codes[expert, half::2], stored[f"{name}.weight_packed"])
+            assert torch.equal(weight.scales[expert, half::2], stored[f"{name}.weight_scale"].view(torch.uint8))
+            assert (weight.tensor_scale[expert, half::2] == 1 / stored[f"{name}.weight_global_scale"]).all()

@@ -1,0 +1,136 @@
+"""The Triton level of `experts_linear` in the interpreter: within the promise of every level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
+from halfbyte.ops.experts_linear import _run_triton, _sorted
+from halfbyte.plans.experts import ExpertsTiles, experts_tiles
+from halfbyte.reference.experts import Activation
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
+
+
+def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits: int = 1, m: int = 16) -> ExpertsTiles:
+    experts, _, width = case.weight.shape
+    pairs = case.ids.numel()
+    slots = (experts if by_expert else pairs) if inline else -(-pairs // m) + experts
+    share = -(-(width // 32) // splits)
+    return ExpertsTiles(inline, by_expert, slots, 32, m, 32, -(-(width // 32) // share), share, not inline, 1, 1)
+
+
+def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
+    """A launch into memory that holds NaN."""
+    experts, features, width = case.weight.shape
+    size, count = workspace(chosen, features, case.ids.numel(), case.gates is not None)
+    out = case.new_result().fill_(torch.nan)
+    semaphores = torch.zeros(count, dtype=torch.int32)
+    table = (None, None) if chosen.inline else _sorted(case.ids, experts)
+    launch(case._replace(x=case.x.reshape(-1, width)), out, chosen, table, torch.full((size,), torch.nan), semaphores)
+    assert not semaphores.any(), "semaphores are zero again"
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_every_format(name: str, dtype: torch.dtype) -> None:
+    weight, ids = stack(name, 3, 34, 256), routed(3, 2, 3)
+    Mixture(normal(3, 256).to(dtype), weight, ids, None, normal(3, 34), OAI).check(_run_triton)
+    Mixture(normal(3, 2, 256).to(dtype), weight, ids, torch.rand(3, 2)).check(_run_triton)
+
+
+WAYS = [{"by_expert": by, "splits": n} for by in (False, True) for n in (1, 3)] + [{"inline": False}]
+#: 18 pairs of one expert are more than one block; expert 2 has none; three ids are no expert.
+IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_to_cut_the_work(way: dict[str, int], gated: bool) -> None:
+    gates = torch.rand(len(IDS), 2) if gated else None
+    case = Mixture(normal(len(IDS), 96).half(), stack("int4_g32", 4, 36, 96), IDS, gates, normal(4, 36), OAI)
+    case.check(lambda *_: run(case, tiles(case, **way)))  # type: ignore[arg-type]
+
+
+@triton.jit
+def _slots(ids, starts, out, S, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr):
+    expert, first, end = _expert_of(ids, starts, tl.program_id(0), S, E, BLOCK_E, C)
+    at = out + tl.program_id(0) * 3
+    tl.store(at, expert)
+    tl.store(at + 1, first)
+    tl.store(at + 2, end)
+
+
+@pytest.mark.parametrize("way", [{}, {"by_expert": True}, {"inline": False}], ids=str)
+def test_an_expert_that_is_hit_is_one_slot(way: dict[str, bool]) -> None:
+    """Its weights are read once, by blocks of pairs where tokens are sorted; all of its pairs belong to it."""
+    case = Mixture(normal(len(IDS), 32).half(), stack("int4_g32", 4, 2, 32), IDS)
+    chosen = tiles(case, **way)
+    spec = ExpertsSpec(32, chosen.block_m, 32, 1, True, False, 2, True, chosen.inline, chosen.by_expert, False, None, True)
+    found = torch.zeros(chosen.slots, 3, dtype=torch.int64)
+    _slots[(chosen.slots,)](IDS, _sorted(IDS, 4)[1], found, IDS.numel(), 4, 4, spec)
+    work = [(expert, end - first) for expert, first, end in found.tolist() if end > first]
+    blocks = [(0, 16), (0, 2)] if not chosen.inline else [(0, 18)]
+    assert sorted(work, key=lambda w: (w[0], -w[1])) == [*blocks, (1, 16), (3, 1)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_every_epilogue(activation: Activation | None) -> None:
+    for gates in (None, torch.rand(len(IDS), 2)):
+        for bias in (None, normal(4, 36)):
+            case = Mixture(normal(len(IDS), 96).half(), stack("int4_g32", 4, 36, 96), IDS, gates, bias, activation)
+            case.check(lambda *_, case=case: run(case, tiles(case, by_expert=True)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(70, 2, 4), (1, 16, 512), (64, 4, 3), (300, 1, 2)])
+def test_the_plan_keeps_the_promise(tokens: int, top_k: int, experts: int) -> None:
+    ids = routed(tokens, top_k, experts)
+    Mixture(normal(tokens, 64).half(), stack("int4_g32", experts, 12, 64), ids, torch.rand(tokens, top_k)).check(_run_triton)
+
+
+def test_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over experts keep partial results: many tokens are computed a part at a time."""
+    case = Mixture(normal(150, 64).half(), stack("mxfp4", 3, 12, 64), routed(150, 2, 3), torch.rand(150, 2))
+    whole = case.check(_run_triton)
+    monkeypatch.setattr("halfbyte.ops.experts_linear.tokens_at_once", lambda *_: 66)
+    assert torch.equal(case.check(_run_triton), whole)
+
+
+def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
+    """NaN in one token's row, gate and expert stays there."""
+    weight, ids = stack("int4_g32", 4, 34, 64), torch.tensor([[0, 1], [1, 2], [0, 2]])
+    x, gates = normal(3, 64).half(), torch.rand(3, 2)
+    clean = _run_triton(Mixture(x, weight, ids, gates))
+    assert weight.scales is not None
+    weight.scales[3], x[1], gates[1] = torch.nan, torch.nan, torch.nan
+    out = _run_triton(Mixture(x, weight, ids, gates))
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_act_order_and_strides() -> None:
+    weight = stack("int4_g32", 4, 12, 128, act_order=True)
+    Mixture(normal(128, 3).half().mT, weight, routed(3, 2, 4), torch.rand(3, 2)).check(_run_triton)
+    Mixture(normal(3, 2, 256).half()[..., ::2], weight, routed(3, 2, 4)).check(_run_triton)
+
+
+def test_no_width_leaves_the_bias() -> None:
+    weight, bias = stack("int4_col", 2, 4, 0), normal(2, 4).half()
+    out = _run_triton(Mixture(normal(1, 0).half(), weight, torch.tensor([[1]]), bias=bias))
+    assert torch.equal(out[0, 0], bias[1])
+
+
+def test_plans_cover_the_work() -> None:
+    for tokens, top_k, experts, width in [(1, 8, 128, 2048), (64, 16, 512, 768), (65, 1, 2, 64), (4096, 8, 128, 2880)]:
+        weight = stack("int4_g32", 1, 4, 64)
+        found = experts_tiles(weight.format, experts, 1536, width, tokens=tokens, top_k=top_k, num_sms=132)
+        assert found.inline == (tokens <= 64)
+        assert found.splits * found.share * found.block_k >= width > (found.splits - 1) * found.share * found.block_k
+        assert found.slots >= min(experts, tokens * top_k)
+        assert found.block_m <= 128

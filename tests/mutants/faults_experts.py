@@ -1,0 +1,85 @@
+"""Faults of mixtures of experts."""
+
+from __future__ import annotations
+
+from edits import Rewrite, drop
+from mutant import Mutant, tests_of
+
+REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
+KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
+
+experts = tests_of("test_experts.py")
+kernel = tests_of("interpreted/test_triton_experts.py")
+
+EXPERTS = [
+    Mutant(
+        "the up projection is not limited from below",
+        REFERENCE,
+        "Activation.__call__",
+        Rewrite("_u.clamp(-_a, _b)", "_u.clamp(max=_b)"),
+        experts("test_every_epilogue"),
+    ),
+    Mutant(
+        "the gate of an id that is no expert counts",
+        REFERENCE,
+        "combined",
+        Rewrite("_g.masked_fill(_m, 0)", "_g"),
+        experts("test_a_number_that_is_no_expert"),
+    ),
+    Mutant(
+        "every expert has the tensor scale of the first",
+        DEQUANTIZE,
+        "expert_scales",
+        Rewrite("_q.tensor_scale[_e]", "_q.tensor_scale[0]"),
+        experts("test_every_format"),
+    ),
+    Mutant(
+        "every expert has the nested scales of the first",
+        DEQUANTIZE,
+        "expert_scales",
+        Rewrite("_e * _s.numel()", "0"),
+        experts("test_every_format"),
+    ),
+    Mutant(
+        "every expert has the order of columns of the first",
+        CPU,
+        "experts_linear",
+        Rewrite("_w.perm[_e]", "_w.perm[0]"),
+        experts("test_act_order"),
+    ),
+    Mutant(
+        "ids are not checked on a CPU",
+        OP,
+        "_check",
+        Rewrite("_l < 0 or _h >= _e", "_l < 0"),
+        experts("test_a_number_that_is_no_expert"),
+    ),
+    Mutant(
+        "pairs beyond the first block of ids are numbered from 0",
+        KERNEL,
+        "_nth_pairs",
+        drop("_s += tl.sum(_m)"),
+        kernel("test_the_plan_keeps_the_promise[64-4-3]"),
+    ),
+    Mutant(
+        "an expert hit twice is two slots",
+        KERNEL,
+        "_expert_of",
+        Rewrite("_a & (_count_before(_i, _e, _s) == 0)", "_a"),
+        kernel("test_an_expert_that_is_hit_is_one_slot"),
+    ),
+    Mutant(
+        "every split of K adds the bias",
+        KERNEL,
+        "_experts",
+        Rewrite("tl.where(_s == 0, _b, 0.0)", "_b"),
+        kernel("test_every_way_to_cut_the_work"),
+    ),
+    Mutant(
+        "an id that is no expert has a gate",
+        KERNEL,
+        "_weigh",
+        Rewrite("(_e >= 0) & (_e < _n)", "_e < _n"),
+        kernel("test_every_way_to_cut_the_work"),
+    ),
+]

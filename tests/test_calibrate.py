@@ -1,0 +1,227 @@
+"""Calibration: the assignment against brute force, measurements that survive an interruption, plans against uniform choices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte import cli, hf
+from halfbyte.cache_plan import LayerFormats, read_plan
+from halfbyte.errors import InvalidArgument
+from halfbyte.evals import model as models
+from halfbyte.evals.assignment import Options, Sensitivity, assign, candidates
+from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint, measurements_path, runs
+from halfbyte.evals.outliers import PROFILES, with_outliers
+from halfbyte.evals.quality import Setting, evaluate
+from halfbyte.evals.text import heldout_text, windows
+from halfbyte.formats import KV_FORMATS
+
+FEW = ("int8", "int4", "int4_channel")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    torch.set_num_threads(1)
+    return models.load("demo")[0]
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return windows(list(heldout_text().encode()), 32, 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- assignment
+
+
+def test_the_assignment_is_the_best_there_is() -> None:
+    """Every choice tried, on problems with few groups: the same loss, within the budget, and None exactly where nothing fits."""
+    draw = random.Random(0)
+    fitted = 0
+    for _ in range(200):
+        groups = [draw.randint(1, 4) for _ in range(draw.randint(1, 5))]
+        step = draw.choice((1, 3, 64))
+        sizes = [[step * draw.randint(1, 9) for _ in range(n)] for n in groups]
+        losses = [[draw.choice((0.0, 0.5, draw.random())) for _ in range(n)] for n in groups]
+        budget = draw.randint(0, step * 30)
+        every = itertools.product(*(range(n) for n in groups))
+        totals = [
+            sum(loss[i] for loss, i in zip(losses, pick, strict=True))
+            for pick in every
+            if sum(size[i] for size, i in zip(sizes, pick, strict=True)) <= budget
+        ]
+        found = assign(sizes, losses, budget)
+        assert (found is None) == (not totals)
+        if found is not None:
+            fitted += 1
+            assert sum(size[i] for size, i in zip(sizes, found, strict=True)) <= budget
+            assert sum(loss[i] for loss, i in zip(losses, found, strict=True)) == pytest.approx(min(totals))
+            assert found == assign(sizes, losses, budget)
+    assert 50 < fitted < 195
+
+
+def test_the_assignment_of_a_large_model_takes_seconds() -> None:
+    """80 layers, 15 candidates a side, sizes that share no large factor."""
+    draw = random.Random(1)
+    sizes = [[1024 * draw.randint(60, 260) for _ in range(15)] for _ in range(160)]
+    losses = [[draw.random() / size[i] for i in range(15)] for size in sizes]
+    found = assign(sizes, losses, 1024 * 160 * 120)
+    assert found is not None
+    assert 1024 * 160 * 119 < sum(size[i] for size, i in zip(sizes, found, strict=True)) <= 1024 * 160 * 120
+
+
+def test_candidates_are_the_formats_that_fit_and_differ(shipped: Any) -> None:
+    found = candidates(shipped)
+    names = {side: {c.format for c in group} for side, group in found.items()}
+    assert found["keys"][0].format == found["values"][0].format == "bf16"
+    assert names["values"] <= names["keys"] <= set(KV_FORMATS)
+    assert not any(KV_FORMATS[name].granularity == "tensor" for name in names["keys"])
+    assert not any(KV_FORMATS[name].token_block for name in names["values"])
+    assert {"int8", "int4", "int4_g32"} <= names["values"]
+    assert "int4_g64" not in names["values"]  # heads of 64: the same as int4
+    assert not any(c.rotated for c in found["values"])
+    assert not any(c.rotated and KV_FORMATS[c.format].token_block for c in found["keys"])
+    assert {c.rotated for c in found["keys"] if c.format == "int4"} == {False, True}
+    sizes = hf.PackedCache(shipped, 64, keys="int4_channel", values="int4").bytes_per_token * 64
+    assert (
+        6 * sum(next(c.nbytes for c in found[s] if c.format == n) for s, n in (("keys", "int4_channel"), ("values", "int4")))
+        == sizes
+    )
+    with pytest.raises(InvalidArgument, match="there is no 'int3', 'x'"):
+        candidates(shipped, ("int3", "int8", "x"))
+    with pytest.raises(InvalidArgument, match="none of int8_tensor can be chosen"):
+        candidates(shipped, ("int8_tensor",))
+
+
+# --------------------------------------------------------------------------------------------------------------- measuring
+
+
+def test_divergence_is_that_of_an_evaluation(shipped: Any, ids: torch.Tensor) -> None:
+    (_, expected) = evaluate(shipped, [Setting(), Setting("int4", "int4_g32", rotate_keys=True)], ids)
+    found = Divergence(shipped, ids, 16).of([LayerFormats("int4", "int4_g32", True)] * 6)
+    assert found == pytest.approx(expected.kl_mean, rel=0.1)  # an evaluation leaves the last token of a window out
+    assert Divergence(shipped, ids, 16).of([LayerFormats("bf16", "bf16")] * 6) == 0
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_interrupted_calibration_goes_on(shipped: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Stopped at any point, even within a line, and run again: the same plan, and nothing is measured twice."""
+    choices, facts, path = candidates(shipped, FEW), fingerprint(shipped, ids, 16), tmp_path / "m.jsonl"
+    divergence = Divergence(shipped, ids, 16)
+
+    def run(file: Path, most: int) -> tuple[Any, list[str]]:
+        seen: list[str] = []
+
+        def step(what: str) -> None:
+            seen.append(what)
+            if len(seen) > most:
+                raise Stop
+
+        return calibrate(divergence, choices, Measurements(file, facts), [6.0], step), seen
+
+    whole, every = run(tmp_path / "whole.jsonl", 1000)
+    assert len(every) <= runs(choices, Measurements(path, facts), 6, [6.0])
+    with pytest.raises(Stop):
+        run(path, 20)
+    path.write_text(path.read_text()[:-7])  # as a power cut leaves it
+    again, rest = run(path, 1000)
+    assert again == whole
+    assert len(rest) == len(every) - 19
+    assert path.read_text().splitlines() == (tmp_path / "whole.jsonl").read_text().splitlines()
+
+
+def test_measurements_of_something_else_are_refused(shipped: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    Measurements(path, fingerprint(shipped, ids, 16)).add(Sensitivity(0, "keys", "int8", False, 0.1))
+    others = [
+        fingerprint(shipped, ids, 8),
+        fingerprint(shipped, ids[:1], 16),
+        fingerprint(with_outliers(shipped, PROFILES[0]), ids, 16),
+    ]
+    before = path.read_text()
+    for other in others:
+        with pytest.raises(InvalidArgument, match="another model, text or cut"):
+            Measurements(path, other)
+    path.write_text(before + '{"layer": 1}\n')
+    with pytest.raises(InvalidArgument, match="is damaged"):
+        Measurements(path, fingerprint(shipped, ids, 16))
+
+
+@pytest.mark.parametrize("outliers", [None, *PROFILES], ids=lambda p: p.name if p else "plain")
+def test_a_plan_is_no_worse_than_any_uniform_choice(shipped: Any, ids: torch.Tensor, tmp_path: Path, outliers: Any) -> None:
+    """On its own text, by measurement: every uniform choice of at most its bytes diverges as much or more."""
+    model = shipped if outliers is None else with_outliers(shipped, outliers)
+    choices, divergence = candidates(model, FEW), Divergence(model, ids, 16)
+    store = Measurements(tmp_path / "m.jsonl", fingerprint(model, ids, 16))
+    (made,) = calibrate(divergence, choices, store, [6.0])
+    assert made.plan.bits <= 6.0
+    assert made.plan.measured["kl"] == divergence.of(made.plan.layers) > 0
+    budget = int(6.0 * 6 * 2 * 64 * 128 / 8)
+    for choice in Options(choices, store.known, 6).uniform(budget):
+        assert choice.nbytes <= budget
+        assert divergence.of(choice.layers) >= made.plan.measured["kl"]
+
+
+# -------------------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    return int(left.value.code or 0)
+
+
+def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, page = tmp_path / "plan.json", tmp_path / "page.html"
+    options = ["--formats", "int8,int4", "--windows", "1", "--length", "32"]
+    assert run("calibrate", "demo", "--bits", "5,7", "-o", str(output), *options, "--report", str(page)) == 0
+    assert "best uniform choice" in capsys.readouterr().out
+    assert {p.name for p in tmp_path.iterdir()} == {"plan-5.json", "plan-7.json", "plan.measured.jsonl", "page.html"}
+    small, large = (read_plan(tmp_path / f"plan-{bits}.json") for bits in (5, 7))
+    assert 4.5 <= small.bits <= 5 < large.bits <= 7
+    assert small.measured["kl"] >= large.measured["kl"] > 0
+    assert page.read_text().count("<svg") == 1
+    assert len(measurements_path(output).read_text().splitlines()) == 1 + 6 * (4 + 2)
+    model = hf.quantize(models.load("demo")[0], plan=tmp_path / "plan-5.json")
+    cache = model._prepare_cache_for_generation.settings.make(model, 64)
+    assert cache.bytes_per_token == small.bits * 6 * 2 * 128 / 8
+    assert run("eval", "demo", "--plan", str(tmp_path / "plan-5.json"), "--windows", "1", "--length", "48", "--json") == 0
+    (_, said) = json.loads(capsys.readouterr().out)["results"]
+    assert said["kv"] == f"plan, {small.bits:.2f} bits"
+    assert said["kv_bytes_per_token"] == cache.bytes_per_token
+
+
+def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short, output = tmp_path / "short.txt", tmp_path / "plan.json"
+    short.write_text("x" * 100)
+    plan = tmp_path / "other.json"
+    plan.write_text("{}")
+    made = ["calibrate", "demo", "-o", str(output)]
+    errors = {
+        (*made, "--bits", "6", "--text", str(short)): "fewer than one window",
+        (*made, "--bits", "6", "--text", str(short), "--length", "64"): "too short to calibrate on 4",
+        (*made, "--bits", "6", "--text", str(tmp_path / "none.txt")): "text=",
+        (*made, "--bits", "1"): "bits=1; these formats take ",
+        (*made, "--bits", "7", "--formats", "int8"): "bits=7; these formats take 8.25 to 16 bits",
+        (*made, "--bits", "17"): "--bits '17'",
+        (*made, "--bits", "6,6"): "--bits '6,6'",
+        (*made, "--bits", "few"): "--bits 'few'",
+        (*made, "--bits", "6", "--formats", "int3"): "there is no 'int3'",
+        ("calibrate", "demo", "--bits", "6", "-o", str(tmp_path)): "--output",
+        ("calibrate", str(tmp_path), "--bits", "6", "-o", str(output)): "no config.json",
+        ("eval", "demo", "--plan", str(plan)): "it is no plan",
+    }
+    for arguments, says in errors.items():
+        assert run(*arguments) == 1
+        captured = capsys.readouterr()
+        assert says in captured.err
+        assert captured.err.count("\n") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"short.txt", "other.json"}

@@ -1,0 +1,154 @@
+"""`experts_linear` on the levels of every device, against a loop over pairs in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import halfbyte as hb
+from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from halfbyte.cpu.experts import experts_linear as cpu
+from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops.experts_linear import experts_of_parts
+from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import experts_linear as reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+LEVELS = {"cpu": cpu, "reference": reference}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_every_format(name: str, level: str) -> None:
+    weight, ids = stack(name, 5, 34, 256), routed(4, 3, 5)
+    Mixture(normal(4, 256).bfloat16(), weight, ids, None, normal(5, 34), OAI).check(LEVELS[level])
+    Mixture(normal(4, 3, 256).half(), weight, ids, torch.rand(4, 3)).check(LEVELS[level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_every_epilogue(activation: Activation | None, level: str) -> None:
+    weight, ids = stack("int4_g32", 6, 10, 64), routed(7, 2, 6)
+    for gates in (None, torch.rand(7, 2)):
+        for bias in (None, normal(6, 10)):
+            Mixture(normal(7, 64).half(), weight, ids, gates, bias, activation).check(LEVELS[level])
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "nf4_dq", "nvfp4"])
+def test_act_order(name: str) -> None:
+    weight = stack(name, 4, 12, 128, act_order=True)
+    for level in LEVELS.values():
+        Mixture(normal(3, 128).bfloat16(), weight, routed(3, 2, 4), torch.rand(3, 2)).check(level)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_stack_is_its_matrices(name: str) -> None:
+    """Quantized together or one by one: the same values; double quantization alone knows all matrices at once."""
+    x = normal(3, 16, 256)
+    together = hb.quantize(x, name)
+    assert together.nbytes == together.format.nbytes((3, 16, 256))
+    if together.nested is None:
+        assert torch.equal(together.dequantize(), torch.stack([hb.quantize(m, name).dequantize() for m in x]))
+    searched = hb.quantize(x, name, clip="search").dequantize()
+    assert (searched - x).norm() <= (together.dequantize() - x).norm() * 1.001
+
+
+def test_one_expert_takes_all_tokens_and_the_others_are_empty() -> None:
+    weight = stack("mxfp4", 5, 8, 64)
+    for level in LEVELS.values():
+        Mixture(normal(40, 64).half(), weight, torch.full((40, 1), 3)).check(level)
+        twice = Mixture(normal(2, 64).half(), weight, torch.full((2, 3), 1), torch.rand(2, 3))
+        twice.check(level)
+
+
+def test_a_number_that_is_no_expert() -> None:
+    """An error on a CPU; where nothing raises (the levels themselves, a GPU), zeros, whatever the gate is."""
+    weight, ids = stack("int4_g32", 4, 8, 64), torch.tensor([[0, -1], [4, 2**40]])
+    for bad in (-1, 4):
+        with pytest.raises(InvalidArgument, match=f"ids holds {bad}; the weight has experts 0 to 3"):
+            hb.experts_linear(normal(1, 64), weight, torch.tensor([[0, bad]]))
+    for level in LEVELS.values():
+        for gates in (None, torch.tensor([[0.5, torch.nan], [torch.nan, torch.inf]])):
+            out = level(Mixture(normal(2, 64), weight, ids, gates, normal(4, 8), OAI))
+            assert out.isfinite().all()
+            assert not out[1].any()
+
+
+@pytest.mark.parametrize("level", ["auto", *LEVELS])
+def test_nothing_to_do(level: str) -> None:
+    weight, none = stack("int4_g32", 4, 8, 64), torch.zeros(0, 2, dtype=torch.long)
+    assert hb.experts_linear(normal(0, 64), weight, none, impl=level).shape == (0, 2, 8)
+    assert hb.experts_linear(normal(0, 64), weight, none, torch.rand(0, 2), activation="silu", impl=level).shape == (0, 4)
+    nobody = torch.zeros(3, 0, dtype=torch.long)
+    assert torch.equal(hb.experts_linear(normal(3, 64), weight, nobody, torch.rand(3, 0), impl=level), torch.zeros(3, 8))
+    assert hb.experts_linear(normal(3, 64), weight, nobody, impl=level).shape == (3, 0, 8)
+
+
+@given(
+    st.sampled_from(["int4_g32", "int8_col", "mxfp4", "nf4", "nvfp4"]),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.sampled_from(ACTIVATIONS),
+    st.booleans(),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+)
+def test_awkward_shapes(
+    name: str, tokens: int, top_k: int, experts: int, half: int, activation: Activation | None, gated: bool, dtype: torch.dtype
+) -> None:
+    weight, ids = stack(name, experts, 2 * half, 64), torch.randint(0, experts, (tokens, top_k))
+    gates = torch.rand(tokens, top_k) if gated else None
+    case = Mixture(normal(tokens, 64).to(dtype), weight, ids, gates, normal(experts, 2 * half), activation)
+    truth = case.expected(torch.float64)
+    for level in LEVELS.values():  # the promise is about norms: of a few numbers, luck is
+        assert (level(case).double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm() + 1e-3
+
+
+def test_strides_and_integers_of_any_kind() -> None:
+    weight, ids = stack("int4_g64", 4, 8, 128), routed(6, 2, 4)
+    x = normal(128, 6).mT
+    expected = hb.experts_linear(x.contiguous(), weight, ids)
+    assert torch.equal(hb.experts_linear(x, weight, ids.mT.contiguous().mT.int()), expected)
+    parts = {name: part.transpose(1, 2).contiguous().transpose(1, 2) for name, part in weight.parts().items()}
+    assert torch.equal(hb.experts_linear(x, replace(weight, **parts), ids), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["int4_g32", "nf4_dq", "nvfp4"])
+def test_opcheck(name: str, level: str) -> None:
+    parts, ids = list(stack(name, 4, 8, 64).parts().values()), routed(3, 2, 4)
+    for gates, bias, kind, constants in ((None, None, "", []), (torch.rand(3, 2), normal(4, 8), "silu", [1.0, float("inf"), 0.0])):
+        arguments = (normal(3, 64), parts, ids, gates, bias, name, kind, constants, level)
+        torch.library.opcheck(torch.ops.halfbyte.experts_linear.default, arguments)
+
+
+def test_compiled_is_eager() -> None:
+    torch._dynamo.reset()
+    weight, ids, x = stack("mxfp4", 4, 8, 64), routed(3, 2, 4), normal(3, 64)
+    parts = list(weight.parts().values())
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return experts_of_parts(x, parts, ids, None, None, "mxfp4", OAI) * 2
+
+    expected = hb.experts_linear(x, weight, ids, activation=OAI) * 2
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_gradients_and_missing_gpus_are_refused() -> None:
+    weight, ids = stack("int4_g32", 4, 8, 64), routed(2, 2, 4)
+    with pytest.raises(HalfbyteError, match="no gradient"):
+        hb.experts_linear(normal(2, 64).requires_grad_(), weight, ids).sum().backward()
+    with pytest.raises(Unsupported, match="impl='triton' of experts_linear runs on an NVIDIA GPU"):
+        hb.experts_linear(normal(2, 64), weight, ids, impl="triton")
+
+
+def test_the_same_bits_each_time() -> None:
+    case = Mixture(normal(9, 64).half(), stack("int4_g32", 4, 8, 64), routed(9, 3, 4), torch.rand(9, 3), activation=OAI)
+    first = cpu(case)
+    assert all(torch.equal(cpu(case), first) for _ in range(20))

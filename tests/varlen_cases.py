@@ -1,0 +1,122 @@
+"""Mixed batches over pages: what tests of `attention_varlen` are made of, on every level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from accuracy import attention_errors
+from halfbyte import engine
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, PagedView
+from halfbyte.reference import attention as reference
+from halfbyte.reference.hadamard import rotate
+
+#: (queries, length) of each sequence: a whole prompt, a chunk, a decode, an empty slot, a later chunk, another decode.
+MIXED = [(19, 19), (33, 70), (1, 41), (0, 0), (7, 150), (1, 1)]
+
+
+@dataclass
+class Batch:
+    """Sequences in the pages of an engine, all of whose other bytes are NaN as scales, and the queries of their newest tokens."""
+
+    view: PagedView
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bounds: torch.Tensor
+    most: int
+    memory: torch.Tensor
+    layout: engine.PageLayout
+
+    def to(self, device: str) -> Batch:
+        """A copy on another device, its pages as they lie."""
+        memory, view = self.memory.to(device, copy=True), self.view
+        lengths, table = view.lengths.to(device), None if view.page_table is None else view.page_table.to(device)
+        q, k, v, bounds = (x.to(device) for x in (self.q, self.k, self.v, self.bounds))
+        moved = PagedView(*self.layout.buffers(memory), lengths, table, view.rotate_keys)
+        return Batch(moved, q, k, v, bounds, self.most, memory, self.layout)
+
+    def attend(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = engine.attention_varlen(self.q, self.view, self.bounds, self.most, return_lse=True, **options)
+        assert isinstance(found, tuple)
+        return found
+
+    def call(self, impl: str) -> DecodeCall:
+        """As kernels get it, of what nobody has looked at."""
+        options = AttentionOptions(self.view.keys.dim**-0.5, rotate_keys=self.view.rotate_keys)
+        keys, values, lengths, table = self.view[:4]
+        call = DecodeCall(self.q.transpose(0, 1)[None], keys, values, lengths, None, table, options, impl)
+        return call._replace(cu_seqlens_q=self.bounds, max_query_len=self.most)
+
+    def check(self, impl: str, *, exact: bool = False, device: str = "cpu", **options: Any) -> None:
+        """Within the accuracy promise."""
+        there = self if device == "cpu" else self.to(device)
+        given = {"prefill": "exact", "k": there.k, "v": there.v} if exact else {}
+        given |= {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out, lse = (x.cpu() for x in there.attend(impl=impl, **given))
+        truth, base = (self.truth(dtype, exact, **options) for dtype in (torch.float64, self.q.dtype))
+        assert out.dtype is self.q.dtype
+        assert not attention_errors(out, lse, truth, base)
+
+    def truth(self, dtype: torch.dtype, exact: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computed in this dtype, one sequence after the other, over dequantized tokens; `exact`: over the newest as they came."""
+        view = self.view
+        out = torch.zeros(*self.q.shape[:2], view.values.dim, dtype=dtype)
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=dtype)
+        o = AttentionOptions(**{"sm_scale": view.keys.dim**-0.5} | options)
+        for b, (begin, end) in enumerate(pairwise(self.bounds.tolist())):
+            length, table = view.lengths[b : b + 1], None if view.page_table is None else view.page_table[b : b + 1]
+            k, v = (reference.read(x, length, table)[:, :, : int(length)] for x in (view.keys, view.values))
+            if view.rotate_keys:
+                k = rotate(k)  # back: its own inverse
+            if exact and begin < end:
+                k[0, :, begin - end :], v[0, :, begin - end :] = (x[begin:end].transpose(0, 1).double() for x in (self.k, self.v))
+            q = self.q[begin:end].to(dtype).transpose(0, 1)[None]
+            part, sums = reference.attend(q, k.to(dtype), v.to(dtype), length, length - (end - begin), o)
+            out[begin:end], lse[begin:end] = part[0].transpose(0, 1), sums[0].t()
+        return out, lse
+
+
+def batch_of(
+    sequences: list[tuple[int, int]],
+    keys: str = "int8",
+    values: str = "int4_g32",
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    value_dim: int | None = None,
+    page: int = 16,
+    dtype: torch.dtype = torch.float32,
+    rotate_keys: bool = False,
+    padding: int = 0,
+    seed: int = 0,
+    cut: slice = slice(None),
+) -> Batch:
+    """Sequences of (queries, length), and rows of padding behind them. `cut`: only some of those, with the same numbers."""
+    value_dim = value_dim or dim
+    layout = engine.PageLayout(keys, values, dim, value_dim)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [[torch.randn(h, length, d, generator=generator) for h, d in ((heads[1], dim), (heads[1], value_dim), (heads[0], dim))]
+             for _, length in sequences][cut]  # fmt: skip
+    sequences = sequences[cut]
+    pages = [-(-length // page) for _, length in sequences]
+    order = torch.randperm(sum(pages) + 2, generator=generator).int()
+    memory = torch.full((len(order), heads[1], page, layout.token_head_bytes), 0xFF, dtype=torch.uint8)
+    table = torch.full((len(sequences), max([1, *pages]) + 1), 2**31 - 1, dtype=torch.int32)
+    view = PagedView(*layout.buffers(memory), torch.tensor([n for _, n in sequences], dtype=torch.int32), table, rotate_keys)
+    q, k, v = ([torch.zeros(0, h, d)] for h, d in ((heads[0], dim), (heads[1], dim), (heads[1], value_dim)))
+    for b, ((new, length), (keys_of, values_of, queries)) in enumerate(zip(sequences, drawn, strict=True)):
+        table[b, : pages[b]] = order[sum(pages[:b]) : sum(pages[: b + 1])]
+        position = torch.arange(length)
+        slots = table[b, position // page].long() * page + position % page
+        rows = [x.to(dtype).transpose(0, 1) for x in (queries, keys_of, values_of)]
+        engine.append_slots(*rows[1:], view.keys, view.values, slots, rotate_keys=rotate_keys, impl="reference")
+        for whole, part in zip((q, k, v), rows, strict=True):
+            whole.append(part[length - new :])
+    nan = [torch.full((padding, *x[0].shape[1:]), torch.nan) for x in (q, k, v)]
+    flat = [torch.cat([*x, rest]).to(dtype) for x, rest in zip((q, k, v), nan, strict=True)]
+    bounds = torch.tensor([0, *(n for n, _ in sequences)]).cumsum(0).int()
+    return Batch(view, *flat, bounds, max([1, *(n for n, _ in sequences)]), memory, layout)
