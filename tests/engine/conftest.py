@@ -27,3 +27,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     """tiny(family): the folder of a tiny random model of that family (tests/hf/tiny_models.py)."""
     root = tmp_path_factory.mktemp("models")
     return lambda family: save(base(family), root / family)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Speculation comes last: it imports numba, after which vLLM 0.32 cannot register a Triton kernel in the same process."""
+    items.sort(key=lambda item: "speculation" in item.name)

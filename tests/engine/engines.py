@@ -72,7 +72,13 @@ def by_transformers(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, toke
     found = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "do_sample": False,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=tokens, **options)
         said = out.sequences[0, len(prompt) :].tolist()

@@ -11,12 +11,14 @@ from halfbyte.engine import PageLayout
 MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
 
 
-@pytest.mark.parametrize(("keys", "values"), [("int8", "int8"), ("int8", "int4_g32"), ("int4", "int4"), ("fp8", "bf16"), ("int4_g32", "fp8")])
+@pytest.mark.parametrize(
+    ("keys", "values"), [("int8", "int8"), ("int8", "int4_g32"), ("int4", "int4"), ("fp8", "bf16"), ("int4_g32", "fp8")]
+)
 def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
     """Prompts as transformers computes them, the cache read from packed pages."""
     with engine(backend=name_of(keys, values), additional_config=EXACT) as llm:
         found = generate(llm)
-    assert_same(found, by_transformers(quantized(keys=keys, values=values)))
+    assert_same(found, by_transformers(quantized(keys=keys, values=values, rotate_keys=False)))
 
 
 def test_blocks_grow_by_the_ratio_of_bytes() -> None:

@@ -25,7 +25,6 @@ def register() -> None:
     from halfbyte.vllm import on_cpu
     from halfbyte.vllm.weights import HalfbyteConfig
 
-
     for name in backend_names():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"halfbyte.vllm.backend.{name}")

@@ -147,6 +147,7 @@ class Ragged(NamedTuple):
     """Requests that are neighbors in a batch.
 
     rows            their tokens in the batch
+    prefill         chunks of prompts; else one token each, or a few guesses of speculation
     cu_seqlens_q    int32 [requests + 1], counted from the first of `rows`
     max_query_len   on the host: most tokens of one request
     lengths         int32 [requests], tokens in the cache, this step's included
@@ -154,6 +155,7 @@ class Ragged(NamedTuple):
     """
 
     rows: slice
+    prefill: bool
     cu_seqlens_q: torch.Tensor
     max_query_len: int
     lengths: torch.Tensor
@@ -188,13 +190,15 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
         if decodes:
             longest = tokens // decodes if prefills else m.max_query_len
             parts.append(
-                Ragged(slice(0, tokens), starts[: decodes + 1], longest, m.seq_lens[:decodes], m.block_table_tensor[:decodes])
+                Ragged(
+                    slice(0, tokens), False, starts[: decodes + 1], longest, m.seq_lens[:decodes], m.block_table_tensor[:decodes]
+                )
             )
         if prefills:
             rows = slice(tokens, m.num_actual_tokens)
             mine = slice(decodes, m.num_reqs)
             cu_seqlens_q = starts[decodes : m.num_reqs + 1] - starts[decodes]
-            parts.append(Ragged(rows, cu_seqlens_q, m.max_query_len, m.seq_lens[mine], m.block_table_tensor[mine]))
+            parts.append(Ragged(rows, True, cu_seqlens_q, m.max_query_len, m.seq_lens[mine], m.block_table_tensor[mine]))
         return HalfbyteMetadata(parts)
 
 
@@ -219,7 +223,9 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):
         **other: Any,
     ) -> None:
         if "kv_lora_rank" in other:
-            raise Unsupported("this model has multi-head latent attention (MLA), which halfbyte's cache does not hold; serve it without")
+            raise Unsupported(
+                "this model has multi-head latent attention (MLA), which halfbyte's cache does not hold; serve it without"
+            )
         if other or attn_type != AttentionType.DECODER:
             raise Unsupported(f"attention of type {attn_type} with {sorted(other)} is not implemented for halfbyte's cache")
         check_cache(self.pair, head_size, kv_cache_dtype)
@@ -265,7 +271,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):
             return output.fill_(0)
         keys, values = self.buffers(layer, kv_cache)
         for part in attn_metadata.parts:
-            own = (key[part.rows], value[part.rows]) if self.options.prefill == "exact" and key is not None else (None, None)
+            exact = part.prefill and self.options.prefill == "exact" and key is not None
             attention_varlen(
                 query[part.rows],
                 PagedView(keys, values, part.lengths, part.page_table, self.options.rotate_keys),
@@ -276,9 +282,9 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):
                 window=self.sliding_window,
                 softcap=self.logits_soft_cap,
                 sinks=self.sinks,
-                prefill="cache" if own[0] is None else "exact",
-                k=own[0],
-                v=own[1],
+                prefill="exact" if exact else "cache",
+                k=key[part.rows] if exact else None,
+                v=value[part.rows] if exact else None,
                 out=output[part.rows],
                 deterministic_batch=envs.VLLM_BATCH_INVARIANT,
             )

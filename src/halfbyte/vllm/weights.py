@@ -81,7 +81,9 @@ class HalfbyteConfig(QuantizationConfig):
 
         check_version(vllm.__version__)
         if envs.VLLM_BATCH_INVARIANT:
-            raise Unsupported("VLLM_BATCH_INVARIANT=1 is not implemented for weights that halfbyte quantized; leave one of them out")
+            raise Unsupported(
+                "VLLM_BATCH_INVARIANT=1 is not implemented for weights that halfbyte quantized; leave one of them out"
+            )
         written = Written(**config)
         return cls(written.modules, written.act_order)
 
@@ -93,7 +95,9 @@ class HalfbyteConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts) and any(name.startswith(f"{prefix}.") for name in self.modules):
             raise Unsupported(f"{prefix} has quantized experts, which vLLM computes together; halfbyte's plugin has no op for that")
         if isinstance(layer, VocabParallelEmbedding) and prefix in self.modules:
-            raise Unsupported(f"{prefix} is quantized, and vLLM shares it out by vocabulary; quantize with skip_modules=({prefix!r},)")
+            raise Unsupported(
+                f"{prefix} is quantized, and vLLM shares it out by vocabulary; quantize with skip_modules=({prefix!r},)"
+            )
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
