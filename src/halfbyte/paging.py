@@ -12,8 +12,8 @@ from typing import Unpack
 
 import torch
 
-from halfbyte.arguments import check_sizes, integer
-from halfbyte.cache import KEYS, CacheOptions, KVCache
+from halfbyte.arguments import check_sizes, integer, shows_options
+from halfbyte.cache import DEFAULTS, CacheOptions, KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, outside_inference_mode
@@ -33,6 +33,7 @@ class PagedKVCache(KVCache):
 
     page_table: torch.Tensor
 
+    @shows_options(DEFAULTS)
     def __init__(
         self,
         batch: int,
@@ -46,7 +47,7 @@ class PagedKVCache(KVCache):
     ) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         check(page_size in (16, 32, 64, 128, 256), f"page_size={page_size}; choose 16, 32, 64, 128 or 256")
-        fmt = key_format(options.get("keys", KEYS))
+        fmt = key_format((DEFAULTS | options)["keys"])
         block = fmt.token_block or 1
         check(page_size % block == 0, f"page_size={page_size}; {fmt} quantizes blocks of {block} tokens and needs a multiple of it")
         per_sequence = -(-capacity // page_size)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from halfbyte.cli.shared import Json, Wide, check_appendable, check_page
+from halfbyte.cli.shared import Html, Json, Where, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
-Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class RunOptions:
     device: Where = None
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")] = None
     kernels: Annotated[bool, typer.Option("--kernels", help="On a GPU, also kernel times by CUPTI; slows later timings.")] = False
-    html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
+    html: Html = None
     as_json: Json = False
     wide: Wide = False
 

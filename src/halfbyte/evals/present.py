@@ -16,6 +16,7 @@ from rich.text import Text
 
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
+from halfbyte.paths import append_line
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
@@ -160,9 +161,8 @@ def append_records(results: Sequence[Quality], path: Path, longer: Sequence[Long
     from halfbyte.measure.records import environment
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
-    with path.open("a", encoding="utf-8") as file:
-        for one in records(results, longer):
-            file.write(json.dumps(one | {"environment": made}) + "\n")
+    for one in records(results, longer):
+        append_line(path, json.dumps(one | {"environment": made}))
 
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
