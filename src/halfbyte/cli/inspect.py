@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, human_bytes, integers, print_table, words
+from halfbyte.cli.shared import Json, LmHead, human_bytes, integers, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def memory(
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
+    lm_head: LmHead = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
     sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
     recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
@@ -60,6 +61,7 @@ def memory(
         keys=keys,
         values=values,
         weights=weights,
+        lm_head=lm_head,
         skip_layers=integers(skip_layers, "skip-layers"),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
@@ -75,7 +77,8 @@ def _print_estimate(e: Estimate) -> None:
     from rich.table import Table
 
     table = Table(title=f"{e.model}: {e.batch:,} x {e.context:,} tokens", title_justify="left", header_style="bold")
-    for header in ("", "16 bits", f"{e.weights} weights, {e.keys} keys, {e.values} values", "ratio"):
+    head = "" if e.lm_head == "bf16" else f"{e.lm_head} lm_head, "
+    for header in ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio"):
         table.add_column(header, justify="left" if not header else "right")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
     rows: list[tuple[str, float, float]] = [

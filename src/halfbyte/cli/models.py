@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, check_page, check_writable, console, print_table, words
+from halfbyte.cli.shared import Json, LmHead, check_page, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def evaluate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
+    lm_head: LmHead = "bf16",
     rotate_keys: Rotate = None,
     rotate_values: RotateValues = False,
     skip_layers: Skip = "",
@@ -87,11 +88,11 @@ def evaluate(
     check(windows is None or windows >= 1, f"windows={windows}; expected at least one")
     loaded, tokenizer = load(model)
     layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-    check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
+    check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     asked = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers, clip)
     if plan is not None:
         asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
-    asked = replace(asked, rotate_values=rotate_values)
+    asked = replace(asked, rotate_values=rotate_values, lm_head=None if lm_head == "bf16" else lm_head)
     wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
     ids = tokenizer.encode(read_text(text))
     tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
@@ -174,7 +175,8 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     model: Annotated[str | None, typer.Argument(help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.")] = None,
     weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
-    skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
+    lm_head: LmHead = "bf16",
+    skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "",
     source: Annotated[
         str | None, typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.")
     ] = None,
@@ -183,8 +185,8 @@ def quantize(
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL --weights FORMAT quantizes 16-bit weights; --from DIR converts a checkpoint of another library
-    (docs/guides/checkpoints.md).
+    MODEL --weights FORMAT (or --lm-head FORMAT) quantizes 16-bit weights; --from DIR converts a checkpoint of another library
+    (docs/guides/checkpoints.md), whose lm_head may still be quantized.
     """
     import torch
 
@@ -197,7 +199,8 @@ def quantize(
         raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
-    made = _quantized(model, weights, skip, source, clip, rotate_values)
+    head = None if lm_head == "bf16" else lm_head
+    made = _quantized(model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -229,10 +232,8 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantized(
-    model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None, rotate_values: bool
-) -> torch.nn.Module:
-    """A model with quantized weights: rounded here, or as another library rounded them."""
+def _quantized(model: str | None, weights: str | None, source: str | None, **options: Any) -> torch.nn.Module:
+    """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`."""
     import torch
 
     from halfbyte import hf
@@ -241,10 +242,11 @@ def _quantized(
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
 
-    if (model is None) == (source is None) or (model is None) != (weights is None):
-        raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
+    clip, lm_head = options["clip"], options["lm_head"]
+    if (model is None) == (source is None) or bool(source and weights) or bool(model and not (weights or lm_head)):
+        raise InvalidArgument("give a MODEL and its --weights or --lm-head, or --from with a model that is quantized already")
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
-    check(not (rotate_values and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
+    check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
@@ -252,9 +254,8 @@ def _quantized(
             raise InvalidArgument(
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
-        return made
-    check_clip(clip, weight_format(weights or ""))
-    options: dict[str, Any] = {"skip_modules": tuple(words(skip)), "clip": clip, "rotate_values": rotate_values}
+        return made if lm_head is None else hf.quantize(made, lm_head=lm_head)
+    check_clip(clip, weight_format(weights or lm_head or ""))
     made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
     return made
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
+LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
 
 
 def human_bytes(value: float) -> str:
