@@ -178,7 +178,7 @@ def find_lm_head(model: Any, fmt: Format) -> dict[str, Target]:
     shares = {name for name, p in model.named_parameters(remove_duplicate=False) if p is head.weight}
     ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     others = sorted({name for tie in ties for name in tie} - shares)
-    if is_tied(model) and (others or getattr(model.config, "is_encoder_decoder", False)):
+    if others or (is_tied(model) and getattr(model.config, "is_encoder_decoder", False)):
         raise Unsupported(
             f"{asked}: {family} ties more to its output layer than the embedding ({', '.join(others) or 'an encoder'}), which "
             f"a head of its own would separate; leave lm_head out"
