@@ -175,7 +175,8 @@ def find_lm_head(model: Any, fmt: Format) -> dict[str, Target]:
         raise Unsupported(f"{asked}: {family} has no single linear output layer (get_output_embeddings)")
     for name, target in found.items():
         fmt.check_shape(target.shape, f"lm_head: {name}.weight {list(target.shape)}")
-    shares = {name for name, p in model.named_parameters(remove_duplicate=False) if p is head.weight}
+    both = {id(head.weight), id(model.get_input_embeddings().weight)}  # one, or, before the weights are read, two
+    shares = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in both}
     ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     others = sorted({name for tie in ties for name in tie} - shares)
     if others or (is_tied(model) and getattr(model.config, "is_encoder_decoder", False)):
