@@ -122,13 +122,7 @@ def run_baselines(
     if options.as_json:
         print(json.dumps([dict(zip(run.HEADERS, row, strict=True)) for row in rows], indent=2))
         return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*run.HEADERS, header_style="bold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    print_table(table)
+    print_table("", run.HEADERS, rows, text_columns=len(run.HEADERS))
 
 
 app.command("tune")(tune)

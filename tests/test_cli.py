@@ -220,3 +220,16 @@ def test_the_roofline_and_two_sets_of_records(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(("value", "text"), [(999, "999 B"), (1500, "1.50 kB"), (24e9, "24.00 GB"), (3.2e15, "3200.00 TB")])
 def test_bytes_are_readable(value: float, text: str) -> None:
     assert human_bytes(value) == text
+
+
+def test_formats_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+
+    assert run("formats", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["format"] for row in found] == [*KV_FORMATS, *WEIGHT_FORMATS]
+    assert {row["format"]: row["bits an element"] for row in found if row["for"] != "weights"}["int4_g32"] == "5"
+    assert run("formats", "--for", "weights") == 0
+    shown = capsys.readouterr().out
+    assert "nvfp4" in shown
+    assert "int8_token" not in shown

@@ -111,8 +111,6 @@ def bench_compare(
     full: Annotated[bool, typer.Option("--full", help="List unchanged cases too.")] = False,
 ) -> None:
     """List what became faster or slower, beyond the noise, between two files of records."""
-    from rich.table import Table
-
     from halfbyte.measure.compare import changes
     from halfbyte.measure.page import CHANGES, change_row
     from halfbyte.measure.records import read_all
@@ -122,11 +120,8 @@ def bench_compare(
         print(f"note: {notice}", file=sys.stderr)
     found = changes(old, new)
     shown = [c for c in found if full or c.marked]
-    table = Table(*CHANGES, header_style="bold")
-    for change in shown:
-        table.add_row(*map(str, change_row(change)))
     if shown:
-        print_table(table)
+        print_table("", CHANGES, [[str(cell) for cell in change_row(c)] for c in shown], text_columns=3)
     print(f"{sum(c.marked for c in found)} of {len(found)} changed")
 
 

@@ -62,9 +62,9 @@ def _calibrated(
     from halfbyte.evals import calibrate as steps
     from halfbyte.evals.assignment import candidates
     from halfbyte.evals.model import load
-    from halfbyte.evals.quality import progress
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as windows_of
+    from halfbyte.measure.progress import progress
 
     written = read_text(text)
     loaded, tokenizer = load(model)
@@ -86,17 +86,13 @@ def _calibrated(
 
 def _show(model: str, made: list[Calibrated], paths: list[Path]) -> None:
     """One row a plan: its size and divergence, and the best uniform choice of no more bytes."""
-    from rich.table import Table
-
-    table = Table(title=f"{model}: formats by layer", title_justify="left", header_style="bold")
-    for i, name in enumerate(("plan", "bits", "KL mean", "best uniform choice", "its KL")):
-        table.add_column(name, justify="left" if i in (0, 3) else "right")
+    rows = []
     for one, path in zip(made, paths, strict=True):
         found = one.plan.measured
         alike = found["best_uniform"]
         name = f"{alike['keys']}{' rotated' * alike['rotate_keys']} / {alike['values']}"
-        table.add_row(str(path), f"{one.plan.bits:.2f}", f"{found['kl']:.2e}", name, f"{alike['kl']:.2e}")
-    print_table(table)
+        rows.append((path.name, name, f"{one.plan.bits:.2f}", f"{found['kl']:.2e}", f"{alike['kl']:.2e}"))
+    print_table(f"{model}: formats by layer", ("plan", "best uniform choice", "bits", "KL mean", "its KL"), rows, text_columns=2)
 
 
 def _report(model: str, made: list[Calibrated], path: Path) -> None:

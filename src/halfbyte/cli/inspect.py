@@ -74,25 +74,20 @@ def memory(
 
 
 def _print_estimate(e: Estimate) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{e.model}: {e.batch:,} x {e.context:,} tokens", title_justify="left", header_style="bold")
     head = "" if e.lm_head == "bf16" else f"{e.lm_head} lm_head, "
-    for header in ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio"):
-        table.add_column(header, justify="left" if not header else "right")
+    headers = ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
-    rows: list[tuple[str, float, float]] = [
+    sizes: list[tuple[str, float, float]] = [
         ("weights", e.plain_weight_bytes, e.weight_bytes),
         ("KV cache per token", per_token, e.kv_bytes_per_token),
         ("KV cache", e.plain_kv_bytes, e.kv_bytes),
         ("together", e.plain_total_bytes, e.total_bytes),
     ]
-    for name, plain, packed in rows:
-        table.add_row(name, human_bytes(plain), human_bytes(packed), f"{plain / packed:.2f}x" if packed else "")
+    rows = [(name, human_bytes(a), human_bytes(b), f"{a / b:.2f}x" if b else "") for name, a, b in sizes]
     if e.memory is not None and e.tokens_that_fit is not None and e.plain_tokens_that_fit is not None:
         ratio = f"{e.tokens_that_fit / e.plain_tokens_that_fit:.2f}x" if e.plain_tokens_that_fit else ""
-        table.add_row(f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio)
-    print_table(table)
+        rows.append((f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio))
+    print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", headers, rows, text_columns=1)
     print(
         f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of "
         f"{e.kv_heads} heads x {e.head_dim}. Activations come on top."

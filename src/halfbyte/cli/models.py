@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, LmHead, check_page, check_writable, console, print_table, words
+from halfbyte.cli.shared import Json, LmHead, Wide, check_page, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def demo(
 
     check_page(report, "report")
     check_writable(output, "output")
-    results = run(report, console())
+    results = run(report, console(), console(stderr=True))
     if output is not None:
         append_records(results, output)
 
@@ -72,11 +72,12 @@ def evaluate(
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report.")] = None,
     output: Output = None,
     as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
-    from halfbyte.evals.present import append_records, long_table, records, table, write_report
+    from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, write_report
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
@@ -103,9 +104,10 @@ def evaluate(
     if as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
-        print_table(table(results, f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"))
+        title = f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"
+        print_table(title, HEADERS, rows(results), text_columns=2, wide=wide)
         if longer:
-            print_table(long_table(longer))
+            print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
         print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
     if output is not None:
         append_records(results, output, longer)

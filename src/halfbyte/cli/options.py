@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from halfbyte.cli.shared import Json, check_appendable, check_page
+from halfbyte.cli.shared import Json, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -38,13 +38,14 @@ class RunOptions:
     kernels: Annotated[bool, typer.Option("--kernels", help="On a GPU, also kernel times by CUPTI; slows later timings.")] = False
     html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
     as_json: Json = False
+    wide: Wide = False
 
     def session(self) -> Session:
         """A session by these options."""
         from halfbyte.measure.session import Options, Session
 
-        options = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels)
-        return Session.start(options)
+        measured = Options(self.output, self.quick, self.pattern, self.as_json, self.device, self.threads, self.kernels, self.wide)
+        return Session.start(measured)
 
 
 def measures(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,11 +12,13 @@ import typer
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
-    from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
 LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Tables with all columns, on lines as long as they need.")]
 
 
 def human_bytes(value: float) -> str:
@@ -29,18 +31,19 @@ def human_bytes(value: float) -> str:
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console; without colour and at a fixed width in a file or a pipe."""
+    """A rich console; in a file or a pipe without color and 80 columns wide, or as wide as COLUMNS says."""
     from rich.console import Console
 
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(width=160, stderr=stderr)
+    return Console(stderr=stderr)
 
 
-def print_table(table: Table) -> None:
-    """A rich table on stdout; on a narrow terminal words are folded, never cut."""
-    for column in table.columns:
-        column.overflow = "fold"
-    console().print(table)
+def print_table(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int, wide: bool | None = None
+) -> None:
+    """A table on stdout, as `halfbyte.measure.terminal.show_table` lays it out."""
+    from halfbyte.measure.terminal import show_table
+
+    show_table(console(), title, headers, rows, text_columns, wide)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -25,8 +25,9 @@ import torch
 from rich.console import Console
 
 from halfbyte.errors import check
-from halfbyte.evals.quality import Setting, progress, with_weights
+from halfbyte.evals.quality import Setting, with_weights
 from halfbyte.evals.text import Tokenizer, windows
+from halfbyte.measure.progress import progress
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
 KEYS, CHARACTERS, TEXTS, PROMPT = 8, 16, 4, 1 / 20

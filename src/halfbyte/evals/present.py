@@ -27,8 +27,8 @@ KL_LABEL = "mean KL divergence (nats)"
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
 HEADERS = (
-    *("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "KL by third", "top-1 %"),
-    *("KV B/token", "weights MB", "seconds"),
+    *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
+    *("top-1 %", "KL p99", "KL by third", "seconds"),
 )
 
 
@@ -40,11 +40,11 @@ def row(result: Quality) -> tuple[str, ...]:
         f"{result.perplexity:.4f}",
         f"{result.change:+.3f}",
         f"{result.kl_mean:.2e}",
-        f"{result.kl_p99:.2e}",
-        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
-        f"{100 * result.top1:.2f}",
         f"{result.kv_bytes_per_token:,.0f}",
         f"{result.weight_bytes / 1e6:.2f}",
+        f"{100 * result.top1:.2f}",
+        f"{result.kl_p99:.2e}",
+        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
         f"{result.seconds:.1f}",
     )
 
@@ -56,14 +56,11 @@ def _weights(result: Quality) -> str:
     return (setting.weights or result.plain_weights) + head + (", clip searched" if setting.clip else "")
 
 
-def table(results: Sequence[Quality], title: str) -> Table:
-    """The terminal table; a line between the 16-bit run, the caches and the weights."""
-    made = Table(title=title, title_justify="left", header_style="bold")
-    for i, header in enumerate(HEADERS):
-        made.add_column(header, justify="left" if i < 2 else "right", no_wrap=i >= 2)
-    for result, following in zip(results, [*results[1:], None], strict=True):
-        ends = following is None or _kind(following) != _kind(result)
-        made.add_row(*row(result), end_section=ends)
+def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
+    """The rows of a terminal's table; an empty one, which draws a line, between the 16-bit run, the caches and the weights."""
+    made: list[tuple[str, ...]] = []
+    for before, result in zip([None, *results], results, strict=False):
+        made += [()] * (before is not None and _kind(before) != _kind(result)) + [row(result)]
     return made
 
 
@@ -198,16 +195,6 @@ def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
         )
         for r in results
     ]
-
-
-def long_table(results: Sequence[LongContext]) -> Table:
-    """The terminal table of long contexts."""
-    made = Table(title=f"Contexts of {results[0].context:,} tokens", title_justify="left", header_style="bold")
-    for i, header in enumerate(LONG_HEADERS):
-        made.add_column(header, justify="right" if i else "left", no_wrap=i > 0)
-    for row in long_rows(results):
-        made.add_row(*row)
-    return made
 
 
 def add_long_context(report: Report, results: Sequence[LongContext]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.measure.progress import progress
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.hadamard import rotated
 from halfbyte.reference.quantize import check_clip
@@ -180,12 +180,6 @@ def run_evaluation(
         used = model if outliers is None else with_outliers(model, outliers)
         results = evaluate(used, settings, windows, chunk=chunk, batch=batch, on_step=lambda: bar.advance(task))
     return [replace(result, model=name) for result in results]
-
-
-def progress(console: Console) -> Progress:
-    """A progress bar with an estimate of what is left."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True)
 
 
 @dataclass
