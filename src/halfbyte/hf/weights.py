@@ -155,7 +155,7 @@ def quantize_modules(
             made[target] = quantized(name, target, fmt, clip)
     if lm_head is not None:
         untie(model)
-        _keep_hook(model.get_output_embeddings(), made[target])  # the head is the last that was asked for
+        _keep_hook(model.get_output_embeddings(), made[target])  # the head comes last
     for name, (target, _) in asked.items():
         replace(model, name, made[target])
     use_experts(model)
