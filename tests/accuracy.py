@@ -14,6 +14,7 @@ __all__ = [
     "eager_attention",
     "float64_attention",
     "linear_accuracy",
+    "lse_bound",
     "products",
 ]
 
@@ -42,6 +43,16 @@ def attention_errors(out: torch.Tensor, lse: torch.Tensor, truth: Attention, bas
     error = (lse - ref_lse).abs().max().item()
     found = [] if promise.ok else [f"out is off by {promise.error:.3g}, allowed {promise.allowed:.3g}"]
     return "; ".join(found + [f"lse is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed))
+
+
+def lse_bound(q: torch.Tensor, k: torch.Tensor, rotated: float = 0) -> torch.Tensor:
+    """What `decode_attention` says of lse's error, [B, Hq, L]: q [B, Hq, L, D] and k [B, H, T, D] as they are multiplied, float64.
+
+    rotated: the unit roundoff that a kernel rounds a rotated query with.
+    """
+    keys = k.abs().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    size: torch.Tensor = 1 + (q.abs() @ keys.mT).amax(-1)
+    return ((q.shape[-1] + 8) * 2**-24 + rotated) * size
 
 
 def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
