@@ -6,7 +6,9 @@ Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and alloca
 from __future__ import annotations
 
 import copy
-from typing import TypedDict, Unpack, overload
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, TypedDict, Unpack, overload
 
 import torch
 
@@ -69,7 +71,8 @@ class KVCache:
 
     Options are those of `CacheOptions`. With per-channel keys the capacity is rounded
     up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
-    Not thread-safe: threads that share a cache need a lock, or tokens are lost silently.
+    Threads may share a cache: `append`, `reset`, `crop` and `reorder` run one after the other, and no token is lost. Whoever reads
+    while another thread changes the cache, as attention does, needs a lock of their own; so do streams of a GPU, to be in order.
     """
 
     page_table: torch.Tensor | None = None
@@ -85,6 +88,14 @@ class KVCache:
     _version: tuple[torch.Tensor, int] | None = None
     #: The name of an engine's tensor with a stride of 0, whose elements share memory: such a cache is read-only.
     _expanded = ""
+    #: Held by the thread that changes the cache. Each cache has one of its own, but for those made in compiled code.
+    _lock: AbstractContextManager[object] = threading.RLock()
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        made = super().__new__(cls)
+        if not torch.compiler.is_compiling():
+            made._lock = threading.RLock()
+        return made
 
     @shows_options(DEFAULTS)
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
@@ -155,10 +166,14 @@ class KVCache:
     @property
     def length_bound(self) -> int | None:
         """No sequence is longer than this. None: the host cannot know without reading the device, or the call is being traced."""
-        if torch.compiler.is_compiling() or not self._counts_all or self._version is None or self._capturing():
-            return None
+        return self._bound if self._counted() and not self._capturing() else None
+
+    def _counted(self) -> bool:
+        """Whether every token was counted here, and only this object wrote the lengths. Of a capture nothing is known yet."""
+        if torch.compiler.is_compiling() or not self._counts_all or self._version is None:
+            return False
         lengths, version = self._version
-        return self._bound if lengths is self.lengths and version == lengths._version else None
+        return lengths is self.lengths and version == lengths._version
 
     def forget_length_bound(self) -> None:
         """Say that tokens will be appended without `append` of this object, as by compiled code: the host stops counting them."""
@@ -204,15 +219,13 @@ class KVCache:
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and pickles: their lengths are another tensor, with a version of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_version"}
+        """For copies and pickles: their lengths are another tensor, with a version of its own, and so is their lock."""
+        return {name: value for name, value in vars(self).items() if name not in ("_version", "_lock")}
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
-        rotated = " rotated" if self.rotate_keys else ""
-        return (
-            f"{type(self).__name__}({shape}, keys={self.keys.format}{rotated}, values={self.values.format}, {self.nbytes:,} bytes)"
-        )
+        formats = f"keys={self.keys.format}{' rotated' * self.rotate_keys}, values={self.values.format}"
+        return f"{type(self).__name__}({shape}, {formats}, {self.nbytes:,} bytes)"
 
     # --------------------------------------------------------------------------------------------------- what it does
 
@@ -246,18 +259,18 @@ class KVCache:
         NaN and infinity are not detected: the block that holds one becomes NaN. In CUDA graphs and compiled code, tokens beyond
         the capacity are not written.
         """
-        self._check_writable()
         where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
         call = AppendCall(k, v, *where, rope, q, self._measures)
         signature = signature_of(call)
         if signature is None or not signature.known:
             check_new(call)
-        return self._append(call, signature)
+        with self._changing():
+            return self._append(call, signature)
 
     def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
         """`append` of checked arguments; `PagedKVCache` allocates pages here."""
         self._check_capacity(call.k.shape[2], call.counts)
-        certain = self.length_bound is not None
+        certain = self._counted()
         rotated = store(call, s=signature)
         self._version = _version_of(self.lengths) if certain else None
         return rotated
@@ -281,14 +294,14 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
-        self._check_writable()
-        self.lengths.zero_()
-        self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
-        for buffer, given in zip((self.keys, self.values), self._given, strict=True):
-            if buffer.scales is not None and given is not None:
-                buffer.scales.copy_(given)
-            if buffer.saturated is not None:
-                buffer.saturated.zero_()
+        with self._changing():
+            self.lengths.zero_()
+            self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
+            for buffer, given in zip((self.keys, self.values), self._given, strict=True):
+                if buffer.scales is not None and given is not None:
+                    buffer.scales.copy_(given)
+                if buffer.saturated is not None:
+                    buffer.saturated.zero_()
 
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
@@ -303,15 +316,15 @@ class KVCache:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
             kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
             wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
-        self._check_writable()
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
-        left = torch.minimum(self.lengths, wanted)
-        check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
-        for buffer in (self.keys, self.values):
-            reopen(buffer, self.lengths, left, self.page_table)
-        self.lengths.copy_(left)
-        if self._bound is not None and not isinstance(length, torch.Tensor):
-            self._bound = min(self._bound, int(length))
+        with self._changing():
+            left = torch.minimum(self.lengths, wanted)
+            check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
+            for buffer in (self.keys, self.values):
+                reopen(buffer, self.lengths, left, self.page_table)
+            self.lengths.copy_(left)
+            if self._bound is not None and not isinstance(length, torch.Tensor):
+                self._bound = min(self._bound, int(length))
 
     def _capturing(self) -> bool:
         """Whether a CUDA graph is being captured: nothing runs now, and replays do not run this code."""
@@ -322,10 +335,10 @@ class KVCache:
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}; see select")
         self._check_owned("reorder")
-        self._check_writable()
-        for t in (*self.keys.tensors(), *self.values.tensors(), self.lengths):
-            if t is not None and (t.ndim > 1 or t is self.lengths):  # not a per-tensor scale
-                t.copy_(t[index])
+        with self._changing():
+            for t in (*self.keys.tensors(), *self.values.tensors(), self.lengths):
+                if t is not None and (t.ndim > 1 or t is self.lengths):  # not a per-tensor scale
+                    t.copy_(t[index])
 
     def select(self, index: torch.Tensor) -> KVCache:
         """A new cache whose sequence i is a copy of this one's index[i]."""
@@ -346,20 +359,11 @@ class KVCache:
         """A new cache with room for `capacity` tokens (at least this one's) that holds the same codes."""
         check_sizes(capacity=capacity)
         self._check_owned("grown")
-        made = KVCache(
-            self.batch,
-            self.kv_heads,
-            self.head_dim,
-            max(capacity, self.capacity),
-            keys=self.keys.format,
-            values=self.values.format,
-            value_dim=self.value_dim,
-            rotate_keys=self.rotate_keys,
-            sink_tokens=self.keys.sink_tokens,
-            recent_tokens=self.keys.recent_tokens,
-            dtype=torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype,
-            device=self.device,
-        )
+        dtype = torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype
+        options: CacheOptions = {"keys": self.keys.format, "values": self.values.format, "value_dim": self.value_dim}
+        options |= {"sink_tokens": self.keys.sink_tokens, "recent_tokens": self.keys.recent_tokens, "dtype": dtype}
+        options |= {"rotate_keys": self.rotate_keys, "device": self.device}
+        made = KVCache(self.batch, self.kv_heads, self.head_dim, max(capacity, self.capacity), **options)
         for new, held in zip(made.tensors(), self.tensors(), strict=True):
             new[tuple(slice(size) for size in held.shape)] = held
         made._given, made._measures = self._given, self._measures
@@ -379,18 +383,18 @@ class KVCache:
     def _index(self, index: torch.Tensor) -> torch.Tensor:
         check_tensor("index", index, ("n",), "integer", self.device)
         index = index.long()
-        check(
-            index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch),
-            f"index names a sequence outside 0..{self.batch - 1}",
-        )
+        inside = index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch)
+        check(inside, f"index names a sequence outside 0..{self.batch - 1}")
         return index
 
-    def _check_writable(self) -> None:
+    def _changing(self) -> AbstractContextManager[object]:
+        """The lock of whoever changes the cache, which is checked to be writable. Compiled code takes none: it cannot hold one."""
         check(
             not self._expanded,
             f"{self._expanded} holds several elements in one place (a stride of 0), so the cache is read-only; give every "
             f"sequence memory of its own",
         )
+        return nullcontext() if torch.compiler.is_compiling() else self._lock
 
     def _check_owned(self, what: str) -> None:
         if self.page_table is not None:

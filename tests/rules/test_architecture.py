@@ -35,7 +35,7 @@ LAYERS = (
     {"packing"},
     {"cache_plan"},
     {"formats"},
-    {"arguments"},
+    {"arguments", "transforms"},
     {"errors", "paths"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

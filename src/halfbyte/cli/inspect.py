@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, Model, human_bytes, integers, print_table, words
+from halfbyte.cli.shared import Json, LmHead, Model, human_bytes, integers, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def memory(
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
+    lm_head: LmHead = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
     sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
     recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
@@ -60,6 +61,7 @@ def memory(
         keys=keys,
         values=values,
         weights=weights,
+        lm_head=lm_head,
         skip_layers=integers(skip_layers, "skip-layers"),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
@@ -72,7 +74,8 @@ def memory(
 
 
 def _print_estimate(e: Estimate) -> None:
-    headers = ("", "16 bits", f"{e.weights} weights, {e.keys} keys, {e.values} values", "ratio")
+    head = "" if e.lm_head == "bf16" else f"{e.lm_head} lm_head, "
+    headers = ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
     sizes: list[tuple[str, float, float]] = [
         ("weights", e.plain_weight_bytes, e.weight_bytes),

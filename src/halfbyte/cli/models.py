@@ -14,6 +14,7 @@ import typer
 from halfbyte.cli.shared import (
     Html,
     Json,
+    LmHead,
     Model,
     PlainModel,
     Source,
@@ -70,6 +71,7 @@ def evaluate(
     keys: Keys = "int8",
     values: Values = "int4_g32",
     weights: Weights = "bf16",
+    lm_head: LmHead = "bf16",
     rotate_keys: Rotate = None,
     rotate_values: RotateValues = False,
     skip_layers: Skip = "",
@@ -103,12 +105,13 @@ def evaluate(
     check_writable(output, "output")
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
-    check(clip is None or weights != "bf16", f"--clip {clip} is about weights; name --weights as well")
+    check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
-    asked, config = _setting(model, keys, values, weights, rotate_keys, skip_layers, clip)
+    head = None if lm_head == "bf16" else lm_head
+    asked, config = _setting(model, keys, values, weights, rotate_keys, skip_layers, clip=clip, lm_head=head)
     if plan is not None:
         asked = Setting.of_plan(read_plan_of(plan, config), asked.weights, clip)
-    asked = replace(asked, rotate_values=rotate_values)
+    asked = replace(asked, rotate_values=rotate_values, lm_head=head)
     wanted = [*every_kv_setting(head_dims(text_config(config))[0]), *every_weight_setting()] if every else [asked]
     _warn_of_positions(config, max(length, long or 0))
     loaded, tokenizer = load(model, device)
@@ -161,9 +164,9 @@ def generate(
 
 
 def _setting(
-    model: str, keys: str, values: str, weights: str, rotate_keys: bool | None, skip_layers: str, clip: str | None = None
+    model: str, keys: str, values: str, weights: str, rotate_keys: bool | None, skip_layers: str, **of_weights: str | None
 ) -> tuple[Setting, Any]:
-    """(formats, configuration): what was asked for, checked by names and by the configuration before weights are loaded."""
+    """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded."""
     from halfbyte.evals.quality import Setting, parse_layers
     from halfbyte.formats import key_format
     from halfbyte.hf.cache import head_dims
@@ -172,7 +175,7 @@ def _setting(
     from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated
 
-    asked = Setting(keys, values, None if weights == "bf16" else weights, clip=clip)
+    asked = Setting(keys, values, None if weights == "bf16" else weights, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     layers = parse_layers(skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
@@ -214,15 +217,16 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     model: PlainModel = None,
     weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
-    skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "lm_head",
+    lm_head: LmHead = "bf16",
+    skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "",
     source: Source = None,
     rotate_values: RotateValues = False,
     clip: Clip = None,
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL --weights FORMAT quantizes 16-bit weights; --from DIR converts a checkpoint of another library
-    (docs/guides/checkpoints.md).
+    MODEL --weights FORMAT (or --lm-head FORMAT) quantizes 16-bit weights; --from DIR converts a checkpoint of another library
+    (docs/guides/checkpoints.md), whose lm_head may still be quantized.
     """
     import torch
 
@@ -232,7 +236,8 @@ def quantize(
     from halfbyte.paths import resolve_model
 
     check_new_folder(output)
-    made = _quantized(model, weights, skip, source, clip, rotate_values)
+    head = None if lm_head == "bf16" else lm_head
+    made = _quantized(model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -265,10 +270,8 @@ def extract(
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 
 
-def _quantized(
-    model: str | None, weights: str | None, skip: str, source: str | None, clip: str | None, rotate_values: bool
-) -> torch.nn.Module:
-    """A model with quantized weights: rounded here, or as another library rounded them."""
+def _quantized(model: str | None, weights: str | None, source: str | None, **options: Any) -> torch.nn.Module:
+    """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`."""
     import torch
 
     from halfbyte import hf
@@ -277,10 +280,11 @@ def _quantized(
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
 
-    if (model is None) == (source is None) or (model is None) != (weights is None):
-        raise InvalidArgument("give a MODEL and its --weights, or --from with a model that is quantized already")
+    clip, lm_head = options["clip"], options["lm_head"]
+    if (model is None) == (source is None) or bool(source and weights) or bool(model and not (weights or lm_head)):
+        raise InvalidArgument("give a MODEL and its --weights or --lm-head, or --from with a model that is quantized already")
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
-    check(not (rotate_values and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
+    check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
     if source is not None:
         made = hf.load(resolve_model(source))
@@ -288,9 +292,8 @@ def _quantized(
             raise InvalidArgument(
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
-        return made
-    check_clip(clip, weight_format(weights or ""))
-    options: dict[str, Any] = {"skip_modules": tuple(words(skip)), "clip": clip, "rotate_values": rotate_values}
+        return made if lm_head is None else hf.quantize(made, lm_head=lm_head)
+    check_clip(clip, weight_format(weights or lm_head or ""))
     made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
     return made
 

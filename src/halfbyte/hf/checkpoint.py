@@ -125,7 +125,7 @@ def load(
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
     cached = any(x is not None for x in (keys, values, options.get("plan")))
-    if weights is not None or cached or any(options.get(name) for name in ("rotate_values", "fuse_qkv", "fuse_gate_up")):
+    if weights is not None or cached or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
         quantize(model, weights, keys, values, **options)
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
