@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.cache import CacheOptions, KVCache
+from halfbyte.cache import KVCache
+from halfbyte.cache_options import CacheOptions
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import KVBuffer

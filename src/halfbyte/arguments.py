@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -57,21 +56,6 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         least = 0 if name == "batch" else 1
         integer(name, size, least, 2**31 - 1, f"an integer of at least {least} and below 2^31")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def shows_options(defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Of a function that ends in **options: `inspect`, and so `help` and completion, see each option and what it is by default."""
-
-    def shown(function: F) -> F:
-        *own, _ = inspect.signature(function).parameters.values()
-        options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
-        function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        return function
-
-    return shown
 
 
 def device_of(value: Any, name: str = "device") -> torch.device:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self, TypedDict, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 
-from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer, shows_options
+from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.formats import check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
@@ -25,52 +26,11 @@ from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
 
 
-class CacheOptions(TypedDict, total=False):
-    """Options of a cache; `DEFAULTS` has their values where none are given.
-
-    keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
-    value_dim          size of a value head, if it differs from head_dim
-    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
-                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
-    sink_tokens        the first tokens of a sequence that stay in 16 bits, keys and values
-    recent_tokens      the last tokens of a sequence that stay in 16 bits; they are quantized when they leave this window
-    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet
-    device             where the memory is
-    k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
-    """
-
-    keys: str | Format
-    values: str | Format
-    value_dim: int | None
-    rotate_keys: bool | None
-    sink_tokens: int
-    recent_tokens: int
-    dtype: torch.dtype
-    device: torch.device | str
-    k_scale: float | None
-    v_scale: float | None
-
-
-#: Keys need more bits than values.
-DEFAULTS: CacheOptions = {
-    "keys": "int8",
-    "values": "int4_g32",
-    "value_dim": None,
-    "rotate_keys": None,
-    "sink_tokens": 0,
-    "recent_tokens": 0,
-    "dtype": torch.bfloat16,
-    "device": "cpu",
-    "k_scale": None,
-    "v_scale": None,
-}
-
-
 class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
-    Options are those of `CacheOptions`. With per-channel keys the capacity is rounded
-    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
+    Options are those of `CacheOptions`. With per-channel keys the capacity is rounded up to whole blocks. With sink or recent
+    tokens, attention of a chunk of several tokens sees the state after its append.
     Threads may share a cache: `append`, `reset`, `crop` and `reorder` run one after the other, and no token is lost. Whoever reads
     while another thread changes the cache, as attention does, needs a lock of their own; so do streams of a GPU, to be in order.
     """

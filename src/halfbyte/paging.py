@@ -12,8 +12,9 @@ from typing import Unpack
 
 import torch
 
-from halfbyte.arguments import check_sizes, integer, shows_options
-from halfbyte.cache import DEFAULTS, CacheOptions, KVCache
+from halfbyte.arguments import check_sizes, integer
+from halfbyte.cache import KVCache
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, outside_inference_mode
