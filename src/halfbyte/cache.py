@@ -26,6 +26,7 @@ from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
 
 
+@shows_options
 class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
@@ -57,7 +58,6 @@ class KVCache:
             made._lock = threading.RLock()
         return made
 
-    @shows_options(DEFAULTS)
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         block = key_format((DEFAULTS | options)["keys"]).token_block or 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 
 from halfbyte.formats import Format
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class CacheOptions(TypedDict, total=False):
@@ -54,13 +53,9 @@ DEFAULTS: CacheOptions = {
 }
 
 
-def shows_options(defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Of a function that ends in **options: `inspect`, and so `help` and completion, see each option and what it is by default."""
-
-    def shown(function: F) -> F:
-        *own, _ = inspect.signature(function).parameters.values()
-        options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
-        function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        return function
-
-    return shown
+def shows_options(kind: type[T]) -> type[T]:
+    """Of a class whose __init__ ends in **options: `inspect`, and so `help` and completion, see each option and its default."""
+    _, *own, _ = inspect.signature(kind.__init__).parameters.values()
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in DEFAULTS.items()]
+    kind.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return kind

@@ -21,6 +21,7 @@ from halfbyte.kv_buffer import AppendCall, outside_inference_mode
 from halfbyte.ops.launch_cache import Signature
 
 
+@shows_options
 class PagedKVCache(KVCache):
     """Like `KVCache`, with codes in a pool [pages, H, page_size, ...] and a page table int32 [batch, pages of a sequence].
 
@@ -33,7 +34,6 @@ class PagedKVCache(KVCache):
 
     page_table: torch.Tensor
 
-    @shows_options(DEFAULTS)
     def __init__(
         self,
         batch: int,

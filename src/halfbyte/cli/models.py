@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte.cli.options import Output, ResultOptions, with_options
 from halfbyte.cli.shared import (
-    Html,
-    Json,
     LmHead,
     Model,
     PlainModel,
     Source,
     Where,
-    Wide,
     check_new_folder,
     check_page,
     check_writable,
@@ -48,7 +46,6 @@ Clip = Annotated[str | None, typer.Option(help="search: per group, clip the rang
 Plan = Annotated[
     Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
 def demo(
@@ -66,7 +63,9 @@ def demo(
         append_records(results, output)
 
 
+@with_options(ResultOptions)
 def evaluate(
+    results_to: ResultOptions,
     model: Model,
     keys: Keys = "int8",
     values: Values = "int4_g32",
@@ -86,10 +85,6 @@ def evaluate(
         int | None, typer.Option(help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.")
     ] = None,
     device: Where = None,
-    html: Html = None,
-    output: Output = None,
-    as_json: Json = False,
-    wide: Wide = False,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
@@ -101,8 +96,8 @@ def evaluate(
     from halfbyte.hf.cache import head_dims
     from halfbyte.hf.model_support import text_config
 
-    check_page(html, "html")
-    check_writable(output, "output")
+    check_page(results_to.html, "html")
+    check_writable(results_to.output, "output")
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
@@ -121,18 +116,18 @@ def evaluate(
     results = run_evaluation(loaded, settings, tokens, chunk, console(stderr=True))
     longer = [] if tasks is None else run_long_context(loaded, settings, tasks, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
-    if as_json:
+    if results_to.as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
         title = f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"
-        print_table(title, HEADERS, rows(results), text_columns=2, wide=wide)
+        print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
         if longer:
             print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
         print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
-    if output is not None:
-        append_records(results, output, longer)
-    if html is not None:
-        write_report(results, f"{model}: what the bits cost", html, longer)
+    if results_to.output is not None:
+        append_records(results, results_to.output, longer)
+    if results_to.html is not None:
+        write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
 def generate(

@@ -47,21 +47,39 @@ class RunOptions:
         return Session.start(measured)
 
 
-def measures(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(options, ...)` as a command whose options are its own and, behind them, those of `RunOptions`."""
-    _, *own = inspect.signature(command).parameters.values()
-    shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(RunOptions)]
-    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(RunOptions, include_extras=True)}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+@dataclass(frozen=True)
+class ResultOptions:
+    """How the results of an evaluation are shown, and where they go."""
 
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
-        command(options, **given)
+    html: Html = None
+    output: Output = None
+    as_json: Json = False
+    wide: Wide = False
 
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+
+def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `command(options, ...)` a command whose options are its own and, behind them, the fields of the dataclass `kind`."""
+
+    def made(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+        shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(kind)]
+        hints = {**get_type_hints(command, include_extras=True), **get_type_hints(kind, include_extras=True)}
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            options = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+            command(options, **given)
+
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return made
+
+
+#: A command that measures: `command(options: RunOptions, ...)`.
+measures = with_options(RunOptions)
 
 
 def run_suites(
