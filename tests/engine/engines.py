@@ -13,7 +13,8 @@ import torch
 import halfbyte.hf
 from halfbyte.paths import shipped_model
 
-TEXT = (shipped_model().parent / "heldout.txt").read_bytes()
+SHIPPED = shipped_model()
+TEXT = (SHIPPED.parent / "heldout.txt").read_bytes()
 #: All longer than the 16 tokens up to which halfbyte.hf reads a prompt from the cache.
 PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40))]
 #: Prefill as transformers does it: a prompt attends to its own 16-bit keys.
@@ -32,7 +33,7 @@ def name_of(keys: str, values: str) -> str:
 
 
 @contextmanager
-def engine(model: str | Path = shipped_model(), backend: str | None = None, **options: Any) -> Iterator[Any]:
+def engine(model: str | Path = SHIPPED, backend: str | None = None, **options: Any) -> Iterator[Any]:
     """A vLLM engine in fp32, of this process; its memory is given back at the end."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -87,7 +88,7 @@ def by_transformers(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, toke
     return found
 
 
-def quantized(model: str | Path = shipped_model(), **formats: Any) -> Any:
+def quantized(model: str | Path = SHIPPED, **formats: Any) -> Any:
     """A transformers model in fp32 that halfbyte has quantized."""
     from transformers import AutoModelForCausalLM
 

@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: Layers from the top; a module may import its own layer and those below. A name stands for the file or the folder.
 LAYERS = (
     {"cli"},
-    {"hf", "measure", "evals", "report", "doctor", "memory"},
+    {"hf", "vllm", "measure", "evals", "report", "doctor", "memory"},
     {"engine"},
     {"checkpoints"},
     {"cache", "paging", "nn", "experts"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
-    {"cache_plan"},
+    {"cache_plan", "cache_options"},
     {"formats"},
     {"arguments", "transforms"},
     {"errors", "paths"},
@@ -45,6 +45,7 @@ ONLY = {
     "matplotlib": {"measure", "report", "cli"},
     "triton": {"kernels", "device", "measure"},
     "typer": {"cli"},
+    "vllm": {"vllm"},
     "huggingface_hub": {"paths", "hf", "evals", "cli", "memory", "checkpoints"},
 }
 

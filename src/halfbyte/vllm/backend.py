@@ -37,7 +37,7 @@ from halfbyte.vllm import backend_names, check_version
 check_version(vllm.__version__)
 
 
-class HalfbyteBackend(AttentionBackend):
+class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks before there is a cache. Subclasses have their pair of formats."""
 
     pair: ClassVar[tuple[str, str]]
@@ -163,13 +163,13 @@ class Ragged(NamedTuple):
 
 
 @dataclass
-class HalfbyteMetadata(AttentionMetadata):
+class HalfbyteMetadata(AttentionMetadata):  # type: ignore[misc]
     """A batch: the requests that decode, which come first, and those with longer queries."""
 
     parts: list[Ragged]
 
 
-class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
+class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: ignore[misc]
     """Splits a batch by what the host knows, without a look at the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -202,7 +202,7 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
         return HalfbyteMetadata(parts)
 
 
-class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):
+class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     """The attention of one layer. Subclasses have their pair of formats."""
 
     pair: ClassVar[tuple[str, str]]

@@ -47,7 +47,7 @@ class Stored(NamedTuple):
         return expected_parts(self.format, shape, act_order=self.act_order)
 
 
-class HalfbyteConfig(QuantizationConfig):
+class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
     """`quantization_config` of config.json: module name -> weight format, and which are in act-order. Workers get it pickled."""
 
     def __init__(self, modules: dict[str, str], act_order: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class HalfbyteConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
-        from halfbyte.hf.quantizer import HalfbyteConfig as Written
+        from halfbyte.hf.quantization_config import HalfbyteConfig as Written
 
         check_version(vllm.__version__)
         if envs.VLLM_BATCH_INVARIANT:
@@ -110,7 +110,7 @@ class HalfbyteConfig(QuantizationConfig):
         return HalfbyteLinear([Stored(n, weight_format(self.modules[n]), n in self.act_order) for n in names])
 
 
-class HalfbyteLinear(LinearMethodBase):
+class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
     """The weights of one layer of vLLM: those of one module, or of several that vLLM fuses."""
 
     def __init__(self, stored: list[Stored]) -> None:
