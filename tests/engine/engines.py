@@ -44,6 +44,8 @@ def engine(model: str | Path = SHIPPED, backend: str | None = None, **options: A
         llm = LLM(model=str(model), attention_backend=backend, disable_log_stats=False, **(defaults | options))
         yield llm
     finally:
+        if llm is not None:  # a failed test keeps its frame, and with it the engine
+            llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()

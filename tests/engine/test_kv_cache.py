@@ -45,7 +45,6 @@ SCHEDULES = {
     "speculation": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     },
-    "compiled": {"enforce_eager": False},
 }
 
 
@@ -55,6 +54,14 @@ def test_schedules_change_nothing(schedule: str, at_once) -> None:
         assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
         if schedule == "speculation":
             assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_compiled() -> None:
+    said = []
+    for eager in (True, False):
+        with engine(backend=name_of("int8", "int8"), enforce_eager=eager) as llm:
+            said.append(generate(llm))
+    assert_same(said[1], said[0])
 
 
 def test_preemption_changes_nothing(at_once) -> None:
@@ -92,10 +99,10 @@ def test_rotated_keys() -> None:
     assert_same(found, by_transformers(quantized(keys="int4", values="int4", rotate_keys=True)))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3"])
 def test_families(family: str, tiny) -> None:
-    """A sliding window; softcap with alternating windows; sinks; partial rotary embedding; one stored projection for q, k and v."""
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(1, 60))]
+    """A sliding window; softcap with alternating windows; one stored projection for q, k and v."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
     with engine(tiny(family), name_of("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
         found = generate(llm, prompts)
     assert_same(found, by_transformers(quantized(tiny(family), keys="int8", values="int4_g32"), prompts))

@@ -135,8 +135,11 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         plain = [f"{name}.weight" if name in linear else name for name in self.quantization_config.modules]
         return {**model.state_dict(), **{name: torch.empty(STOP) for name in plain}}, {}
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """How the names in files become those of the model. Those in folders of halfbyte are: `keep_names`."""
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
+        """How the names in files become those of the model. Those in folders of halfbyte are: `keep_names`.
+
+        transformers 5.19 passes no model.
+        """
         return [] if self._own_names else weight_conversions
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:

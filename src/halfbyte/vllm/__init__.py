@@ -7,17 +7,24 @@ vLLM calls `register`, the entry point of its group vllm.general_plugins, in eac
 
 from __future__ import annotations
 
-import re
+import copyreg
+from typing import Any
 
-from halfbyte.engine import PAGE_FORMATS
-from halfbyte.errors import Unsupported
-
-#: Versions of vLLM whose plugin interface this is written for: from the first, up to but without the second.
-VERSIONS = ((0, 32), (0, 34))
+from halfbyte.errors import warn_once
 
 
 def register() -> None:
-    """Make vLLM know the attention backends and the quantization method. May be called several times in one process."""
+    """Make vLLM know the attention backends and the quantization method. May be called several times in one process.
+
+    A vLLM that the plugin is not written for stays as it is, with one warning.
+    """
+    import vllm
+
+    from halfbyte.vllm.names import backend_names, refusal
+
+    if said := refusal(vllm.__version__):
+        warn_once(said)
+        return
     from vllm.model_executor.layers import quantization
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -28,23 +35,20 @@ def register() -> None:
     for name in backend_names():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"halfbyte.vllm.backend.{name}")
+    copyreg.pickle(AttentionBackendEnum, _reduced)  # type: ignore[arg-type]
     for name in on_cpu.REPLACED:
         register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.on_cpu.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(OWN)(HalfbyteConfig)
 
 
-def backend_names() -> dict[str, tuple[str, str]]:
-    """Name of each attention backend -> names of the formats of keys and values."""
-    return {f"HALFBYTE_{k}__{v}".upper(): (k, v) for k in PAGE_FORMATS for v in PAGE_FORMATS}
+def _reduced(backend: Any) -> tuple[Any, tuple[str]]:
+    """How a backend is pickled: by its name, since a worker unpickles its configuration before it loads plugins."""
+    return _backend, (backend.name,)
 
 
-def check_version(version: str) -> None:
-    """Raise `Unsupported` for a version of vLLM outside of `VERSIONS`."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    first, end = VERSIONS
-    if found is None or not first <= (int(found[1]), int(found[2])) < end:
-        raise Unsupported(
-            f"this is vLLM {version}, and halfbyte's plugin is for {first[0]}.{first[1]} up to {end[0]}.{end[1] - 1}: "
-            f"pip install 'vllm>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
-        )
+def _backend(name: str) -> Any:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[name]

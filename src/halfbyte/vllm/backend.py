@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import vllm
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
@@ -30,11 +29,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
-from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.errors import HalfbyteError, Unsupported, check
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.vllm import backend_names, check_version
-
-check_version(vllm.__version__)
+from halfbyte.vllm.names import backend_names
 
 
 class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]

@@ -20,7 +20,8 @@ def __getattr__(name: str) -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from halfbyte.errors import Unsupported
-    from halfbyte.vllm import backend, backend_names
+    from halfbyte.vllm import backend
+    from halfbyte.vllm.names import backend_names
 
     config = get_current_vllm_config().attention_config
     by_kind = {kind: member.name for kind, member in config.backend_per_kind.items()}

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
-import vllm
 from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -29,7 +28,6 @@ from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
 from halfbyte.formats import Format, weight_format
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor, expected_parts
-from halfbyte.vllm import check_version
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
 
 #: Weights that one launch computes.
@@ -79,7 +77,6 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
         from halfbyte.hf.quantization_config import HalfbyteConfig as Written
 
-        check_version(vllm.__version__)
         if envs.VLLM_BATCH_INVARIANT:
             raise Unsupported(
                 "VLLM_BATCH_INVARIANT=1 is not implemented for weights that halfbyte quantized; leave one of them out"

@@ -1,0 +1,27 @@
+"""What the plugin is called by and written for: names of backends, versions of vLLM. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import re
+
+from halfbyte.engine import PAGE_FORMATS
+
+#: Versions of vLLM whose plugin interface this is written for: from the first, up to but without the second.
+VERSIONS = ((0, 32), (0, 34))
+
+
+def backend_names() -> dict[str, tuple[str, str]]:
+    """Name of each attention backend -> names of the formats of keys and values."""
+    return {f"HALFBYTE_{k}__{v}".upper(): (k, v) for k in PAGE_FORMATS for v in PAGE_FORMATS}
+
+
+def refusal(version: str) -> str:
+    """Why a version of vLLM is outside of `VERSIONS`, and what to do; "" for one inside."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, end = VERSIONS
+    if found is not None and first <= (int(found[1]), int(found[2])) < end:
+        return ""
+    return (
+        f"this is vLLM {version}, and halfbyte's plugin is for {first[0]}.{first[1]} up to {end[0]}.{end[1] - 1}: "
+        f"pip install 'vllm>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
+    )

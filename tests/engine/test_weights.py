@@ -1,0 +1,88 @@
+"""Folders of `halfbyte quantize` in real engines: transformers' words, tensor parallel as well, and damaged or unfit folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EXACT, assert_same, by_transformers, engine, generate, name_of, quantized, save
+from safetensors.torch import load_file, save_file
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.hf import load
+
+#: Zero points; a table and nested scales; a scale for the whole tensor; a scale a row.
+FORMATS = ("int4_g64", "nf4_dq", "nvfp4", "int8_col")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """folder(format): the shipped model with weights of that format."""
+    root = tmp_path_factory.mktemp("quantized")
+    return lambda fmt: save(quantized(weights=fmt), root / fmt)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_an_engine_says_what_transformers_says(fmt: str, ranks: int, folder) -> None:
+    """Over vLLM's own cache, which rounds nothing here."""
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
+    with engine(folder(fmt), **options) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(plain(folder(fmt))), within=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_weights_and_a_packed_cache(ranks: int, folder) -> None:
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
+    with engine(folder("nvfp4"), name_of("int8", "int4_g32"), additional_config=EXACT, **options) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(plain(folder("nvfp4"), keys="int8", values="int4_g32")))
+
+
+def plain(folder: Path, **cache: str) -> Any:
+    """The folder as a transformers model."""
+    model = load(folder, dtype=torch.float32, **cache)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def copied(folder: Path, to: Path, change) -> Path:
+    """A copy of a folder with other tensors."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises((HalfbyteError, ValueError, RuntimeError)) as caught, engine(folder):
+        pass
+    return str(caught.value)
+
+
+def test_a_missing_part_is_named(folder, tmp_path: Path) -> None:
+    bad = copied(folder("int4_g64"), tmp_path / "bad", lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scales"))
+    assert "model.layers.1.mlp.up_proj" in refused(bad)
+
+
+def test_scales_that_are_not_finite_are_named(folder, tmp_path: Path) -> None:
+    bad = copied(
+        folder("int4_g64"), tmp_path / "bad", lambda t: t["model.layers.0.self_attn.o_proj.weight_scales"].fill_(torch.inf)
+    )
+    assert "model.layers.0.self_attn.o_proj" in refused(bad)
+
+
+def test_an_unknown_format_is_named(folder, tmp_path: Path) -> None:
+    bad = copied(folder("int4_g64"), tmp_path / "bad", lambda _: None)
+    config = json.loads((bad / "config.json").read_text())
+    found = config["quantization_config"]["modules"]
+    found[next(iter(found))] = "int5_g64"
+    (bad / "config.json").write_text(json.dumps(config))
+    assert "int5_g64" in refused(bad)
