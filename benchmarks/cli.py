@@ -12,8 +12,8 @@ import typer
 from benchmarks.tune_cli import tune
 from halfbyte.cli import run_app
 from halfbyte.cli.bench import Against, Files, PageFile, Title
-from halfbyte.cli.options import Impls, Output, RunOptions, Where, measures, run_suites, write_report
-from halfbyte.cli.shared import Json, print_table, words
+from halfbyte.cli.options import Impls, Output, RunOptions, measures, run_suites, write_report
+from halfbyte.cli.shared import Json, Where, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
@@ -122,13 +122,7 @@ def run_baselines(
     if options.as_json:
         print(json.dumps([dict(zip(run.HEADERS, row, strict=True)) for row in rows], indent=2))
         return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*run.HEADERS, header_style="bold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    print_table(table)
+    print_table("", run.HEADERS, rows, text_columns=len(run.HEADERS))
 
 
 app.command("tune")(tune)

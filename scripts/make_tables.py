@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS
-from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
+from halfbyte.cli.formats import HEADERS, format_rows
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
 from halfbyte.measure.records import Record
@@ -24,8 +24,6 @@ FAMILIES = ROOT / "results" / "families.jsonl"
 SERVED = "the tokens of transformers"
 #: What an error says besides the reason.
 ADVICE = re.compile(r"^a packed KV cache cannot be used with \S+: |[.,;] (Quantize its|so nothing|load it) .*")
-KV_SHAPE, WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
-SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -40,25 +38,7 @@ def case_name(case: str) -> str:
 
 def formats() -> str:
     """Every format: where it applies, what its codes are, what shares a scale, bits an element."""
-    rows = [_format_row(f, "keys" if f.token_block else "keys, values", KV_SHAPE) for f in KV_FORMATS.values()]
-    rows += [_format_row(f, "weights", WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
-    return markdown(("format", "for", "codes", "one scale for each", "bits an element"), rows)
-
-
-def _format_row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
-    offset += f", {f.clip:.1%} of the span" if f.clip < 1 else ""
-    return f"`{f.name}`", use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
-
-
-def _scale_text(f: Format) -> str:
-    if f.scale is None:
-        return "-"
-    group, kind = f.scale.group, f.scale.granularity
-    where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or SHARED[kind]
-    extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
-    stored = f.scale.dtype.upper() if f.scale.dtype.startswith("e") else f.scale.dtype.replace("f", "fp")
-    return ", ".join([where, stored, *extras])
+    return markdown(HEADERS, [(f"`{name}`", *rest) for name, *rest in format_rows()])
 
 
 def models() -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "eager_attention",
     "float64_attention",
     "linear_accuracy",
+    "lse_bound",
     "products",
 ]
 
@@ -44,6 +45,16 @@ def attention_errors(out: torch.Tensor, lse: torch.Tensor, truth: Attention, bas
     return "; ".join(found + [f"lse is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed))
 
 
+def lse_bound(q: torch.Tensor, k: torch.Tensor, rotated: float = 0) -> torch.Tensor:
+    """What `decode_attention` says of lse's error, [B, Hq, L]: q [B, Hq, L, D] and k [B, H, T, D] as they are multiplied, float64.
+
+    rotated: the unit roundoff that a kernel rounds a rotated query with.
+    """
+    keys = k.abs().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    size: torch.Tensor = 1 + (q.abs() @ keys.mT).amax(-1)
+    return ((q.shape[-1] + 8) * 2**-24 + rotated) * size
+
+
 def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x times a dequantized weight: in float64, and as torch rounds it with the weight in x's dtype."""
     full = weight.dequantize(torch.float64)
@@ -52,9 +63,26 @@ def products(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = N
     return truth, base
 
 
+#: Of fewer numbers than this an L2 error is luck, eager's too: of one number it may be 0.
+FEW = 64
+
+
 def check_product(out: torch.Tensor, x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None = None) -> None:
-    """Raise unless `out` keeps the promise for linear layers."""
+    """Raise unless `out` keeps the promise for linear layers; of few numbers, unless each is within its own roundings."""
     truth, base = products(x, weight, bias)
     assert out.dtype is x.dtype
     assert out.shape == truth.shape
-    linear_accuracy(out, base, truth).require(f"{weight.format} {list(weight.shape)} {list(x.shape)} {x.stride()}")
+    what = f"{weight.format} {list(weight.shape)} {list(x.shape)} {x.stride()}"
+    if out.numel() >= FEW:
+        linear_accuracy(out, base, truth).require(what)
+    else:
+        assert ((out.double() - truth).abs() <= roundings(x, weight, bias, truth)).all(), what
+
+
+def roundings(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, truth: torch.Tensor) -> torch.Tensor:
+    """Most that a result can be off by, [M, N]: a weight is rounded twice (its scale, and the product), the result once, to x's
+    dtype; a sum of K terms is rounded K times in fp32.
+    """
+    terms = x.double().abs() @ weight.dequantize(torch.float64).abs().mT + (0 if bias is None else bias.double().abs())
+    unit = torch.finfo(x.dtype).eps / 2
+    return unit * (2 * terms + truth.abs()) + (weight.shape[1] + 2) * 2**-24 * terms

@@ -6,12 +6,12 @@ The truth is computed pair by pair, by a loop that shares no code with the level
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from accuracy import linear_accuracy
-from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
@@ -49,16 +49,8 @@ def by_hand(a: Activation, y: torch.Tensor) -> torch.Tensor:
     return f * (u + a.shift)
 
 
-@dataclass
-class Mixture:
-    """A call of `experts_linear`."""
-
-    x: torch.Tensor
-    weight: QuantTensor
-    ids: torch.Tensor
-    gates: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    activation: Activation | None = None
+class Mixture(ExpertsCall):
+    """A call, and what it should give."""
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """In float64; in a 16-bit dtype each step is rounded as eager torch does it."""
@@ -82,12 +74,9 @@ class Mixture:
             y = torch.nn.functional.linear(x, values[expert], bias)
         return y if self.activation is None else by_hand(self.activation, y)
 
-    def run(self, level: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return level(self.x, self.weight, self.ids, self.gates, self.bias, self.activation)
-
     def check(self, level: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Within the promise: relative L2 error at most twice that of 16-bit torch on the dequantized weights."""
-        out, truth = self.run(level), self.expected(torch.float64)
+        out, truth = level(self), self.expected(torch.float64)
         assert out.shape == truth.shape
         assert out.dtype is self.x.dtype
         what = f"{self.weight.format} {list(self.weight.shape)} {list(self.ids.shape)} {self.activation}"

@@ -74,7 +74,7 @@ def test_a_number_that_is_no_expert() -> None:
             hb.experts_linear(normal(1, 64), weight, torch.tensor([[0, bad]]))
     for level in LEVELS.values():
         for gates in (None, torch.tensor([[0.5, torch.nan], [torch.nan, torch.inf]])):
-            out = Mixture(normal(2, 64), weight, ids, gates, normal(4, 8), OAI).run(level)
+            out = level(Mixture(normal(2, 64), weight, ids, gates, normal(4, 8), OAI))
             assert out.isfinite().all()
             assert not out[1].any()
 
@@ -107,7 +107,7 @@ def test_awkward_shapes(
     case = Mixture(normal(tokens, 64).to(dtype), weight, ids, gates, normal(experts, 2 * half), activation)
     truth = case.expected(torch.float64)
     for level in LEVELS.values():  # the promise is about norms: of a few numbers, luck is
-        assert (case.run(level).double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm() + 1e-3
+        assert (level(case).double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm() + 1e-3
 
 
 def test_strides_and_integers_of_any_kind() -> None:
@@ -150,5 +150,5 @@ def test_gradients_and_missing_gpus_are_refused() -> None:
 
 def test_the_same_bits_each_time() -> None:
     case = Mixture(normal(9, 64).half(), stack("int4_g32", 4, 8, 64), routed(9, 3, 4), torch.rand(9, 3), activation=OAI)
-    first = case.run(cpu)
-    assert all(torch.equal(case.run(cpu), first) for _ in range(20))
+    first = cpu(case)
+    assert all(torch.equal(cpu(case), first) for _ in range(20))

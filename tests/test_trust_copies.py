@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import engine
+from halfbyte.experts import QuantExperts
 from halfbyte.nn import FusedProjections, QuantLinear
 from sizes import head_dim
 
@@ -21,6 +23,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda given: pickle.loads(pickle.dumps(given)),
     "deepcopy of a pickle": lambda given: copy.deepcopy(pickle.loads(pickle.dumps(given))),
 }
+
+ONE = torch.ones(1, 4, 1, 32)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -68,6 +72,22 @@ def use_module(module: torch.nn.Module) -> list[torch.Tensor]:
     return [module(drawn(3, 128).half())]
 
 
+def use_experts(experts: QuantExperts) -> list[torch.Tensor]:
+    return [hb.experts_linear(drawn(3, 128).half(), experts.weight, torch.tensor([[0, 1], [2, 3], [3, 0]]))]
+
+
+def view_of(layout: engine.PageLayout) -> engine.PagedView:
+    """Three tokens of one sequence, in page 1."""
+    memory = torch.zeros(2, 2, 16, layout.token_head_bytes, dtype=torch.uint8)
+    keys, values = layout.buffers(memory)
+    engine.append_slots(drawn(3, 2, 32), drawn(3, 2, 32, seed=1), keys, values, torch.tensor([16, 17, 18]))
+    return engine.PagedView(keys, values, torch.tensor([3], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32))
+
+
+def use_layout(layout: engine.PageLayout) -> list[torch.Tensor]:
+    return [hb.decode_attention(ONE, view_of(layout))]
+
+
 def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]]:
     """How to make each object, and how to use it."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]] = {}
@@ -75,13 +95,18 @@ def objects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.T
         for name, fmt in registry.items():
             if fmt.is_quantized:
                 found[f"format of a {kind} {name}"] = (lambda fmt=fmt: fmt, use_format)
-    for name in ("fp8", "fp8_tensor", "int8", "int8_tensor", "int4_channel", "bf16"):
+    for name in ("fp8", "fp8_tensor", "int8", "int8_tensor", "int4_channel", "int2_g32", "bf16"):
         found[f"cache {name}"] = (lambda name=name: filled(hb.KVCache, name), use_cache)
         found[f"paged {name}"] = (lambda name=name: filled(hb.PagedKVCache, name), use_cache)
     for name in hb.WEIGHT_FORMATS:
         found[f"weight {name}"] = (lambda name=name: hb.quantize(drawn(32, 128), name), use_weight)
     for name in ("int4_g32", "nf4_dq", "nvfp4"):
         found[f"layer {name}"] = (lambda name=name: QuantLinear(hb.quantize(drawn(32, 128), name)), use_module)
+    experts = drawn(4, 64, 128)
+    found["experts"] = (lambda: QuantExperts(hb.quantize(experts, "int4_g32")), use_experts)
+    found["weight of a parameter"] = (lambda: hb.quantize(torch.nn.Parameter(drawn(32, 128)), "int4_g32_fp32"), use_weight)
+    found["layout of pages"] = (lambda: engine.PageLayout("fp8", "int4", 32), use_layout)
+    found["view of pages"] = (lambda: view_of(engine.PageLayout("fp8", "int4", 32)), lambda view: [hb.decode_attention(ONE, view)])
     layers = [QuantLinear(hb.quantize(drawn(32, 128, seed=i), "int4_g32")) for i in range(3)]
     found["fused"] = (lambda: FusedProjections(*copy.deepcopy(layers)), use_module)
     return found
@@ -92,6 +117,12 @@ OBJECTS = objects()
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_every_public_class_is_copied_here() -> None:
+    public = [getattr(home, name) for home in (hb, engine) for name in home.__all__]
+    used = {type(make()) for make, _ in OBJECTS.values()}
+    assert {each for each in public if isinstance(each, type)} - {hb.HalfbyteError} <= used
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -125,7 +156,7 @@ def answer(given: bytes) -> bytes:
 
 
 def test_a_spawned_process_uses_them_alike() -> None:
-    names = [name for name in OBJECTS if name.split()[0] in ("cache", "paged", "layer", "fused") or "fp8" in name]
+    names = [name for name in OBJECTS if name.split()[0] in ("cache", "paged", "layer", "fused", "view") or "fp8" in name]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

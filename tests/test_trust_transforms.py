@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import halfbyte as hb
+from halfbyte import engine
 from halfbyte.ops import launch_cache
 from halfbyte.ops._library import can_bypass_dispatcher
 
@@ -31,7 +32,30 @@ def functions() -> dict[str, tuple[Function, torch.Tensor]]:
         made.append(k, k)
         return made.dequantized()[0]
 
+    keys, values = engine.PageLayout("int8", "int8", 32).buffers(torch.zeros(1, 2, 16, 68, dtype=torch.uint8))
+
+    def append_slots(k: torch.Tensor, **options: object) -> torch.Tensor:
+        rotated = engine.append_slots(k, k, keys, values, torch.tensor([3]), **options)  # type: ignore[arg-type]
+        return keys.codes.float() if rotated is None else rotated
+
+    def rotated(cos: torch.Tensor) -> torch.Tensor:
+        made = hb.KVCache(1, 2, 32, 64)
+        return made.append(k, k, rope=(cos, cos), q=q)
+
+    def varlen(q: torch.Tensor, **options: object) -> torch.Tensor:
+        return engine.attention_varlen(q, held, torch.tensor([0, 1], dtype=torch.int32), 1, **options)  # type: ignore[arg-type,return-value]
+
+    experts = hb.quantize(torch.randn(4, 32, 64), "int4_g32")
     return {
+        "quantize": (lambda x: hb.quantize(x, "int4_sym_g32_fp32").scales, torch.randn(32, 64)),  # type: ignore[dict-item]
+        "experts": (lambda x: hb.experts_linear(x, experts, torch.tensor([[0], [1], [3]])), torch.randn(3, 64)),
+        "varlen": (varlen, q[:, :, 0]),
+        "exact varlen": (lambda k: varlen(q[:, :, 0], prefill="exact", k=k, v=k), k[:, :, 0]),
+        "prefill": (lambda q: hb.prefill_attention(q, k, k, held), q),  # type: ignore[dict-item]
+        "slots": (append_slots, k[:, :, 0]),
+        "rope of q": (rotated, torch.ones(1, 16)),
+        "rope of slots": (lambda cos: append_slots(k[:, :, 0], rope=(cos, cos), q=q[:, :, 0]), torch.ones(1, 16)),
+        "sinks": (lambda sinks: hb.decode_attention(q, held, sinks=sinks), torch.ones(4)),  # type: ignore[dict-item]
         "linear": (lambda x: hb.linear(x, weight), torch.randn(3, 64)),
         "a bias": (lambda bias: hb.linear(torch.ones(3, 64), weight, bias), torch.randn(32)),
         "qkv": (lambda x: hb.qkv_projection(x, (weight, weight, weight))[1], torch.randn(3, 64)),
@@ -63,6 +87,20 @@ def test_no_gradient_is_silently_missing(name: str, transform: str, no_grad: boo
     f, x = functions()[name]
     with torch.set_grad_enabled(not no_grad), pytest.raises(hb.HalfbyteError, match=r"torch\.func|tangent"):
         TRANSFORMS[transform](f, x)
+
+
+#: What changes memory in place, and what makes codes: their results have no gradient, which torch itself says in backward.
+DATA = ("append", "slots", "quantize")
+
+
+@pytest.mark.parametrize("name", functions())
+def test_reverse_mode_is_refused_too(name: str) -> None:
+    f, x = functions()[name]
+    if name in DATA:
+        assert not f(x.requires_grad_()).requires_grad
+        return
+    with pytest.raises(hb.HalfbyteError, match="no gradient"):
+        f(x.requires_grad_()).sum().backward()
 
 
 def test_calls_without_a_tangent_are_not_refused() -> None:

@@ -6,13 +6,16 @@ Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and alloca
 from __future__ import annotations
 
 import copy
-from typing import TypedDict, Unpack, overload
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, Unpack, overload
 
 import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.formats import check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
@@ -22,42 +25,15 @@ from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
 
-#: The default formats: keys need more bits than values.
-KEYS, VALUES = "int8", "int4_g32"
 
-
-class CacheOptions(TypedDict, total=False):
-    """Options of a cache.
-
-    keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
-    value_dim          size of a value head, if it differs from head_dim
-    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
-                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
-    sink_tokens        the first tokens of a sequence that stay in 16 bits, keys and values (0)
-    recent_tokens      the last tokens of a sequence that stay in 16 bits; they are quantized when they leave this window (0)
-    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet (bfloat16)
-    device             where the memory is ("cpu")
-    k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
-    """
-
-    keys: str | Format
-    values: str | Format
-    value_dim: int | None
-    rotate_keys: bool | None
-    sink_tokens: int
-    recent_tokens: int
-    dtype: torch.dtype
-    device: torch.device | str
-    k_scale: float | None
-    v_scale: float | None
-
-
+@shows_options
 class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
-    Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
-    Not thread-safe: threads that share a cache need a lock, or tokens are lost silently.
+    Options are those of `CacheOptions`. With per-channel keys the capacity is rounded up to whole blocks. With sink or recent
+    tokens, attention of a chunk of several tokens sees the state after its append.
+    Threads may share a cache: `append`, `reset`, `crop` and `reorder` run one after the other, and no token is lost. Whoever reads
+    while another thread changes the cache, as attention does, needs a lock of their own; so do streams of a GPU, to be in order.
     """
 
     page_table: torch.Tensor | None = None
@@ -73,25 +49,33 @@ class KVCache:
     _version: tuple[torch.Tensor, int] | None = None
     #: The name of an engine's tensor with a stride of 0, whose elements share memory: such a cache is read-only.
     _expanded = ""
+    #: Held by the thread that changes the cache. Each cache has one of its own, but for those made in compiled code.
+    _lock: AbstractContextManager[object] = threading.RLock()
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        made = super().__new__(cls)
+        if not torch.compiler.is_compiling():
+            made._lock = threading.RLock()
+        return made
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
-        block = key_format(options.get("keys", KEYS)).token_block or 1
+        block = key_format((DEFAULTS | options)["keys"]).token_block or 1
         self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, capacity, options)
 
     def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, capacity: int, options: CacheOptions) -> None:
         """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
-        k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
-        value_dim, dtype = options.get("value_dim"), options.get("dtype", torch.bfloat16)
-        value_dim = head_dim if value_dim is None else value_dim
-        device, self.rotate_keys = device_of(options.get("device", "cpu")), rotated(options.get("rotate_keys"), k_fmt, head_dim)
+        given = DEFAULTS | options
+        k_fmt, v_fmt = key_format(given["keys"]), value_format(given["values"])
+        value_dim, dtype = head_dim if given["value_dim"] is None else given["value_dim"], given["dtype"]
+        device, self.rotate_keys = device_of(given["device"]), rotated(given["rotate_keys"], k_fmt, head_dim)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        sinks, recent = options.get("sink_tokens", 0), options.get("recent_tokens", 0)
+        sinks, recent = given["sink_tokens"], given["recent_tokens"]
         check_window(sinks, recent, k_fmt, v_fmt, capacity)
-        k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
+        k_scale, v_scale = given["k_scale"], given["v_scale"]
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)
@@ -142,10 +126,14 @@ class KVCache:
     @property
     def length_bound(self) -> int | None:
         """No sequence is longer than this. None: the host cannot know without reading the device, or the call is being traced."""
-        if torch.compiler.is_compiling() or not self._counts_all or self._version is None or self._capturing():
-            return None
+        return self._bound if self._counted() and not self._capturing() else None
+
+    def _counted(self) -> bool:
+        """Whether every token was counted here, and only this object wrote the lengths. Of a capture nothing is known yet."""
+        if torch.compiler.is_compiling() or not self._counts_all or self._version is None:
+            return False
         lengths, version = self._version
-        return self._bound if lengths is self.lengths and version == lengths._version else None
+        return lengths is self.lengths and version == lengths._version
 
     def forget_length_bound(self) -> None:
         """Say that tokens will be appended without `append` of this object, as by compiled code: the host stops counting them."""
@@ -191,15 +179,13 @@ class KVCache:
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and pickles: their lengths are another tensor, with a version of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_version"}
+        """For copies and pickles: their lengths are another tensor, with a version of its own, and so is their lock."""
+        return {name: value for name, value in vars(self).items() if name not in ("_version", "_lock")}
 
     def __repr__(self) -> str:
         shape = f"batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}"
-        rotated = " rotated" if self.rotate_keys else ""
-        return (
-            f"{type(self).__name__}({shape}, keys={self.keys.format}{rotated}, values={self.values.format}, {self.nbytes:,} bytes)"
-        )
+        formats = f"keys={self.keys.format}{' rotated' * self.rotate_keys}, values={self.values.format}"
+        return f"{type(self).__name__}({shape}, {formats}, {self.nbytes:,} bytes)"
 
     # --------------------------------------------------------------------------------------------------- what it does
 
@@ -233,18 +219,18 @@ class KVCache:
         NaN and infinity are not detected: the block that holds one becomes NaN. In CUDA graphs and compiled code, tokens beyond
         the capacity are not written.
         """
-        self._check_writable()
         where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
         call = AppendCall(k, v, *where, rope, q, self._measures)
         signature = signature_of(call)
         if signature is None or not signature.known:
             check_new(call)
-        return self._append(call, signature)
+        with self._changing():
+            return self._append(call, signature)
 
     def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
         """`append` of checked arguments; `PagedKVCache` allocates pages here."""
         self._check_capacity(call.k.shape[2], call.counts)
-        certain = self.length_bound is not None
+        certain = self._counted()
         rotated = store(call, s=signature)
         self._version = _version_of(self.lengths) if certain else None
         return rotated
@@ -268,14 +254,14 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget every token. A per-tensor scale that was measured is measured again."""
-        self._check_writable()
-        self.lengths.zero_()
-        self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
-        for buffer, given in zip((self.keys, self.values), self._given, strict=True):
-            if buffer.scales is not None and given is not None:
-                buffer.scales.copy_(given)
-            if buffer.saturated is not None:
-                buffer.saturated.zero_()
+        with self._changing():
+            self.lengths.zero_()
+            self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
+            for buffer, given in zip((self.keys, self.values), self._given, strict=True):
+                if buffer.scales is not None and given is not None:
+                    buffer.scales.copy_(given)
+                if buffer.saturated is not None:
+                    buffer.saturated.zero_()
 
     def crop(self, length: int | torch.Tensor) -> None:
         """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
@@ -290,15 +276,15 @@ class KVCache:
             number = length.item() if isinstance(length, torch.Tensor) and length.ndim == 0 else length
             kept = integer("length", number, 0, 2**63, "a number of tokens to keep, 0 or more, or an integer tensor [B] of them")
             wanted = torch.full_like(self.lengths, min(kept, 2**31 - 1))
-        self._check_writable()
         check(not bool((wanted < 0).any()), f"length={length}; expected 0 or more tokens to keep")
-        left = torch.minimum(self.lengths, wanted)
-        check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
-        for buffer in (self.keys, self.values):
-            reopen(buffer, self.lengths, left, self.page_table)
-        self.lengths.copy_(left)
-        if self._bound is not None and not isinstance(length, torch.Tensor):
-            self._bound = min(self._bound, int(length))
+        with self._changing():
+            left = torch.minimum(self.lengths, wanted)
+            check(not bool((left > self.capacity).any()), f"lengths holds more than the capacity of {self.capacity}")
+            for buffer in (self.keys, self.values):
+                reopen(buffer, self.lengths, left, self.page_table)
+            self.lengths.copy_(left)
+            if self._bound is not None and not isinstance(length, torch.Tensor):
+                self._bound = min(self._bound, int(length))
 
     def _capturing(self) -> bool:
         """Whether a CUDA graph is being captured: nothing runs now, and replays do not run this code."""
@@ -309,10 +295,10 @@ class KVCache:
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}; see select")
         self._check_owned("reorder")
-        self._check_writable()
-        for t in (*self.keys.tensors(), *self.values.tensors(), self.lengths):
-            if t is not None and (t.ndim > 1 or t is self.lengths):  # not a per-tensor scale
-                t.copy_(t[index])
+        with self._changing():
+            for t in (*self.keys.tensors(), *self.values.tensors(), self.lengths):
+                if t is not None and (t.ndim > 1 or t is self.lengths):  # not a per-tensor scale
+                    t.copy_(t[index])
 
     def select(self, index: torch.Tensor) -> KVCache:
         """A new cache whose sequence i is a copy of this one's index[i]."""
@@ -333,20 +319,11 @@ class KVCache:
         """A new cache with room for `capacity` tokens (at least this one's) that holds the same codes."""
         check_sizes(capacity=capacity)
         self._check_owned("grown")
-        made = KVCache(
-            self.batch,
-            self.kv_heads,
-            self.head_dim,
-            max(capacity, self.capacity),
-            keys=self.keys.format,
-            values=self.values.format,
-            value_dim=self.value_dim,
-            rotate_keys=self.rotate_keys,
-            sink_tokens=self.keys.sink_tokens,
-            recent_tokens=self.keys.recent_tokens,
-            dtype=torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype,
-            device=self.device,
-        )
+        dtype = torch.bfloat16 if self.keys.tail is None else self.keys.tail.dtype
+        options: CacheOptions = {"keys": self.keys.format, "values": self.values.format, "value_dim": self.value_dim}
+        options |= {"sink_tokens": self.keys.sink_tokens, "recent_tokens": self.keys.recent_tokens, "dtype": dtype}
+        options |= {"rotate_keys": self.rotate_keys, "device": self.device}
+        made = KVCache(self.batch, self.kv_heads, self.head_dim, max(capacity, self.capacity), **options)
         for new, held in zip(made.tensors(), self.tensors(), strict=True):
             new[tuple(slice(size) for size in held.shape)] = held
         made._given, made._measures = self._given, self._measures
@@ -366,18 +343,18 @@ class KVCache:
     def _index(self, index: torch.Tensor) -> torch.Tensor:
         check_tensor("index", index, ("n",), "integer", self.device)
         index = index.long()
-        check(
-            index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch),
-            f"index names a sequence outside 0..{self.batch - 1}",
-        )
+        inside = index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < self.batch)
+        check(inside, f"index names a sequence outside 0..{self.batch - 1}")
         return index
 
-    def _check_writable(self) -> None:
+    def _changing(self) -> AbstractContextManager[object]:
+        """The lock of whoever changes the cache, which is checked to be writable. Compiled code takes none: it cannot hold one."""
         check(
             not self._expanded,
             f"{self._expanded} holds several elements in one place (a stride of 0), so the cache is read-only; give every "
             f"sequence memory of its own",
         )
+        return nullcontext() if torch.compiler.is_compiling() else self._lock
 
     def _check_owned(self, what: str) -> None:
         if self.page_table is not None:

@@ -11,7 +11,7 @@ from halfbyte.errors import check
 from halfbyte.formats import Format
 from halfbyte.nn import NoTensor, QuantLayer, stored
 from halfbyte.ops.experts_linear import experts_linear, experts_of_parts
-from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as in_torch
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
@@ -58,7 +58,7 @@ class QuantExperts(QuantLayer):
             parts, bias = stored(self._parameters)
             return experts_of_parts(x, parts, ids, gates, bias, self.format_name, self.activation)
         if torch.is_grad_enabled() and (x.requires_grad or (gates is not None and gates.requires_grad)):
-            return in_torch(x, self.weight, ids, gates, self._bias(), self.activation, torch.float32)
+            return in_torch(ExpertsCall(x, self.weight, ids, gates, self._bias(), self.activation), torch.float32)
         return experts_linear(x, self.weight, ids, gates, bias=self._bias(), activation=self.activation)
 
     def _refuse(self, *args: object) -> Any:

@@ -13,13 +13,15 @@ from typing import Unpack
 import torch
 
 from halfbyte.arguments import check_sizes, integer
-from halfbyte.cache import KEYS, CacheOptions, KVCache
+from halfbyte.cache import KVCache
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, outside_inference_mode
 from halfbyte.ops.launch_cache import Signature
 
 
+@shows_options
 class PagedKVCache(KVCache):
     """Like `KVCache`, with codes in a pool [pages, H, page_size, ...] and a page table int32 [batch, pages of a sequence].
 
@@ -27,8 +29,7 @@ class PagedKVCache(KVCache):
     page_size  tokens in a page: 16, 32, 64, 128 or 256; a multiple of 32 for per-channel keys
     pages      pages in the pool; None: enough for every sequence at full capacity
 
-    Not thread-safe, even for threads that append to different sequences: all share the pool. An append that is refused changes no
-    sequence; a page that it had copied is free again.
+    An append that is refused changes no sequence; a page that it had copied is free again.
     """
 
     page_table: torch.Tensor
@@ -46,7 +47,7 @@ class PagedKVCache(KVCache):
     ) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         check(page_size in (16, 32, 64, 128, 256), f"page_size={page_size}; choose 16, 32, 64, 128 or 256")
-        fmt = key_format(options.get("keys", KEYS))
+        fmt = key_format((DEFAULTS | options)["keys"])
         block = fmt.token_block or 1
         check(page_size % block == 0, f"page_size={page_size}; {fmt} quantizes blocks of {block} tokens and needs a multiple of it")
         per_sequence = -(-capacity // page_size)
@@ -108,25 +109,28 @@ class PagedKVCache(KVCache):
 
     def reset(self) -> None:
         """Forget every token and give every page back."""
-        super().reset()
-        self._keep([0] * self.batch)
+        with self._changing():
+            super().reset()
+            self._keep([0] * self.batch)
 
     def crop(self, length: int | torch.Tensor) -> None:
         """As `KVCache.crop`; gives back the pages that hold nothing any more."""
-        super().crop(length)
-        self._keep(self.lengths.tolist())
+        with self._changing():
+            super().crop(length)
+            self._keep(self.lengths.tolist())
 
     def reorder(self, index: torch.Tensor) -> None:
         """As `KVCache.reorder`, without copying pages: sequences that become the same share them."""
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}")
         chosen = index.tolist()
-        self._held = [list(self._held[i]) for i in chosen]
-        self._tokens = [self._tokens[i] for i in chosen]
-        self._recount()
-        for t in (self.keys.tail, self.values.tail, self.lengths):
-            if t is not None:
-                t.copy_(t[index])
+        with self._changing():
+            self._held = [list(self._held[i]) for i in chosen]
+            self._tokens = [self._tokens[i] for i in chosen]
+            self._recount()
+            for t in (self.keys.tail, self.values.tail, self.lengths):
+                if t is not None:
+                    t.copy_(t[index])
 
     def select(self, index: torch.Tensor) -> KVCache:
         """Not offered: a paged cache has one pool; use `reorder`."""

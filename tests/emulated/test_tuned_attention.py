@@ -8,6 +8,9 @@ from emulation import EARLY, ORDERS, Refused, attend
 from gpu_cases import Call, Case, Variant, build, same_bits, simple, with_scale
 
 import halfbyte as hb
+from accuracy import lse_bound
+from halfbyte.reference.attention import read
+from halfbyte.reference.hadamard import rotate
 
 PLAIN = frozenset[str]()
 ROTATED = frozenset({"rotate"})
@@ -167,6 +170,23 @@ def test_scales_of_channels_at_their_limits(keys: str, scale: float) -> None:
     assert not call.wrong(*_attend(call, ORDERS[0]))
     zeros = simple(k * 0, v, q.bfloat16(), keys, "int4")
     assert not zeros.wrong(*_attend(zeros, ORDERS[0]))
+
+
+@pytest.mark.parametrize(("offset", "peaked"), [(0.0, 60.0), (-300.0, 1.0)])
+@pytest.mark.parametrize(("keys", "rotated"), [("int8", False), ("fp16", False), ("int4_channel", False), ("int4", True)])
+def test_lse_is_within_its_stated_bound(keys: str, rotated: bool, offset: float, peaked: float) -> None:
+    """One key far above the others, and a large common part of all scores."""
+    k, v = torch.randn(2, 1, 1, 100, 128, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(1, 8, 1, 128, generator=torch.Generator().manual_seed(2))
+    q[..., 0], k[..., 0] = 8.0, offset
+    k[:, :, 17, 1:] *= peaked
+    call = simple(k, v, q.half(), keys, "int8")
+    call.cache.rotate_keys, call.options["sm_scale"] = rotated, 1.0
+    _, lse = _attend(call, ORDERS[0])
+    stored = read(call.cache.keys, call.cache.lengths, None)[:, :, :100].double()
+    multiplied = rotate(call.q.double()) if rotated else call.q.double()
+    error = (lse.double() - (multiplied @ stored.mT).logsumexp(-1)).abs()
+    assert (error <= lse_bound(multiplied, stored, 2**-11 if rotated else 0)).all()
 
 
 @pytest.mark.parametrize("hidden", [float("inf"), 1e30])

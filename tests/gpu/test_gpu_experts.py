@@ -72,13 +72,12 @@ def build(case: Case) -> Mixture:
 
 
 def run(call: Mixture, impl: str) -> torch.Tensor:
-    given = (call.x, call.weight, call.ids, call.gates)
-    return hb.experts_linear(*given, bias=call.bias, activation=call.activation, impl=impl)
+    return hb.experts_linear(*call[:4], bias=call.bias, activation=call.activation, impl=impl)
 
 
 def check(call: Mixture, out: torch.Tensor) -> None:
     """Within the promise; the 16-bit computation of the same numbers is eager torch's, expert by expert."""
-    wide = Mixture(call.x.double(), *(call.weight, call.ids, call.gates, call.bias, call.activation)).run(reference)
+    wide = reference(call._replace(x=call.x.double()))
     linear_accuracy(out, in_half(call), wide).require(str(call.weight))
 
 
@@ -147,6 +146,6 @@ def test_ids_out_of_range_give_zeros(number: int, impl: str) -> None:
     call = build(MARKED[number])
     bad = call.ids.clone()
     bad[0] = torch.tensor([-1, call.weight.shape[0], 2**40, -(2**40)], device=bad.device).repeat(4)[: bad.shape[1]]
-    out = run(Mixture(call.x, call.weight, bad, call.gates, call.bias, call.activation), impl)
+    out = run(call._replace(ids=bad), impl)
     assert not out[0].any()
     assert same_bits(out[1:], run(call, impl)[1:])

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import halfbyte as hb
+from accuracy import lse_bound
 from halfbyte.errors import Unsupported
+from halfbyte.reference.attention import read
+from halfbyte.reference.hadamard import rotate
 from halfbyte.settings import interpreted
 
 #: numpy warns of what a GPU computes silently, and as meant: log2 of 0.
@@ -35,6 +38,26 @@ def test_append_and_attend(keys: str, values: str, page: int) -> None:
         truth, truth_lse = hb.decode_attention(q, made[1], impl="reference", **options)  # type: ignore[arg-type]
         torch.testing.assert_close(out, truth, rtol=0.02, atol=0.02)
         torch.testing.assert_close(lse, truth_lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("offset", [0.0, -300.0, -6e4])
+@pytest.mark.parametrize("peaked", [1.0, 60.0])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("keys", ["fp16", "int8", "int4_channel", "fp8", "int2"])
+def test_lse_is_within_its_stated_bound(keys: str, rotated: bool, peaked: float, offset: float) -> None:
+    """`offset`: of every score, as a large common part of keys gives; `peaked`: one key far above the others."""
+    cache = hb.KVCache(1, 1, 128, 128, keys=keys, values="int8", rotate_keys=rotated, dtype=torch.float16)
+    rng = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 1, 128, generator=rng), torch.randn(1, 1, 100, 128, generator=rng)
+    q[..., 0], k[..., 0] = 8.0, offset / (20 if rotated and offset < -1e4 else 1)  # fp16 holds what rotation makes of it
+    k[:, :, 17, 1:] *= peaked
+    cache.append(k, k.clamp(-100, 100))
+    for query in (q.half(), q.bfloat16()):
+        lse = hb.decode_attention(query, cache, sm_scale=1.0, return_lse=True, impl="triton")[1]
+        multiplied = rotate(query.double()) if rotated else query.double()
+        stored = read(cache.keys, cache.lengths, None)[:, :, :100].double()
+        truth = (multiplied @ stored.mT).logsumexp(-1)
+        assert ((lse.double() - truth).abs() <= lse_bound(multiplied, stored, 2**-11 if rotated else 0)).all()
 
 
 def test_prefill_and_the_registered_op() -> None:

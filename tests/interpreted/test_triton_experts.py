@@ -27,14 +27,12 @@ def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits
 
 def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
     """A launch into memory that holds NaN."""
-    (experts, features, width), gated = case.weight.shape, case.gates is not None
-    size, count = workspace(chosen, features, case.ids.numel(), gated)
-    width_out = features if case.activation is None else features // 2
-    out = torch.full((*(case.ids.shape[:1] if gated else case.ids.shape), width_out), torch.nan, dtype=case.x.dtype)
+    experts, features, width = case.weight.shape
+    size, count = workspace(chosen, features, case.ids.numel(), case.gates is not None)
+    out = case.new_result().fill_(torch.nan)
     semaphores = torch.zeros(count, dtype=torch.int32)
     table = (None, None) if chosen.inline else _sorted(case.ids, experts)
-    given = (case.weight, case.ids, case.gates, case.bias, case.activation, out, chosen, table)
-    launch(case.x.reshape(-1, width), *given, torch.full((size,), torch.nan), semaphores)
+    launch(case._replace(x=case.x.reshape(-1, width)), out, chosen, table, torch.full((size,), torch.nan), semaphores)
     assert not semaphores.any(), "semaphores are zero again"
     return out
 
@@ -108,10 +106,10 @@ def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
     """NaN in one token's row, gate and expert stays there."""
     weight, ids = stack("int4_g32", 4, 34, 64), torch.tensor([[0, 1], [1, 2], [0, 2]])
     x, gates = normal(3, 64).half(), torch.rand(3, 2)
-    clean = _run_triton(x, weight, ids, gates, None, None)
+    clean = _run_triton(Mixture(x, weight, ids, gates))
     assert weight.scales is not None
     weight.scales[3], x[1], gates[1] = torch.nan, torch.nan, torch.nan
-    out = _run_triton(x, weight, ids, gates, None, None)
+    out = _run_triton(Mixture(x, weight, ids, gates))
     assert out[1].isnan().all()
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
@@ -124,7 +122,7 @@ def test_act_order_and_strides() -> None:
 
 def test_no_width_leaves_the_bias() -> None:
     weight, bias = stack("int4_col", 2, 4, 0), normal(2, 4).half()
-    out = _run_triton(normal(1, 0).half(), weight, torch.tensor([[1]]), None, bias, None)
+    out = _run_triton(Mixture(normal(1, 0).half(), weight, torch.tensor([[1]]), bias=bias))
     assert torch.equal(out[0, 0], bias[1])
 
 

@@ -33,9 +33,9 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
-    {"cache_plan"},
+    {"cache_plan", "cache_options"},
     {"formats"},
-    {"arguments"},
+    {"arguments", "transforms"},
     {"errors", "paths"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

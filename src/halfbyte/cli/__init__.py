@@ -14,6 +14,7 @@ import typer
 
 from halfbyte.cli import bench, inspect, models
 from halfbyte.cli.calibrate import calibrate
+from halfbyte.cli.formats import formats
 from halfbyte.errors import HalfbyteError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("extract")(models.extract)
 app.command("calibrate")(calibrate)
+app.command("formats")(formats)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)
 app.command("explain")(inspect.explain)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import Formats, Impls, RunOptions, Where, measures, run_suites, write_report
-from halfbyte.cli.shared import integers, pairs, print_table, words
+from halfbyte.cli.options import Formats, Impls, RunOptions, measures, run_suites, write_report
+from halfbyte.cli.shared import Where, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ Files = Annotated[list[Path], typer.Argument(help="Files of records, written by 
 Against = Annotated[
     list[Path] | None, typer.Option("--against", help="Earlier records: changes beyond the noise are marked. Repeatable.")
 ]
-PageFile = Annotated[Path, typer.Option("--output", "-o", help="The HTML page to write.")]
+PageFile = Annotated[Path, typer.Option("--html", "--output", "-o", help="The HTML page to write.")]
 Title = Annotated[str, typer.Option(help="Title of the page.")]
 #: Commands that left the wheel, and what each is called now.
 MOVED = {"all": "all", "qkv": "qkv", "study": "study", "peers": "baselines", "overhead": "overhead"}
@@ -111,8 +111,6 @@ def bench_compare(
     full: Annotated[bool, typer.Option("--full", help="List unchanged cases too.")] = False,
 ) -> None:
     """List what became faster or slower, beyond the noise, between two files of records."""
-    from rich.table import Table
-
     from halfbyte.measure.compare import changes
     from halfbyte.measure.page import CHANGES, change_row
     from halfbyte.measure.records import read_all
@@ -122,11 +120,8 @@ def bench_compare(
         print(f"note: {notice}", file=sys.stderr)
     found = changes(old, new)
     shown = [c for c in found if full or c.marked]
-    table = Table(*CHANGES, header_style="bold")
-    for change in shown:
-        table.add_row(*map(str, change_row(change)))
     if shown:
-        print_table(table)
+        print_table("", CHANGES, [[str(cell) for cell in change_row(c)] for c in shown], text_columns=3)
     print(f"{sum(c.marked for c in found)} of {len(found)} changed")
 
 

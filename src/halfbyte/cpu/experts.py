@@ -9,22 +9,15 @@ import torch
 
 from halfbyte.cpu.linear import product
 from halfbyte.reference.dequantize import expert_scales
-from halfbyte.reference.experts import Activation, combined, hit
-from halfbyte.tensors import QuantTensor
+from halfbyte.reference.experts import ExpertsCall, combined, hit
 
 
-def experts_linear(
-    x: torch.Tensor,
-    weight: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-) -> torch.Tensor:
+def experts_linear(call: ExpertsCall) -> torch.Tensor:
     """As `reference.experts.experts_linear`, in fp32 (float64 for a float64 x)."""
+    x, weight, ids, _, bias, _ = call
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     y = torch.zeros(*ids.shape, weight.shape[1], dtype=wide, device=x.device)
-    for expert in hit(ids, weight.shape[0]):
+    for expert in hit(call):
         tokens, places = torch.where(ids == expert)
         rows = (x[tokens] if x.ndim == 2 else x[tokens, places]).to(wide)
         if weight.perm is not None:
@@ -32,4 +25,4 @@ def experts_linear(
         offsets = None if weight.offsets is None else weight.offsets[expert]
         made = product(rows, weight.codes[expert], expert_scales(weight, expert, wide), offsets, weight.format.code)
         y[tokens, places] = made.mT if bias is None else made.mT + bias[expert]
-    return combined(y, ids, gates, activation, weight.shape[0]).to(x.dtype)
+    return combined(y, call).to(x.dtype)

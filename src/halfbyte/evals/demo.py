@@ -14,8 +14,9 @@ from rich.text import Text
 from halfbyte.evals.model import agreement, load, write
 from halfbyte.evals.outliers import PROFILES
 from halfbyte.evals.present import BY_MODEL, add_results, by_model, model_table
-from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, progress, run_evaluation
+from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte.evals.text import heldout_text, windows
+from halfbyte.measure.progress import progress
 from halfbyte.report import Report
 
 WINDOWS, LENGTH, CHUNK = 8, 1024, 16
@@ -32,8 +33,11 @@ TEXTS = {
 }
 
 
-def demo(report_path: Path, console: Console) -> list[Quality]:
-    """Evaluate every KV and weight format, continue a prompt with three caches, print it all and write the report."""
+def demo(report_path: Path, console: Console, errors: Console) -> list[Quality]:
+    """Evaluate every KV and weight format, continue a prompt with three caches, print it all and write the report.
+
+    errors: the console on which progress is shown.
+    """
     started = time.perf_counter()
     model, tokenizer = load("demo")
     cut = windows(tokenizer.encode(heldout_text()), LENGTH, WINDOWS)
@@ -43,11 +47,11 @@ def demo(report_path: Path, console: Console) -> list[Quality]:
         f"{torch.get_num_threads()} threads. "
         "Each row reads all older keys and values from a cache of its own format."
     )
-    results = run_evaluation(model, settings, cut, CHUNK, console, batch=WINDOWS)
+    results = run_evaluation(model, settings, cut, CHUNK, errors, batch=WINDOWS)
     short = windows(tokenizer.encode(heldout_text()), OUTLIER_LENGTH, OUTLIER_WINDOWS)
-    variants = [r for outliers in PROFILES for r in run_evaluation(model, settings, short, CHUNK, console, outliers=outliers)]
+    variants = [r for outliers in PROFILES for r in run_evaluation(model, settings, short, CHUNK, errors, outliers=outliers)]
     texts: dict[str, str] = {}
-    with progress(console) as bar:
+    with progress(errors) as bar:
         for name, setting in bar.track(TEXTS.items(), description="writing"):
             text = "".join(write(model, tokenizer, PROMPT, setting, TOKENS))
             first = next(iter(texts.values()), text)

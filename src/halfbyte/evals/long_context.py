@@ -25,8 +25,9 @@ import torch
 from rich.console import Console
 
 from halfbyte.errors import check
-from halfbyte.evals.quality import Setting, progress, with_weights
+from halfbyte.evals.quality import Setting, with_weights
 from halfbyte.evals.text import Tokenizer, windows
+from halfbyte.measure.progress import progress
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
 KEYS, CHARACTERS, TEXTS, PROMPT = 8, 16, 4, 1 / 20
@@ -157,7 +158,7 @@ def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, cons
         task = bar.add_task("", total=len(settings) * tasks.steps)
         for setting in settings:
             bar.update(task, description=f"long context, {setting.name}")
-            used = with_weights(model, setting.weights, setting.clip)
+            used = with_weights(model, *setting.in_weights)
             result, text = long_context(used, setting, tasks, base, model, lambda: bar.advance(task))
             results.append(result)
             base = text if base is None else base

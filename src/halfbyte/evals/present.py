@@ -16,6 +16,7 @@ from rich.text import Text
 
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
+from halfbyte.paths import append_line
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ KL_LABEL = "mean KL divergence (nats)"
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
 HEADERS = (
-    *("KV cache", "weights", "perplexity", "change %", "KL mean", "KL p99", "KL by third", "top-1 %"),
-    *("KV B/token", "weights MB", "seconds"),
+    *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
+    *("top-1 %", "KL p99", "KL by third", "seconds"),
 )
 
 
@@ -36,27 +37,31 @@ def row(result: Quality) -> tuple[str, ...]:
     """One result in the order of `HEADERS`."""
     return (
         result.setting.kv,
-        (result.setting.weights or result.plain_weights) + (", clip searched" if result.setting.clip else ""),
+        _weights(result),
         f"{result.perplexity:.4f}",
         f"{result.change:+.3f}",
         f"{result.kl_mean:.2e}",
-        f"{result.kl_p99:.2e}",
-        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
-        f"{100 * result.top1:.2f}",
         f"{result.kv_bytes_per_token:,.0f}",
         f"{result.weight_bytes / 1e6:.2f}",
+        f"{100 * result.top1:.2f}",
+        f"{result.kl_p99:.2e}",
+        " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
         f"{result.seconds:.1f}",
     )
 
 
-def table(results: Sequence[Quality], title: str) -> Table:
-    """The terminal table; a line between the 16-bit run, the caches and the weights."""
-    made = Table(title=title, title_justify="left", header_style="bold")
-    for i, header in enumerate(HEADERS):
-        made.add_column(header, justify="left" if i < 2 else "right", no_wrap=i >= 2)
-    for result, following in zip(results, [*results[1:], None], strict=True):
-        ends = following is None or _kind(following) != _kind(result)
-        made.add_row(*row(result), end_section=ends)
+def _weights(result: Quality) -> str:
+    """The formats of the weights."""
+    setting = result.setting
+    head = f", lm_head {setting.lm_head}" if setting.lm_head else ""
+    return (setting.weights or result.plain_weights) + head + (", clip searched" if setting.clip else "")
+
+
+def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
+    """The rows of a terminal's table; an empty one, which draws a line, between the 16-bit run, the caches and the weights."""
+    made: list[tuple[str, ...]] = []
+    for before, result in zip([None, *results], results, strict=False):
+        made += [()] * (before is not None and _kind(before) != _kind(result)) + [row(result)]
     return made
 
 
@@ -99,7 +104,7 @@ def model_table(results: Sequence[Quality]) -> Table:
 def _kind(result: Quality) -> str:
     """Which part of the table a result belongs to."""
     setting = result.setting
-    if setting.weights is None:
+    if setting.weights is setting.lm_head is None:
         return "16-bit" if setting.kv == "bf16" else "KV cache"
     return "weights" if setting.kv == "bf16" else "both"
 
@@ -120,7 +125,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
         if errors:
             chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
             report.figure(chart, "Error by layer: hidden states against those of the 16-bit run")
-    weights = [r for r in others if _kind(r) == "weights" and weight_format(r.setting.weights or "").code.bits == 4]
+    weights = [r for r in others if _kind(r) == "weights" and r.setting.weights and weight_format(r.setting.weights).code.bits == 4]
     if weights:
         names = [r.setting.weights or "" for r in weights]
         points = _points(weights, [r.weight_bytes / base.weight_bytes for r in weights], names, [_family(n) for n in names])
@@ -163,9 +168,8 @@ def append_records(results: Sequence[Quality], path: Path, longer: Sequence[Long
     from halfbyte.measure.records import environment
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
-    with path.open("a", encoding="utf-8") as file:
-        for one in records(results, longer):
-            file.write(json.dumps(one | {"environment": made}) + "\n")
+    for one in records(results, longer):
+        append_line(path, json.dumps(one | {"environment": made}))
 
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:
@@ -191,16 +195,6 @@ def long_rows(results: Sequence[LongContext]) -> list[tuple[str, ...]]:
         )
         for r in results
     ]
-
-
-def long_table(results: Sequence[LongContext]) -> Table:
-    """The terminal table of long contexts."""
-    made = Table(title=f"Contexts of {results[0].context:,} tokens", title_justify="left", header_style="bold")
-    for i, header in enumerate(LONG_HEADERS):
-        made.add_column(header, justify="right" if i else "left", no_wrap=i > 0)
-    for row in long_rows(results):
-        made.add_row(*row)
-    return made
 
 
 def add_long_context(report: Report, results: Sequence[LongContext]) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rich.console import Console
-from rich.progress import Progress
 
 from halfbyte.device import Device
 from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
+from halfbyte.measure.progress import progress
 from halfbyte.measure.session import Session
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of
 from halfbyte.plans.linear_spec import LinearPlan
@@ -53,7 +52,7 @@ def compile_ahead(wanted: Iterable[Pair], capability: tuple[int, int], fewest: i
     console = Console(stderr=True)
     with (
         ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
-        Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar,
+        progress(console) as bar,
         contextlib.suppress(BrokenProcessPool),
     ):
         task = bar.add_task(f"compiling in {processes} processes", total=len(variants))

@@ -7,15 +7,13 @@ import gc
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from halfbyte.device import Device, describe
 from halfbyte.errors import InvalidArgument
@@ -25,6 +23,7 @@ from halfbyte.measure.progress import Named, Steps, job_name
 from halfbyte.measure.records import Record, with_accuracy, with_timing
 from halfbyte.measure.roofline import Roofline
 from halfbyte.measure.tables import is_noisy
+from halfbyte.measure.terminal import show_table
 from halfbyte.measure.timing import (
     GRAPHS,
     QUICK,
@@ -84,6 +83,7 @@ class Options:
 
     pattern  a regular expression over "case formats implementation"
     kernels  times of the kernels by themselves, too, by CUPTI
+    wide     tables show all columns, however narrow the terminal is
     """
 
     output: Path | None = None
@@ -93,6 +93,7 @@ class Options:
     device: str | None = None
     threads: int | None = None
     kernels: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -284,15 +285,9 @@ class Session:
             soft_wrap=True,
         )
 
-    def show_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> None:
+    def show_table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
         """Print a table and what a reader must know besides; all but the first `text_columns` columns hold numbers."""
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for i, header in enumerate(headers):
-            table.add_column(header, justify="left" if i < text_columns else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        with _wide_when_piped(self._out):
-            self._out.print(table)
+        show_table(self._out, title, headers, rows, text_columns, self.options.wide)
         for record in self.records:
             if record.refused:
                 self._out.print(f"refused: {record.refused}", markup=False, highlight=False, soft_wrap=True)
@@ -308,13 +303,3 @@ class Session:
         """Print a line, unless only JSON is wanted."""
         if not self.options.json:
             self._out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _wide_when_piped(console: Console) -> Iterator[None]:
-    """Outside a terminal rich assumes 80 columns and would fold every cell; a file has room."""
-    before = console.width
-    if not console.is_terminal:
-        console.width = 200
-    yield
-    console.width = before

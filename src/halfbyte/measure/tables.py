@@ -9,7 +9,7 @@ from halfbyte.measure.records import Record
 #: Headers and rows.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
-HEADERS = ("case", "formats", "implementation", "time (ms)", "p10 - p90", "GB/s", "of roofline", "vs 16-bit", "error")
+HEADERS = ("case", "formats", "implementation", "time (ms)", "vs 16-bit", "of roofline", "error", "GB/s", "p10 - p90")
 
 
 def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
@@ -20,13 +20,13 @@ def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
         head = (describe_shape(r.shape) or r.case, r.formats, r.implementation)
         error = "" if r.error is None else f"{r.error:.2g}"
         if r.seconds is None or r.p10 is None or r.p90 is None:
-            rows.append((*head, "refused" if r.refused else "", "", "", "", "", error))
+            rows.append((*head, "refused" if r.refused else "", "", "", error, "", ""))
             continue
         baseline = fastest_16_bit(measured, r)
         ratio = "" if baseline is None else f"{r.seconds / baseline:.2f}x"
         rate, share = f"{r.gb_per_s or 0:.1f}", f"{100 * (r.roof_share or 0):.0f} %"
         spread = f"{1e3 * r.p10:.3g} - {1e3 * r.p90:.3g}"
-        rows.append((*head, f"{1e3 * r.seconds:.3f}", spread, rate, share, ratio, error))
+        rows.append((*head, f"{1e3 * r.seconds:.3f}", ratio, share, error, rate, spread))
     return rows
 
 

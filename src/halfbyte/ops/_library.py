@@ -11,9 +11,9 @@ import torch
 from torch.autograd import forward_ad as _forward
 
 from halfbyte.errors import Unsupported, warn_once
-from halfbyte.ops._transforms import RefusingLibrary, refuse_transform
 from halfbyte.plans import GPU_LEVELS, LEVELS, plan
 from halfbyte.settings import default_impl, interpreted
+from halfbyte.transforms import RefusingLibrary, refuse_transform
 
 NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -24,7 +24,7 @@ _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_gr
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register an op from its schema, its implementation for every device and its shape rule; returns the callable op.
 
-    No op here has a gradient: one that returns something raises when a gradient is requested, see `_transforms`.
+    No op here has a gradient: one that returns something raises when a gradient is requested, see `halfbyte.transforms`.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -15,13 +15,13 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Shape, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
 from halfbyte.ops._library import define, level, refuse_capture
-from halfbyte.ops._transforms import refuse_transforms
 from halfbyte.ops.launch_cache import Signature, layout, replay, signature
 from halfbyte.ops.launch_cache import store as store_launch
 from halfbyte.ops.workspace import stream_of
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
 from halfbyte.settings import pair_launches
+from halfbyte.transforms import refuse_transforms
 
 # ------------------------------------------------------------------------------------------------- the torch.library op
 
@@ -206,7 +206,7 @@ def signature_of(c: AppendCall) -> Signature | None:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
         return None
-    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and getattr(c.q, "requires_grad", False)):
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
         return None
     return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
 
@@ -241,7 +241,7 @@ def check_new(c: AppendCall) -> None:
     """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
     (k, v, keys, values, lengths), q, batch = c[:5], c.q, c.lengths.shape[0]
     if not torch.compiler.is_compiling():
-        refuse_transforms("append", (k, v, q))
+        refuse_transforms("append", (k, v, q, c.rope))
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
     check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
@@ -257,8 +257,15 @@ def check_query(q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, 
     """q, to be rotated along with the keys."""
     check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
     check_tensor("q", q, shape, device=device)
-    if q.requires_grad and torch.is_grad_enabled():
-        raise Unsupported("append has no gradient, and q requires one: halfbyte is for inference; wrap the call in torch.no_grad()")
+    if torch.is_grad_enabled() and _requires_grad(q, rope):
+        raise Unsupported(
+            "append has no gradient, and q or rope requires one: halfbyte is for inference; wrap the call in torch.no_grad()"
+        )
+
+
+def _requires_grad(q: torch.Tensor | None, rope: Rope | None) -> bool:
+    """Whether q, once it is rotated, would have a gradient."""
+    return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ())))
 
 
 def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:

@@ -7,9 +7,9 @@ import torch
 from halfbyte.arguments import check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
-from halfbyte.ops._transforms import refuse_transforms
 from halfbyte.ops.append import check_query, check_rope, signature_of, store
 from halfbyte.ops.launch_cache import replay
+from halfbyte.transforms import refuse_transforms
 
 
 def append_slots(
@@ -53,7 +53,7 @@ def _check(c: AppendCall) -> None:
     """Types, shapes and devices. What the numbers are is looked at when they are read."""
     (k, v, keys, values, slots), rope, q = c[:5], c.rope, c.q
     if not torch.compiler.is_compiling():
-        refuse_transforms("append_slots", (k, v, q))
+        refuse_transforms("append_slots", (k, v, q, rope))
     if keys.format.token_block:
         raise Unsupported(f"{keys.format} keys keep a tail for each sequence, and slots know no sequences; use KVCache.append")
     if keys.tail is not None or values.tail is not None:

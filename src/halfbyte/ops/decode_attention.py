@@ -151,9 +151,10 @@ def decode_attention(
     Types: scores and sums of 16-bit queries are fp32. Queries of 32 and 64 bits are computed in float64 and have no kernel: on a
     GPU they run blocked torch code, many times slower, which a CUDA graph cannot record.
 
-    lse of the `cpu` level is off by at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a
-    visible key (both as they are rotated) plus what ALiBi adds: scores are sums in fp32, so a common offset of -5e5 costs tenths
-    of a nat. `reference`, and wider queries, are off by the rounding of lse to float32 alone.
+    lse is off by at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a visible key (both as
+    they are rotated) plus what ALiBi adds: scores are sums in fp32, so a common offset of -5e5 costs tenths of a nat. Kernels round
+    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S. `reference`, and wider queries, are off by the
+    rounding of lse to float32 alone.
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """

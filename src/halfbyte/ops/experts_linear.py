@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.workspace import counters, floats
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
 from halfbyte.reference import experts as reference
-from halfbyte.reference.experts import KINDS, Activation
+from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, weight_of
 
 _LEVELS: dict[str, Callable[..., torch.Tensor]] = {"cpu": cpu.experts_linear, "reference": reference.experts_linear}
@@ -51,12 +52,9 @@ def experts_linear(
 
     Raises `InvalidArgument` naming the argument at fault.
     """
-    chosen_activation = _activation(activation)
-    _check(x, weight, ids, gates, bias, chosen_activation)
-    kind, constants = ("", []) if chosen_activation is None else (chosen_activation.kind, [*chosen_activation[1:]])
-    parts = list(weight.parts().values())
-    y: torch.Tensor = _op(x, parts, ids, gates, bias, weight.format.name, kind, constants, _level(impl, x))
-    return y
+    call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation))
+    _check(call)
+    return experts_of_parts(x, [*weight.parts().values()], ids, gates, bias, weight.format.name, call.activation, impl)
 
 
 def experts_of_parts(
@@ -67,10 +65,11 @@ def experts_of_parts(
     bias: torch.Tensor | None,
     fmt: str,
     activation: Activation | None,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """`experts_linear` as compiled code calls it, see `linear_of_parts`."""
     kind, constants = ("", []) if activation is None else (activation.kind, [*activation[1:]])
-    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, _level("auto", x))
+    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, _level(impl, x))
     return y
 
 
@@ -83,14 +82,8 @@ def _activation(activation: str | Activation | None) -> Activation | None:
     return found
 
 
-def _check(
-    x: torch.Tensor,
-    weight: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-) -> None:
+def _check(call: ExpertsCall) -> None:
+    x, weight, ids, gates, bias, activation = call
     stack = isinstance(weight, QuantTensor) and len(weight.shape) == 3
     given = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
     check(stack, f"weight is {given}; expected a stack [E, N, K] from halfbyte.quantize")
@@ -122,38 +115,22 @@ def _level(impl: str, x: torch.Tensor) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- the op
 
 
-def _run(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight_format_name: str,
-    kind: str,
-    constants: list[float],
-    level: str,
-) -> torch.Tensor:
-    weight = weight_of(weight_format(weight_format_name), parts)
-    activation = Activation(kind, *constants) if kind else None  # type: ignore[arg-type]
+def _call(*flat: Any) -> ExpertsCall:
+    """The call that the op's arguments are."""
+    x, parts, ids, gates, bias, fmt, kind, constants, _ = flat
+    return ExpertsCall(x, weight_of(weight_format(fmt), parts), ids, gates, bias, Activation(kind, *constants) if kind else None)
+
+
+def _run(*flat: Any) -> torch.Tensor:
+    call, level = _call(*flat), flat[-1]
     if level in _LEVELS:
-        refuse_capture("experts_linear", x.device)
-        return _LEVELS[level](x, weight, ids, gates, bias, activation)
-    return _run_triton(x, weight, ids, gates, bias, activation)
+        refuse_capture("experts_linear", call.x.device)
+        return _LEVELS[level](call)
+    return _run_triton(call)
 
 
-def _fake(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight_format_name: str,
-    kind: str,
-    constants: list[float],
-    level: str,
-) -> torch.Tensor:
-    features = parts[0].shape[1] // (2 if kind else 1)
-    return x.new_empty(*ids.shape, features) if gates is None else x.new_empty(ids.shape[0], features)
+def _fake(*flat: Any) -> torch.Tensor:
+    return _call(*flat).new_result()
 
 
 _op = define(
@@ -167,49 +144,38 @@ _op = define(
 # ---------------------------------------------------------------------------------------------------------------------- the GPU
 
 
-def _run_triton(
-    x: torch.Tensor,
-    weight: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-) -> torch.Tensor:
+def _run_triton(call: ExpertsCall) -> torch.Tensor:
+    x, weight, ids, gates, _, _ = call
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the triton kernel takes float16 and bfloat16; use impl='auto'")
-    tokens, top_k = ids.shape
-    features = weight.shape[1] // (1 if activation is None else 2)
-    out = x.new_empty(*(ids.shape if gates is None else ids.shape[:1]), features)
+    out = call.new_result()
     if not out.numel():
         return out
+    tokens, top_k = ids.shape
     if not top_k or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
-        return cpu.experts_linear(x, weight, ids, gates, bias, activation)
+        return cpu.experts_linear(call)
     step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
-    dense = [None if t is None else t.contiguous() for t in (bias, weight.nested, weight.tensor_scale)]
-    bias, stack = dense[0], QuantTensor(weight.format, weight.shape, **{**weight.parts(), **_named(dense[1:])})
+    dense = _dense(call)
     with torch.cuda.device_of(x):
         for first in range(0, tokens, step):
             part = slice(first, first + step)
             some = None if gates is None else gates[part].contiguous()
-            _launch(x[part], stack, ids[part].contiguous(), some, bias, activation, out[part])
+            _launch(dense._replace(x=x[part], ids=ids[part].contiguous(), gates=some), out[part])
     return out
 
 
-def _named(dense: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in zip(("nested", "tensor_scale"), dense, strict=True) if t is not None}
+def _dense(call: ExpertsCall) -> ExpertsCall:
+    """The call with the vectors that the kernel reads without strides made contiguous."""
+    w = call.weight
+    parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items()}
+    bias = None if call.bias is None else call.bias.contiguous()
+    return call._replace(weight=QuantTensor(w.format, w.shape, **parts), bias=bias)
 
 
-def _launch(
-    x: torch.Tensor,
-    stack: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-    out: torch.Tensor,
-) -> None:
+def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
     from halfbyte.kernels.linear.experts import launch, workspace
 
+    x, stack, ids = call.x, call.weight, call.ids
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
     index = -1 if x.device.type == "cpu" else x.device.index
     tiles = _tiles(stack.format, experts, features, width, tokens, top_k, index)
@@ -218,10 +184,9 @@ def _launch(
         x = (x.unsqueeze(1).expand(-1, top_k, -1) if x.ndim == 2 else x).gather(2, order)
         stack = QuantTensor(stack.format, stack.shape, **{n: t for n, t in stack.parts().items() if n != "perm"})
     table = (None, None) if tiles.inline else _sorted(ids, experts)
-    size, count = workspace(tiles, features, tokens * top_k, gates is not None)
+    size, count = workspace(tiles, features, tokens * top_k, call.gates is not None)
     partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
-    flat = x.reshape(-1, width)
-    launch(flat, stack, ids, gates, bias, activation, out, tiles, table, partials, semaphores)
+    launch(call._replace(x=x.reshape(-1, width), weight=stack), out, tiles, table, partials, semaphores)
 
 
 @functools.lru_cache(maxsize=4096)

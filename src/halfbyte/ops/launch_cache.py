@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.formats import Format
-from halfbyte.ops._transforms import no_memory
 from halfbyte.settings import as_set
+from halfbyte.transforms import no_memory
 
 Key = tuple[Any, ...]
 #: Shape and strides of a result.
@@ -75,7 +75,7 @@ def signature(
         for t in tensors:
             if t is None:
                 addresses.append(None)
-                facts.append(None)
+                facts += (None,)
             else:
                 address = t.data_ptr()
                 addresses.append(address)

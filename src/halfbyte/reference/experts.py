@@ -35,30 +35,39 @@ class Activation(NamedTuple):
 KINDS = ("silu", "gelu", "gelu_tanh")
 
 
-def experts_linear(
-    x: torch.Tensor,
-    weight: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """x [T, K] or [T, top_k, K] times weight [E, N, K] of expert ids[t, i], computed in `dtype`; an id out of range gives zeros.
+class ExpertsCall(NamedTuple):
+    """One call of `experts_linear`, made once from its arguments and passed on.
 
-    [T, top_k, N], or N / 2 with an activation; with gates [T, top_k] their weighted sum, [T, N]; in x's dtype.
+    x [T, K] or [T, top_k, K]; weight [E, N, K]; ids, gates [T, top_k]; bias [E, N].
     """
+
+    x: torch.Tensor
+    weight: QuantTensor
+    ids: torch.Tensor
+    gates: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    activation: Activation | None = None
+
+    def new_result(self) -> torch.Tensor:
+        """Memory for [T, top_k, N], or N / 2 with an activation; with gates [T, N]."""
+        features = self.weight.shape[1] // (1 if self.activation is None else 2)
+        return self.x.new_empty(*(self.ids.shape if self.gates is None else self.ids.shape[:1]), features)
+
+
+def experts_linear(call: ExpertsCall, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """x times the weight of expert ids[t, i], computed in `dtype` and returned in x's; an id out of range gives zeros."""
+    x, weight, ids, _, bias, _ = call
     rows = x.to(dtype) if x.ndim == 3 else x.to(dtype).unsqueeze(1).expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
-    for expert in hit(ids, weight.shape[0]):
+    for expert in hit(call):
         here = ids == expert
         y[here] = rows[here] @ expert_values(weight, expert, dtype).T + (0 if bias is None else bias[expert].to(dtype))
-    return combined(y, ids, gates, activation, weight.shape[0]).to(x.dtype)
+    return combined(y, call).to(x.dtype)
 
 
-def hit(ids: torch.Tensor, experts: int) -> list[int]:
+def hit(call: ExpertsCall) -> list[int]:
     """The experts that ids name, ascending."""
-    return [expert for expert in ids.unique().tolist() if 0 <= expert < experts]
+    return [expert for expert in call.ids.unique().tolist() if 0 <= expert < call.weight.shape[0]]
 
 
 def expert_values(weight: QuantTensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,14 +78,12 @@ def expert_values(weight: QuantTensor, expert: int, dtype: torch.dtype) -> torch
     return values if weight.perm is None else in_order(values, weight.perm[expert])
 
 
-def combined(
-    y: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor | None, activation: Activation | None, experts: int
-) -> torch.Tensor:
+def combined(y: torch.Tensor, call: ExpertsCall) -> torch.Tensor:
     """The activation of y [T, top_k, N], then the sum that gates weigh, in the order of ids."""
-    y = y if activation is None else activation(y)
-    if gates is None:
+    y = y if call.activation is None else call.activation(y)
+    if call.gates is None:
         return y
-    gates = gates.to(y.dtype).masked_fill((ids < 0) | (ids >= experts), 0)
+    gates = call.gates.to(y.dtype).masked_fill((call.ids < 0) | (call.ids >= call.weight.shape[0]), 0)
     total = torch.zeros_like(y[:, 0]) if y.shape[1] else y.new_zeros(y.shape[0], y.shape[2])
     for i in range(y.shape[1]):
         total += gates[:, i, None] * y[:, i]

@@ -27,6 +27,7 @@ from halfbyte.formats import E4M3, KV_FORMATS, MIN_SCALE, WEIGHT_FORMATS, Code, 
 from halfbyte.packing import pack_codes
 from halfbyte.reference.dequantize import decode, dynamic_map, over_elements, plain_scales, values_of
 from halfbyte.tensors import QuantTensor
+from halfbyte.transforms import refuse_transforms
 
 F16_MAX = 65504.0
 
@@ -46,10 +47,14 @@ def quantize(
     clip    "search": each scale of a weight covers the share of its range (`RATIOS`) with the least squared error; no data is
             needed. None: the whole range
 
-    Raises `InvalidArgument` for NaN or infinity in `x`, for a shape the format does not divide, and for a scale beyond fp16.
+    What is stored has no gradient, whether x requires one or not. Raises `InvalidArgument` for NaN or infinity in `x`, for a shape
+    the format does not divide, and for a scale beyond fp16.
     """
     fmt = any_format(fmt)
     check_tensor("x", x, [*map(str, range(x.ndim))] if isinstance(x, torch.Tensor) else ["..."])
+    if not torch.compiler.is_compiling():
+        refuse_transforms("quantize", (x,))
+    x = x.detach()
     check(x.layout is torch.strided, f"x is {x.layout}; expected a dense tensor: x.to_dense()")
     check(x.device.type != "meta", "x is on the meta device and holds no numbers to quantize; load it first")
     fmt.check_shape(tuple(x.shape))
@@ -87,7 +92,11 @@ def any_format(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     if isinstance(fmt, str) and fmt in KV_FORMATS and fmt not in WEIGHT_FORMATS:
-        raise InvalidArgument(f"fmt={fmt!r} is a format of keys and values; pass halfbyte.key_format({fmt!r})")
+        alike = [f.name for f in WEIGHT_FORMATS.values() if f.code.bits == KV_FORMATS[fmt].code.bits] or list(WEIGHT_FORMATS)
+        raise InvalidArgument(
+            f"fmt={fmt!r} is a format of keys and values: for those pass halfbyte.key_format({fmt!r}); "
+            f"for weights choose one of: {', '.join(alike)}"
+        )
     return weight_format(fmt, "fmt")
 
 

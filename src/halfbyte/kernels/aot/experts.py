@@ -11,7 +11,7 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.linear.experts import launch
 from halfbyte.plans.experts import experts_tiles
-from halfbyte.reference.experts import Activation
+from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 
 _OAI = Activation("silu", 1.702, 7.0, 1.0)
@@ -37,20 +37,17 @@ def configurations() -> Iterator[Configuration]:
         stack = QuantTensor(fmt, shape, **{part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape).items()})
         tiles = experts_tiles(fmt, *shape, tokens=tokens, top_k=top_k, num_sms=132)
         gated = "gates" in options
-        given = (
-            *(empty(tokens * (top_k if gated else 1), width, dtype=dtype), stack, empty(tokens, top_k, dtype=torch.int64)),
-            *(
-                empty(tokens, top_k, dtype=dtype) if gated else None,
-                empty(experts, features, dtype=dtype) if "bias" in options else None,
-            ),
-            *(activation, empty(tokens, features if gated else top_k * features // 2, dtype=dtype), tiles),
-            *(
-                (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1)),
-                empty(1, dtype=torch.float32),
-                empty(1),
-            ),
+        call = ExpertsCall(
+            empty(tokens * (top_k if gated else 1), width, dtype=dtype),
+            stack,
+            empty(tokens, top_k, dtype=torch.int64),
+            empty(tokens, top_k, dtype=dtype) if gated else None,
+            empty(experts, features, dtype=dtype) if "bias" in options else None,
+            activation,
         )
+        table = (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1))
+        given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
         kind = "" if activation is None else activation.kind
         full = "-".join(["experts", name, f"T{tokens}", "x".join(map(str, shape)), kind, *options.split()])
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
-        yield from recorded(full, functools.partial(launch, *given), may_spill=why)
+        yield from recorded(full, functools.partial(launch, call, *given), may_spill=why)

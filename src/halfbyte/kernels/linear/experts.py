@@ -26,8 +26,7 @@ from halfbyte.kernels.common.codes import INTERPRETED, rounded
 from halfbyte.kernels.linear.portable import row_factor, sums
 from halfbyte.kernels.linear.portable_weight import Weight, weight
 from halfbyte.plans.experts import ExpertsTiles
-from halfbyte.reference.experts import Activation
-from halfbyte.tensors import QuantTensor
+from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: Ids that a program looks at together, and tokens whose sums it makes together.
 _IDS, _TOKENS = tl.constexpr(128), tl.constexpr(16)
@@ -281,12 +280,7 @@ def workspace(tiles: ExpertsTiles, features: int, pairs: int, gated: bool) -> tu
 
 
 def launch(
-    x: torch.Tensor,
-    stack: QuantTensor,
-    ids: torch.Tensor,
-    gates: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Activation | None,
+    call: ExpertsCall,
     out: torch.Tensor,
     tiles: ExpertsTiles,
     table: tuple[torch.Tensor, torch.Tensor] | tuple[None, None],
@@ -299,6 +293,7 @@ def launch(
     table: the pairs sorted by expert and where each expert's begin, int32, unless tiles.inline. `workspace` says how many
     partials and semaphores; those are zero, and zero again afterwards.
     """
+    x, stack, ids, gates, bias, activation = call
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
     spec = ExpertsSpec(
         *(tiles.block_n, tiles.block_m, tiles.block_k, tiles.num_stages, width % tiles.block_k == 0, tiles.fold),

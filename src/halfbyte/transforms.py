@@ -1,4 +1,4 @@
-"""Gradients and torch.func's transforms, which no op here has: each is refused, none is silently missing.
+"""Gradients and torch.func's transforms, which no operation here has: each is refused, none is silently missing.
 
 Reverse mode raises when the gradient is requested. Forward mode and torch.func are refused at the call: the tangents of inputs
 would be lost without a word.
