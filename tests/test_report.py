@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import InvalidArgument, MissingPackage
 from halfbyte.measure import charts
 from halfbyte.measure.charts import Point, bars, lines, scatter
 from halfbyte.measure.labels import Box, place_labels
@@ -116,7 +116,7 @@ def test_lines_of_one_chart_do_not_look_alike() -> None:
 
 def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Unsupported, match=r"halfbyte\[bench\]"):
+    with pytest.raises(MissingPackage, match=r"pip install 'matplotlib>=3\.8'"):
         bars({"a": 1.0}, x_label="x")
 
 

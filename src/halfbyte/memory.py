@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.errors import CheckpointError, InvalidArgument, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
@@ -38,6 +38,7 @@ class Estimate:
     keys: str
     values: str
     weights: str
+    lm_head: str
     skip_layers: tuple[int, ...]
     sink_tokens: int
     recent_tokens: int
@@ -77,12 +78,13 @@ def estimate(
     keys: str = "int8",
     values: str = "int4_g32",
     weights: str = "bf16",
+    lm_head: str = "bf16",
     skip_layers: Collection[int] = (),
     sink_tokens: int = 0,
     recent_tokens: int = 0,
     memory: int | None = None,
 ) -> Estimate:
-    """Estimate for a model folder, a Hub id or "demo". `weights` is a weight format, or bf16 for none.
+    """Estimate for a model folder, a Hub id or "demo". `weights` and `lm_head` are weight formats, or bf16 for none.
 
     `sink_tokens` and `recent_tokens` stay in 16 bits as well, in memory of their own.
 
@@ -93,12 +95,12 @@ def estimate(
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
     check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
-    weight = None if weights in ("bf16", "fp16", "none") else weight_format(weights)
+    weight, head = (None if name in ("bf16", "fp16", "none") else weight_format(name) for name in (weights, lm_head))
     config = load_config(resolve_model(model))
     skeleton = meta_model(config, model)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
-    saved, quantized = quantized_bytes(skeleton, weight)
+    saved, quantized = quantized_bytes(skeleton, weight, head)
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
     def fit(weights_bytes: int, kv_bytes: int) -> int | None:
@@ -111,6 +113,7 @@ def estimate(
         keys=keys,
         values=values,
         weights=weights,
+        lm_head=lm_head,
         skip_layers=tuple(sorted(set(skip_layers))),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
@@ -127,7 +130,7 @@ def estimate(
         memory=memory,
         tokens_that_fit=fit(plain_weights - saved, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=_notes(skeleton, cache, weight, _method(config)),
+        notes=_notes(skeleton, cache, weight, head, _method(config)),
     )
 
 
@@ -142,10 +145,8 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
 
 def load_config(model: str) -> Any:
     """The transformers configuration of a folder or Hub id."""
-    try:
-        from halfbyte.hf.model_support import read_config
-    except ImportError as error:
-        raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
+    from halfbyte.hf.model_support import read_config
+
     try:
         return read_config(model)
     except Exception as error:  # transformers meets a damaged configuration with whatever its checks run into
@@ -221,17 +222,22 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
     return fmt.nbytes((batch, heads, math.ceil(tokens / block) * block, dim)) + tail
 
 
-def quantized_bytes(model: torch.nn.Module, fmt: Format | None) -> tuple[int, int]:
-    """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`."""
-    from halfbyte.hf.weights import select
+def quantized_bytes(model: torch.nn.Module, fmt: Format | None, lm_head: Format | None = None) -> tuple[int, int]:
+    """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`, and its
+    output layer `lm_head`. One that is tied to the embedding saves nothing and adds its own bytes."""
+    from halfbyte.hf.weights import find_lm_head, is_tied, select
 
-    if fmt is None:
-        return 0, 0
     saved = parameters = 0
-    for name, target in select(model, ("lm_head",)).items():
-        fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
-        saved += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
-        parameters += math.prod(target.shape)
+    if fmt is not None:
+        for name, target in select(model, ()).items():
+            fmt.check_shape(target.shape, f"{name}.weight {list(target.shape)}")
+            saved += 2 * math.prod(target.shape) - fmt.nbytes(target.shape)
+            parameters += math.prod(target.shape)
+    if lm_head is not None:
+        shape = next(iter(find_lm_head(model, lm_head).values())).shape
+        replaced = 0 if is_tied(model) else math.prod(shape)
+        saved += 2 * replaced - lm_head.nbytes(shape)
+        parameters += replaced
     return saved, parameters
 
 
@@ -242,9 +248,16 @@ def _method(config: Any) -> str | None:
     return None if method is None else str(method)
 
 
-def _notes(model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, method: str | None) -> tuple[str, ...]:
+def _notes(
+    model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, lm_head: Format | None, method: str | None
+) -> tuple[str, ...]:
     """What the figures leave out or put in that a reader may not expect."""
+    from halfbyte.hf.weights import is_tied
+
     notes = []
+    if lm_head is not None and is_tied(model):
+        added = -quantized_bytes(model, None, lm_head)[0]
+        notes.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {added:,} bytes")
     if method is not None and fmt is None:
         notes.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:

@@ -158,7 +158,7 @@ def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, cons
         task = bar.add_task("", total=len(settings) * tasks.steps)
         for setting in settings:
             bar.update(task, description=f"long context, {setting.name}")
-            used = with_weights(model, setting.weights, setting.clip)
+            used = with_weights(model, *setting.in_weights)
             result, text = long_context(used, setting, tasks, base, model, lambda: bar.advance(task))
             results.append(result)
             base = text if base is None else base

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.formats import weight_format
+from halfbyte.paths import append_line
 from halfbyte.report import Report
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def row(result: Quality) -> tuple[str, ...]:
     """One result in the order of `HEADERS`."""
     return (
         result.setting.kv,
-        (result.setting.weights or result.plain_weights) + (", clip searched" if result.setting.clip else ""),
+        _weights(result),
         f"{result.perplexity:.4f}",
         f"{result.change:+.3f}",
         f"{result.kl_mean:.2e}",
@@ -47,6 +48,13 @@ def row(result: Quality) -> tuple[str, ...]:
         " ".join(f"{kl:.1e}" for kl in result.kl_by_third),
         f"{result.seconds:.1f}",
     )
+
+
+def _weights(result: Quality) -> str:
+    """The formats of the weights."""
+    setting = result.setting
+    head = f", lm_head {setting.lm_head}" if setting.lm_head else ""
+    return (setting.weights or result.plain_weights) + head + (", clip searched" if setting.clip else "")
 
 
 def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
@@ -96,7 +104,7 @@ def model_table(results: Sequence[Quality]) -> Table:
 def _kind(result: Quality) -> str:
     """Which part of the table a result belongs to."""
     setting = result.setting
-    if setting.weights is None:
+    if setting.weights is setting.lm_head is None:
         return "16-bit" if setting.kv == "bf16" else "KV cache"
     return "weights" if setting.kv == "bf16" else "both"
 
@@ -117,7 +125,7 @@ def add_results(report: Report, results: Sequence[Quality]) -> None:
         if errors:
             chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
             report.figure(chart, "Error by layer: hidden states against those of the 16-bit run")
-    weights = [r for r in others if _kind(r) == "weights" and weight_format(r.setting.weights or "").code.bits == 4]
+    weights = [r for r in others if _kind(r) == "weights" and r.setting.weights and weight_format(r.setting.weights).code.bits == 4]
     if weights:
         names = [r.setting.weights or "" for r in weights]
         points = _points(weights, [r.weight_bytes / base.weight_bytes for r in weights], names, [_family(n) for n in names])
@@ -160,9 +168,8 @@ def append_records(results: Sequence[Quality], path: Path, longer: Sequence[Long
     from halfbyte.measure.records import environment
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
-    with path.open("a", encoding="utf-8") as file:
-        for one in records(results, longer):
-            file.write(json.dumps(one | {"environment": made}) + "\n")
+    for one in records(results, longer):
+        append_line(path, json.dumps(one | {"environment": made}))
 
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from halfbyte.reference.quantize import check_clip
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values and weights ("bf16" or None: 16 bits), and the weights' clip.
+    """One row of an evaluation: the formats of keys, values, weights and lm_head ("bf16" or None: 16 bits), and the weights' clip.
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
     values are rotated by the weights, as `halfbyte.hf.quantize` does it.
@@ -44,6 +44,7 @@ class Setting:
     clip: str | None = None
     plan: str = ""
     rotate_values: bool = False
+    lm_head: str | None = None
 
     @classmethod
     def of_plan(cls, plan: CachePlan, weights: str | None = None, clip: str | None = None) -> Setting:
@@ -55,17 +56,18 @@ class Setting:
             key_format(keys)
         for values in (self.values,) if isinstance(self.values, str) else self.values:
             value_format(values)
-        if self.weights is not None:
-            check_clip(self.clip, weight_format(self.weights))
+        for weights in (self.weights, self.lm_head):
+            if weights is not None:
+                check_clip(self.clip, weight_format(weights))
 
     def cache_options(self) -> dict[str, Any]:
         """The options of `halfbyte.hf.PackedCache`."""
         return {name: getattr(self, name) for name in ("keys", "values", "rotate_keys", "skip_layers")}
 
     @property
-    def in_weights(self) -> tuple[str | None, str | None, bool]:
-        """What of the model differs: settings that agree in it share one."""
-        return self.weights, self.clip, self.rotate_values
+    def in_weights(self) -> tuple[str | None, str | None, bool, str | None]:
+        """What of the model differs, in the order of `with_weights`: settings that agree in it share one."""
+        return self.weights, self.clip, self.rotate_values, self.lm_head
 
     @property
     def kv(self) -> str:
@@ -81,9 +83,11 @@ class Setting:
     @property
     def name(self) -> str:
         """The formats: of the cache, of the weights, or of both."""
-        if self.weights is None:
-            return self.kv
-        return f"{self.weights} weights" if self.kv == "bf16" else f"{self.kv} + {self.weights}"
+        plain = self.kv == "bf16"
+        weights = self.weights and self.weights + " weights" * plain
+        head = self.lm_head and f"{self.lm_head} lm_head"
+        kv = None if plain and (weights or head) else self.kv
+        return " + ".join(part for part in (kv, weights, head) if part)
 
 
 @dataclass
@@ -250,13 +254,15 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 
 
-def with_weights(model: Any, weights: str | None, clip: str | None = None, rotate_values: bool = False) -> Any:
+def with_weights(
+    model: Any, weights: str | None, clip: str | None = None, rotate_values: bool = False, lm_head: str | None = None
+) -> Any:
     """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values."""
-    if weights is None and not rotate_values:
+    if weights is lm_head is None and not rotate_values:
         return model
     from halfbyte import hf
 
-    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values)
+    return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values, lm_head=lm_head)
 
 
 def weight_bytes(model: Any) -> int:

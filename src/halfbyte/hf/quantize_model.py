@@ -18,7 +18,7 @@ from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.model_support import check_model_support, inner_model, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
-from halfbyte.hf.weights import quantize_modules, select
+from halfbyte.hf.weights import find_lm_head, is_skipped, quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
@@ -41,7 +41,8 @@ def quantize(
     recent_tokens: int = 0,
     rotate_values: bool = False,
     skip_layers: Iterable[int] = (),
-    skip_modules: Iterable[str] = ("lm_head",),
+    skip_modules: Iterable[str] = (),
+    lm_head: str | None = None,
     clip: str | None = None,
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
@@ -50,7 +51,7 @@ def quantize(
     already, and a cache of int4_channel keys and int8 values.
 
     weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
-                  lm_head, norms and routers stay as they are
+                  norms and routers stay as they are
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
                   other in 16 bits, neither leaves the cache
     plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
@@ -61,6 +62,8 @@ def quantize(
                   the rounding of these weights, and values in the cache without outlier channels
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
+    lm_head       weight format of the output layer, such as "int8_col"; None leaves it. One that is tied to the embedding gets
+                  packed weights of its own, and the embedding stays in 16 bits: the model reads less, and takes more memory
     clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
     fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
     fuse_gate_up  the same of gate_proj and up_proj
@@ -70,17 +73,18 @@ def quantize(
     _check_model(model)
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
-    if weights is keys is values is plan is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
+    if weights is keys is values is plan is lm_head is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
         weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")
     check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
     settings = _cache_settings(inner, keys, values, rotate_keys, tuple(skip_layers), (sink_tokens, recent_tokens), plan)
-    check(clip is None or weights is not None, f"clip={clip!r} is about weights; name weights= as well")
-    if weights is not None:
-        check_clip(clip, weight_format(weights))
-        _check_weights_are_plain(inner, weights, skip_modules)
+    check(clip is None or (weights or lm_head) is not None, f"clip={clip!r} is about weights; name weights= as well")
+    for fmt in (weights, lm_head):
+        if fmt is not None:
+            check_clip(clip, weight_format(fmt))
+    _check_weights_are_plain(inner, weights, lm_head, skip_modules)
     check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
     to_rotate = layers_to_rotate(inner) if rotate_values else []
     if settings is not None:
@@ -88,10 +92,10 @@ def quantize(
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))
     if to_rotate:
         rotate_values_of(inner, to_rotate)
-    if weights is not None:
+    if weights is not None or lm_head is not None:
         before = getattr(getattr(inner, "hf_quantizer", None), "quantization_config", None)
         kept = before.modules if isinstance(before, HalfbyteConfig) else {}
-        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, clip)})
+        mark_quantized(inner, {**kept, **quantize_modules(inner, weights, skip_modules, lm_head, clip)})
     if fuse_qkv and not _fuse_qkv(inner):
         warn_once("fuse_qkv=True found no module with q_proj, k_proj and v_proj; nothing was fused")
     if fuse_gate_up and not _fuse_gate_up(inner):
@@ -101,19 +105,25 @@ def quantize(
     return model
 
 
-def _check_weights_are_plain(model: Any, weights: str, skip_modules: Iterable[str]) -> None:
+def _check_weights_are_plain(model: Any, weights: str | None, lm_head: str | None, skip_modules: Iterable[str]) -> None:
     """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
-    if not _held_quantizer(model):
+    if lm_head is not None:
+        head = find_lm_head(model, weight_format(lm_head))
+        skipped = [name for name in head if is_skipped(name, skip_modules)]
+        check(not skipped, f"lm_head={lm_head!r} quantizes what skip_modules leaves in 16 bits ({skipped}); name it once")
+    if not _held_quantizer(model) or weights is lm_head is None:
         return
-    if isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig) and select(model, skip_modules):
+    own = isinstance(model.hf_quantizer.quantization_config, HalfbyteConfig)
+    if own and (weights is None or select(model, skip_modules)):
         return
+    asked = f"lm_head={lm_head!r}" if weights is None else f"weights={weights!r}"
     named = getattr(model, "quantization_method", "unknown")
     method = str(getattr(named, "value", named))  # an Enum or a string
     advice = {
         "gguf": "load it with quantization_config=transformers.GgufConfig(dequantize=True)",
         "fp8": "load it with quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
-    }.get(method, "leave weights out")
-    raise InvalidArgument(f"weights={weights!r}: the model's weights are quantized already ({method}); {advice}")
+    }.get(method, f"leave {asked.partition('=')[0]} out")
+    raise InvalidArgument(f"{asked}: the model's weights are quantized already ({method}); {advice}")
 
 
 def _held_quantizer(model: Any) -> bool:

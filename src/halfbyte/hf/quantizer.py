@@ -74,6 +74,11 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 if name.endswith(suffix) and name.removesuffix(suffix) not in named:
                     raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
         known = targets(model)
+        ties = {name.removesuffix(".weight") for name in getattr(model, "all_tied_weights_keys", None) or {}}
+        if tied := sorted(ties & config.modules.keys()):
+            raise CheckpointError(
+                f"quantization_config names {tied[0]!r}, which config.json ties to the embedding; set tie_word_embeddings to false"
+            )
         for name in config.modules:
             self._check_named(name, known, infos)
         made: dict[Target, QuantLayer] = {}

@@ -133,21 +133,79 @@ def check_loaded(chosen: Mapping[str, Target]) -> None:
         )
 
 
-def quantize_modules(model: nn.Module, fmt: str | Format, skip_modules: Iterable[str], clip: str | None = None) -> dict[str, str]:
-    """Quantize the selected weights; all of them, or, on any error, none. Returns name -> format name."""
-    chosen = weight_format(fmt)
-    found = select(model, skip_modules)
-    check_fits(found, chosen)
-    check_loaded(found)
+def quantize_modules(
+    model: Any, weights: str | None, skip_modules: Iterable[str], lm_head: str | None = None, clip: str | None = None
+) -> dict[str, str]:
+    """Quantize the selected weights to the format `weights` and the output layer to `lm_head`: all, or, on any error, none.
+
+    Returns name -> format name.
+    """
+    asked: dict[str, tuple[Target, Format]] = {}
+    if weights is not None:
+        fmt, found = weight_format(weights), select(model, skip_modules)
+        check_fits(found, fmt)
+        asked |= {name: (target, fmt) for name, target in found.items()}
+    if lm_head is not None:
+        fmt = weight_format(lm_head)
+        asked |= {name: (target, fmt) for name, target in find_lm_head(model, fmt).items()}
+    check_loaded({name: target for name, (target, _) in asked.items()})
     made: dict[Target, QuantLayer] = {}
-    for name, target in found.items():
+    for name, (target, fmt) in asked.items():
         if target not in made:
-            made[target] = quantized(name, target, chosen, clip)
-    for name, target in found.items():
+            made[target] = quantized(name, target, fmt, clip)
+    if lm_head is not None:
+        untie(model)
+        _keep_hook(model.get_output_embeddings(), made[target])  # the head comes last
+    for name, (target, _) in asked.items():
         replace(model, name, made[target])
     use_experts(model)
-    warn_about_rest(model)
-    return dict.fromkeys(found, chosen.name)
+    if weights is not None:
+        warn_about_rest(model)
+    return {name: fmt.name for name, (_, fmt) in asked.items()}
+
+
+def find_lm_head(model: Any, fmt: Format) -> dict[str, Target]:
+    """Name -> weight of the output layer; raises where it is none that `fmt` can replace."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head, family, asked = find(), type(model).__name__, f"lm_head={fmt.name!r}"
+    if isinstance(head, QuantLayer):
+        raise InvalidArgument(f"{asked}: the output layer is quantized already ({head.format.name}); leave lm_head out")
+    found = {name: target for name, target in targets(model).items() if target.owner is head and not target.projection}
+    if not found:
+        raise Unsupported(f"{asked}: {family} has no single linear output layer (get_output_embeddings)")
+    for name, target in found.items():
+        fmt.check_shape(target.shape, f"lm_head: {name}.weight {list(target.shape)}")
+    both = {id(head.weight), id(model.get_input_embeddings().weight)}  # one, or, before the weights are read, two
+    shares = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in both}
+    ties = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    others = sorted({name for tie in ties for name in tie} - shares)
+    if others or (is_tied(model) and getattr(model.config, "is_encoder_decoder", False)):
+        raise Unsupported(
+            f"{asked}: {family} ties more to its output layer than the embedding ({', '.join(others) or 'an encoder'}), which "
+            f"a head of its own would separate; leave lm_head out"
+        )
+    return found
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output layer and the embedding share one weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return getattr(head, "weight", None) is getattr(embedding, "weight", None)
+
+
+def _keep_hook(before: nn.Module, layer: nn.Module) -> None:
+    """Give `layer` the hook of accelerate that brings its inputs to its device: the head may have a GPU of its own."""
+    if (hook := getattr(before, "_hf_hook", None)) is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(layer, hook)
+
+
+def untie(model: Any) -> None:
+    """Let the output layer have a weight of its own, here and in the folder that is saved; the embedding keeps its 16 bits."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
 
 
 def quantized(name: str, target: Target, fmt: Format, clip: str | None) -> QuantLayer:

@@ -18,11 +18,13 @@ from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
 from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS, quantize
-from halfbyte.hf.weights import Target, check_fits, quantized, replace, select, warn_about_rest
+from halfbyte.hf.weights import Target, check_fits, find_lm_head, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
 
 #: Options of `quantize` that are carried out layer by layer; the others when all layers are there.
 _BY_LAYER = ("weights", "clip", "skip_modules")
+#: Options of `quantize` that need all weights: a head may be tied to the embedding.
+_AFTER = ("lm_head", "clip")
 #: Options that name formats of the cache.
 _CACHE = ("keys", "values", "plan")
 
@@ -35,10 +37,11 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        if not any(options.get(name) for name in ("weights", *_CACHE, "rotate_values")):
+        if not any(options.get(name) for name in ("weights", *_CACHE, "rotate_values", "lm_head")):
             options = {**options, "weights": WEIGHTS, "keys": KEYS, "values": VALUES}
-        weights, self.clip = options.get("weights"), options.get("clip")
-        self.rest = {name: given for name, given in options.items() if name not in _BY_LAYER and given}
+        weights, self.clip, lm_head = (options.get(name) for name in ("weights", "clip", "lm_head"))
+        self.rest = {name: given for name, given in options.items() if name not in (*_BY_LAYER, *_AFTER) and given}
+        self.after: dict[str, Any] = {name: options.get(name) for name in _AFTER} if lm_head is not None else {}
         check(
             weights is None or any(name in self.rest for name in _CACHE) or not {"rotate_keys", "skip_layers"} & self.rest.keys(),
             "rotate_keys and skip_layers are about the KV cache; name keys= or values= as well",
@@ -47,13 +50,13 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             raise Unsupported(
                 "rotate_values changes weights before they are quantized; load the model, then call halfbyte.hf.quantize"
             )
-        check(self.clip is None or weights is not None, f"clip={self.clip!r} is about weights; name weights= as well")
-        if weights is not None and ranks_of(model) > 1:
+        check(self.clip is None or (weights or lm_head) is not None, f"clip={self.clip!r} is about weights; name weights= as well")
+        if (weights or lm_head) is not None and ranks_of(model) > 1:
             raise Unsupported(
                 "weights are not quantized while tensor parallelism shares them out; quantize on one process, save, and load that "
                 "folder with tp_plan"
             )
-        self.targets = {} if weights is None else select(model, options.get("skip_modules", ("lm_head",)))
+        self.targets = {} if weights is None else select(model, options.get("skip_modules", ()))
         #: Name of a parameter -> that of its target.
         self.awaited = {
             f"{name if not target.projection else name.rpartition('.')[0]}.{parameter}": name
@@ -65,7 +68,10 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             self.format = weight_format(weights)
             check_clip(self.clip, self.format)
             check_fits(self.targets, self.format)
-        if self.rest or weights is None:
+        if lm_head is not None:
+            check_clip(self.clip, fmt := weight_format(lm_head))
+            find_lm_head(model, fmt)
+        if self.rest or weights is lm_head is None:
             quantize(self._rehearsal(model), **self.rest)
 
     def _rehearsal(self, model: Any) -> Any:
@@ -118,5 +124,5 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             use_experts(model)
             warn_about_rest(model)
             mark_quantized(model, dict.fromkeys(self.targets, self.format.name))
-        if self.rest:
-            quantize(model, **self.rest)
+        if self.rest or self.after:
+            quantize(model, **self.rest, **self.after)
