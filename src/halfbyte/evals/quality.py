@@ -198,7 +198,7 @@ class _Tally:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._shift, self._squares = 0.0, 0.0  # sums over tokens of what log-likelihood is lost, and of its square
+        self._lost, self._lost_squares = 0.0, 0.0  # sums over tokens of what log-likelihood is lost, and of its square
         self._kl: list[torch.Tensor] = []  # of each batch of windows [B, T - 1]
         self._error: list[list[float]] = []  # [layer][squared error, squared norm]
 
@@ -221,8 +221,8 @@ class _Tally:
         ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
         ours_next, theirs_next = (x.gather(-1, following.unsqueeze(-1)).double() for x in (ours, theirs))
         self._nll -= float(ours_next.sum())
-        self._shift += float((theirs_next - ours_next).sum())
-        self._squares += float((theirs_next - ours_next).square().sum())
+        self._lost += float((theirs_next - ours_next).sum())
+        self._lost_squares += float((theirs_next - ours_next).square().sum())
         self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self._tokens += following.numel()
         for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
@@ -236,8 +236,8 @@ class _Tally:
         thirds = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(3, 1) for kl in self._kl), strict=True)]
         kl = torch.cat(thirds)
         rank = max(math.ceil(0.99 * kl.numel()), 1)
-        shift = self._shift / self._tokens
-        variance = max(0.0, self._squares / self._tokens - shift**2)
+        shift = self._lost / self._tokens
+        variance = max(0.0, self._lost_squares / self._tokens - shift**2)
         return Quality(
             self.setting,
             self._tokens,
