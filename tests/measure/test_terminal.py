@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.report_sections import section_of  # noqa: E402
-from halfbyte.cli.formats import HEADERS as FORMAT_HEADERS  # noqa: E402
-from halfbyte.cli.formats import format_rows  # noqa: E402
 from halfbyte.evals import present  # noqa: E402
+from halfbyte.evals.legend import HEADERS as FORMAT_HEADERS  # noqa: E402
+from halfbyte.evals.legend import format_rows  # noqa: E402
 from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting  # noqa: E402
 from halfbyte.measure import progress  # noqa: E402
 from halfbyte.measure.records import read_all  # noqa: E402
