@@ -88,6 +88,14 @@ def test_the_table_of_formats_fits() -> None:
     assert [line.split()[0] for line in shown if line[0] not in " f─" or line.startswith("fp")] == [row[0] for row in format_rows()]
 
 
+def test_lines_of_a_cell_stay_lines() -> None:
+    shown = lines(("case", "us", "target", "met"), [("a case", "1.0", "at most 2 us\nat least 1.5x", "yes\nno")], 1, False, 40)
+    assert [line.split() for line in shown[-2:]] == [
+        ["a", "case", "1.0", "at", "most", "2", "us", "yes"],
+        ["at", "least", "1.5x", "no"],
+    ]
+
+
 def test_markup_in_names_is_text() -> None:
     assert "[bold]x" in lines(("name", "n"), [("[bold]x", "1")], 1, False)[-1]
 
