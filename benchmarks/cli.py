@@ -12,8 +12,8 @@ import typer
 from benchmarks.tune_cli import tune
 from halfbyte.cli import run_app
 from halfbyte.cli.bench import Against, Files, PageFile, Title
-from halfbyte.cli.options import Impls, Output, RunOptions, Where, measures, run_suites, write_report
-from halfbyte.cli.shared import Json, print_table, words
+from halfbyte.cli.options import Impls, Output, RunOptions, measures, run_suites, write_report
+from halfbyte.cli.shared import Json, Where, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.cache import KVCache
+from halfbyte.cache_options import CacheOptions
 from halfbyte.errors import CapacityError, HalfbyteError, InvalidArgument
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import KVBuffer
@@ -807,11 +809,27 @@ def test_a_life_in_pages_is_a_life_in_one_piece(keys: str, data: st.DataObject) 
         assert_same(*caches)
 
 
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_the_signature_shows_every_option_and_its_default(kind: type[KVCache]) -> None:
+    shown = inspect.signature(kind).parameters
+    assert list(shown)[:4] == ["batch", "kv_heads", "head_dim", "capacity"]
+    assert set(CacheOptions.__annotations__) <= set(shown)
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+    stated = {name: shown[name].default for name in CacheOptions.__annotations__}
+    plain, spelled = kind(1, 2, 64, 64), kind(1, 2, 64, 64, **stated)
+    assert repr(spelled) == repr(plain)
+    assert (plain.keys.format.name, plain.values.format.name) == (stated["keys"], stated["values"])
+
+
 def test_what_a_cache_says_of_itself() -> None:
     cache = KVCache(2, 3, 64, 50, keys="int8_channel", values="int4", value_dim=32)
     assert (cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim) == (2, 3, 64, 32)
     assert cache.capacity == 64  # whole blocks
     assert "int8_channel" in repr(cache)
+    for part, codes in ((cache.keys, [2, 3, 64, 64]), (cache.values, [2, 3, 64, 16])):
+        said = repr(part)
+        assert "\n" not in said
+        assert f"{part.format}, codes={codes}, {part.nbytes:,} bytes" in said
     assert KVCache(1, 1, 64, 50).capacity == 50
     with pytest.raises(HalfbyteError):
         KVCache(1, 1, 40, 50, values="int4_g32")

@@ -182,7 +182,7 @@ def run(*arguments: str) -> int:
 def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, page = tmp_path / "plan.json", tmp_path / "page.html"
     options = ["--formats", "int8,int4", "--windows", "1", "--length", "32"]
-    assert run("calibrate", "demo", "--bits", "5,7", "-o", str(output), *options, "--report", str(page)) == 0
+    assert run("calibrate", "demo", "--bits", "5,7", "-o", str(output), *options, "--html", str(page)) == 0
     assert "best uniform choice" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {"plan-5.json", "plan-7.json", "plan.measured.jsonl", "page.html"}
     small, large = (read_plan(tmp_path / f"plan-{bits}.json") for bits in (5, 7))

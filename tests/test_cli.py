@@ -233,3 +233,136 @@ def test_formats_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "nvfp4" in shown
     assert "int8_token" not in shown
+
+
+WITHOUT = """
+import sys
+sys.modules["transformers"] = None
+from halfbyte.cli import main
+for line in sys.argv[1:]:
+    try:
+        main(line.split())
+    except SystemExit as left:
+        print(left.code, flush=True)
+"""
+
+
+def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> None:
+    commands = ["eval demo", "generate demo --prompt x", "memory demo", "extract demo -o x", "calibrate demo --bits 5 -o x", "demo"]
+    commands += ["quantize demo --weights nf4 -o x", "quantize --from demo -o x"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *commands], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["1"] * len(commands), done.stderr
+    said = "halfbyte: halfbyte.hf needs transformers, which is not installed: pip install 'transformers<6,>=5.4'"
+    assert done.stderr.splitlines() == [said] * len(commands)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["eval", "demo", "--keys", "int9"], "keys='int9'"),
+        (["eval", "demo", "--values", "int4_channel"], "keys only"),
+        (["eval", "demo", "--values", "int4_g128"], "values='int4_g128'"),
+        (["eval", "demo", "--weights", "int3"], "weights='int3'"),
+        (["eval", "demo", "--skip-layers", "9"], "layers 0 to 5"),
+        (["eval", "demo", "--text", "./missing.txt"], "text='missing.txt'"),
+        (["eval", "demo", "--length", "1"], "length=1"),
+        (["eval", "demo", "--chunk", "0"], "chunk=0"),
+        (["eval", "demo", "--plan", "./missing.json"], "plan='missing.json'"),
+        (["eval", "demo", "--html", "./no-such-folder/it.html"], "--html"),
+        (["generate", "demo", "--prompt", "x", "--keys", "int9"], "keys='int9'"),
+        (["generate", "demo", "--prompt", "x", "--weights", "int3"], "weights='int3'"),
+        (["calibrate", "demo", "--bits", "5", "-o", "plan.json", "--formats", "int9"], "formats='int9'"),
+        (["extract", "demo", "-o", "./no-such-folder/it"], "the folder it would lie in"),
+        (["quantize", "demo", "--weights", "int3", "-o", "./it"], "weights='int3'"),
+        (["quantize", "demo", "--weights", "nf4", "-o", "/proc/it"], "output='/proc/it' cannot be written"),
+    ],
+)
+def test_what_is_known_before_a_model_is_loaded_is_checked_before(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for loads in ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte.hf.extract.load_layer"):
+        monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("a model was loaded"))
+    assert run(*arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("halfbyte: ")
+    assert said.count("\n") == 1
+    assert named in said
+
+
+def test_more_tokens_than_positions_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise halfbyte.HalfbyteError("loads now")
+
+    monkeypatch.setattr("halfbyte.evals.model.load", stop)
+    for length, noted in (("1024", False), ("999999", True)):
+        assert run("eval", "demo", "--length", length) == 1
+        assert ("note: 999,999 tokens are more than" in capsys.readouterr().err) is noted
+
+
+def test_switches_have_no_negative_and_pages_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["eval"], ["demo"], ["calibrate"], ["bench", "decode"], ["bench", "report"], ["explain"]):
+        assert run(*command, "--help") == 0
+        shown = capsys.readouterr().out
+        assert "--html" in shown or command == ["explain"]
+        assert "--no-" not in shown.replace("--no-rotate-keys", "").replace("--no-rotate", "")
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_line(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval", "demo", "--device", device) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert device in said
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: writes stop half-way and raise."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from halfbyte import paths
+from halfbyte.cli import main
+folder = Path(sys.argv[1])
+(folder / "old.html").write_text("before")
+paths.append_line(folder / "r.jsonl", "first")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+for write, name in ((paths.write_whole, "old.html"), (paths.append_line, "r.jsonl")):
+    try:
+        write(folder / name, "x" * 5000)
+    except OSError as error:
+        print(error)
+for line in ("quantize demo --weights nf4 -o", "extract demo -o"):
+    try:
+        main([*line.split(), str(folder / "made")])
+    except SystemExit as left:
+        print(left.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    first, second, *codes = done.stdout.splitlines()
+    assert "old.html" in first
+    assert "r.jsonl" in second
+    assert codes == ["1", "1"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("halfbyte:")]
+    assert len(errors) == 2
+    assert all(str(tmp_path / "made") in line and "cannot be written" in line for line in errors)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"old.html": "before", "r.jsonl": "first\n"}
+
+
+@pytest.mark.parametrize(("model", "proxies", "offline"), [("a/b", {}, True), ("a/b", {"https": "x"}, False), ("demo", {}, False)])
+def test_a_hub_that_cannot_be_reached_is_not_retried(
+    model: str, proxies: dict[str, str], offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    def unknown(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: proxies)
+    monkeypatch.setattr("halfbyte.memory.load_config", unknown)
+    assert run("memory", model) == 1
+    assert constants.HF_HUB_OFFLINE is offline
+    capsys.readouterr()

@@ -118,7 +118,7 @@ def run(*arguments: str) -> int:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, out = tmp_path / "r.html", tmp_path / "r.jsonl"
-    options = ["--windows", "1", "--length", "32", "--long", "120", "--report", str(page), "--output", str(out)]
+    options = ["--windows", "1", "--length", "32", "--long", "120", "--html", str(page), "--output", str(out)]
     assert run("eval", "demo", "--keys", "int8", "--values", "int8", *options) == 0
     assert "Contexts of 120 tokens" in capsys.readouterr().out
     assert "Where greedy texts part from the 16-bit run" in page.read_text()

@@ -537,3 +537,14 @@ def test_a_clip_is_searched_for_weights_only() -> None:
     with pytest.raises(InvalidArgument, match="int4_g32 is a format of keys and values"):
         quantize(torch.randn(1, 1, 4, 64), KV_FORMATS["int4_g32"], clip="search")
     assert quantize(torch.randn(0, 64), "int4_g32", clip="search").codes.shape == (0, 32)
+
+
+@pytest.mark.parametrize(("fmt", "advised"), [("int4", "int4_g32, int4_g64"), ("fp8", "int8_col, int8_g128"), ("int2", "nvfp4")])
+def test_a_kv_format_for_weights_gets_advice(fmt: str, advised: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"halfbyte.key_format.*for weights choose one of: .*{advised}"):
+        quantize(torch.zeros(64, 64), fmt)
+
+
+def test_a_quant_tensor_is_shown_in_one_line() -> None:
+    q = quantize(torch.randn(8, 256), "nf4")
+    assert repr(q) == f"QuantTensor(nf4, shape=[8, 256], {q.nbytes:,} bytes, device='cpu')"

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import InvalidArgument, MissingPackage
 from halfbyte.measure import charts
 from halfbyte.measure.charts import Point, bars, lines, scatter
 from halfbyte.measure.labels import Box, place_labels
@@ -116,7 +116,7 @@ def test_lines_of_one_chart_do_not_look_alike() -> None:
 
 def test_charts_without_matplotlib_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Unsupported, match=r"halfbyte\[bench\]"):
+    with pytest.raises(MissingPackage, match=r"pip install 'matplotlib>=3\.8'"):
         bars({"a": 1.0}, x_label="x")
 
 
@@ -167,3 +167,13 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Report("second").write(path)
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]  # no leftovers
+
+
+def test_cards_hints_and_tables_that_scroll() -> None:
+    page = (
+        Report("t").cards({"INT8 <b>": {"size": "1.9x", "n": 1234}}).table(["n"], [("a",)], hints={(0, "a"): 'said "so"'}).to_html()
+    )
+    assert "<section><h3>INT8 &lt;b&gt;</h3><dl><dt>size</dt><dd>1.9x</dd><dt>n</dt><dd>1,234</dd></dl></section>" in page
+    assert 'title="said &quot;so&quot;">a</td>' in page
+    assert 'class="table long"' not in page
+    assert 'class="table long"' in Report("t").table(["n"], [("a",)] * 61).to_html()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self, TypedDict, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 
 from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, integer
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.formats import check_window, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
@@ -24,41 +25,13 @@ from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.reference.quantize import fixed_scale
 from halfbyte.reference.reopen import reopen
 
-#: The default formats: keys need more bits than values.
-KEYS, VALUES = "int8", "int4_g32"
 
-
-class CacheOptions(TypedDict, total=False):
-    """Options of a cache.
-
-    keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
-    value_dim          size of a value head, if it differs from head_dim
-    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
-                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
-    sink_tokens        the first tokens of a sequence that stay in 16 bits, keys and values (0)
-    recent_tokens      the last tokens of a sequence that stay in 16 bits; they are quantized when they leave this window (0)
-    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet (bfloat16)
-    device             where the memory is ("cpu")
-    k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
-    """
-
-    keys: str | Format
-    values: str | Format
-    value_dim: int | None
-    rotate_keys: bool | None
-    sink_tokens: int
-    recent_tokens: int
-    dtype: torch.dtype
-    device: torch.device | str
-    k_scale: float | None
-    v_scale: float | None
-
-
+@shows_options
 class KVCache:
     """A cache of fixed capacity for one layer: `batch` sequences, `kv_heads` heads of `head_dim`, `capacity` tokens each.
 
-    Options are those of `CacheOptions`: keys="int8", values="int4_g32" unless given. With per-channel keys the capacity is rounded
-    up to whole blocks. With sink or recent tokens, attention of a chunk of several tokens sees the state after its append.
+    Options are those of `CacheOptions`. With per-channel keys the capacity is rounded up to whole blocks. With sink or recent
+    tokens, attention of a chunk of several tokens sees the state after its append.
     Threads may share a cache: `append`, `reset`, `crop` and `reorder` run one after the other, and no token is lost. Whoever reads
     while another thread changes the cache, as attention does, needs a lock of their own; so do streams of a GPU, to be in order.
     """
@@ -87,22 +60,22 @@ class KVCache:
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, capacity: int, **options: Unpack[CacheOptions]) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
-        block = key_format(options.get("keys", KEYS)).token_block or 1
+        block = key_format((DEFAULTS | options)["keys"]).token_block or 1
         self._allocate(batch, (batch, kv_heads, -(-capacity // block) * block), head_dim, capacity, options)
 
     def _allocate(self, batch: int, rows: tuple[int, int, int], head_dim: int, capacity: int, options: CacheOptions) -> None:
         """KV buffers for `rows` (sequences or pages, heads, tokens of each), and everything with one entry a sequence."""
         unknown = set(options) - set(CacheOptions.__annotations__)
         check(not unknown, f"{', '.join(sorted(unknown))}: no such option; a cache has {', '.join(CacheOptions.__annotations__)}")
-        k_fmt, v_fmt = key_format(options.get("keys", KEYS)), value_format(options.get("values", VALUES))
-        value_dim, dtype = options.get("value_dim"), options.get("dtype", torch.bfloat16)
-        value_dim = head_dim if value_dim is None else value_dim
-        device, self.rotate_keys = device_of(options.get("device", "cpu")), rotated(options.get("rotate_keys"), k_fmt, head_dim)
+        given = DEFAULTS | options
+        k_fmt, v_fmt = key_format(given["keys"]), value_format(given["values"])
+        value_dim, dtype = head_dim if given["value_dim"] is None else given["value_dim"], given["dtype"]
+        device, self.rotate_keys = device_of(given["device"]), rotated(given["rotate_keys"], k_fmt, head_dim)
         check_sizes(value_dim=value_dim)
         check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-        sinks, recent = options.get("sink_tokens", 0), options.get("recent_tokens", 0)
+        sinks, recent = given["sink_tokens"], given["recent_tokens"]
         check_window(sinks, recent, k_fmt, v_fmt, capacity)
-        k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
+        k_scale, v_scale = given["k_scale"], given["v_scale"]
         for name, fmt, scale in (("k_scale", k_fmt, k_scale), ("v_scale", v_fmt, v_scale)):
             if scale is not None:
                 fixed_scale(scale, fmt, device, name)

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfbyte.errors import pip_install
+
 #: Extra -> the packages it brings.
-EXTRAS = {"hf": ("transformers",), "bench": ("matplotlib",)}
+OPTIONAL = ("transformers", "matplotlib")
 PACKAGES = ("halfbyte", "torch", "triton", "transformers", "safetensors", "numpy", "matplotlib", "rich", "typer")
 FAILED = "failed: "
 
@@ -188,11 +190,8 @@ RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention":
 
 
 def _problems(versions: dict[str, str], ops: dict[str, str], settings: dict[str, str]) -> list[str]:
-    found = []
-    for extra, packages in EXTRAS.items():
-        missing = [name for name in packages if versions.get(name) == "not installed"]
-        if missing:
-            found.append(f"{', '.join(missing)} not installed: pip install 'halfbyte[{extra}]'")
+    missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
+    found = [f"{name} not installed: {pip_install(name)}" for name in missing]
     for name, state in (versions | ops | settings).items():
         if state.startswith(FAILED):
             found.append(f"{name} {state}")

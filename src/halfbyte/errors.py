@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import re
 import warnings
 
 
@@ -17,6 +20,10 @@ class Unsupported(HalfbyteError, NotImplementedError):
     """The request is well formed, but nothing here implements it; the message says what would work."""
 
 
+class MissingPackage(Unsupported, ImportError):
+    """An optional package is not installed; the message has the command that installs it."""
+
+
 class CapacityError(HalfbyteError):
     """A cache or a page pool is full. Nothing was changed."""
 
@@ -29,6 +36,24 @@ def check(condition: bool, message: str) -> None:
     """Raise `InvalidArgument(message)` unless `condition` holds."""
     if not condition:
         raise InvalidArgument(message)
+
+
+def require(package: str, who: str) -> None:
+    """Import an optional package; raise `MissingPackage`, which names `who` needs it, where it is not installed."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"{who} needs {package}, which is not installed: {pip_install(package)}") from error
+
+
+def pip_install(package: str) -> str:
+    """The command that installs an optional package in a version that halfbyte declares. It works outside of a checkout too."""
+    try:
+        declared = importlib.metadata.requires("halfbyte") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
+        declared = []
+    wanted = (line.partition(";")[0].strip() for line in declared)
+    return f"pip install '{next((w for w in wanted if re.split('[^a-z]', w)[0] == package), package)}'"
 
 
 _WARNED: set[str] = set()

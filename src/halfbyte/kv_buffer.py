@@ -41,6 +41,9 @@ class KVBuffer:
     saturated: torch.Tensor | None = None
     sink_tokens: int = field(default=0, kw_only=True)
 
+    def __repr__(self) -> str:
+        return f"KVBuffer({self.format}, codes={list(self.codes.shape)}, {self.nbytes:,} bytes, device={str(self.codes.device)!r})"
+
     @property
     def heads(self) -> int:
         return self.codes.shape[1]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
+from halfbyte.errors import CheckpointError, InvalidArgument, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
@@ -145,10 +145,8 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
 
 def load_config(model: str) -> Any:
     """The transformers configuration of a folder or Hub id."""
-    try:
-        from halfbyte.hf.model_support import read_config
-    except ImportError as error:
-        raise Unsupported("reading a model's configuration needs transformers: pip install 'halfbyte[hf]'") from error
+    from halfbyte.hf.model_support import read_config
+
     try:
         return read_config(model)
     except Exception as error:  # transformers meets a damaged configuration with whatever its checks run into

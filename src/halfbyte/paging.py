@@ -13,13 +13,15 @@ from typing import Unpack
 import torch
 
 from halfbyte.arguments import check_sizes, integer
-from halfbyte.cache import KEYS, CacheOptions, KVCache
+from halfbyte.cache import KVCache
+from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check
 from halfbyte.formats import key_format
 from halfbyte.kv_buffer import AppendCall, outside_inference_mode
 from halfbyte.ops.launch_cache import Signature
 
 
+@shows_options
 class PagedKVCache(KVCache):
     """Like `KVCache`, with codes in a pool [pages, H, page_size, ...] and a page table int32 [batch, pages of a sequence].
 
@@ -45,7 +47,7 @@ class PagedKVCache(KVCache):
     ) -> None:
         check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
         check(page_size in (16, 32, 64, 128, 256), f"page_size={page_size}; choose 16, 32, 64, 128 or 256")
-        fmt = key_format(options.get("keys", KEYS))
+        fmt = key_format((DEFAULTS | options)["keys"])
         block = fmt.token_block or 1
         check(page_size % block == 0, f"page_size={page_size}; {fmt} quantizes blocks of {block} tokens and needs a multiple of it")
         per_sequence = -(-capacity // page_size)

@@ -54,6 +54,10 @@ class QuantTensor:
         for name in set(PARTS) - set(expected):
             check(getattr(self, name) is None, f"{name} was given, but {self.format.name} stores none")
 
+    def __repr__(self) -> str:
+        order = ", act-order" * (self.perm is not None)
+        return f"QuantTensor({self.format}, shape={list(self.shape)}{order}, {self.nbytes:,} bytes, device={str(self.device)!r})"
+
     @property
     def device(self) -> torch.device:
         return self.codes.device

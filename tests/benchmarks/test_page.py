@@ -306,7 +306,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (json.dumps({"op": "linear", "environment": dataclasses.asdict(GPU)}) + "\n", "(it has no 'shape')"),
         (
             DEMO.read_text(),
-            "line 1: a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report",
+            "line 1: a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --html",
         ),
         (
             rec().to_json().replace(json.dumps(SHAPE, sort_keys=True), "null") + "\n",
@@ -349,7 +349,7 @@ def test_nothing_is_read_for_a_page_that_cannot_be_written(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    "command", [["bench", "decode", "--quick", "--html"], ["bench", "report", "none.jsonl", "-o"], ["demo", "--report"]]
+    "command", [["bench", "decode", "--quick", "--html"], ["bench", "report", "none.jsonl", "-o"], ["demo", "--html"]]
 )
 def test_nothing_is_measured_for_charts_that_cannot_be_drawn(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -359,7 +359,7 @@ def test_nothing_is_measured_for_charts_that_cannot_be_drawn(
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == (
         "",
-        "halfbyte: charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'\n",
+        "halfbyte: a chart needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'\n",
     )
 
 

@@ -33,7 +33,7 @@ LAYERS = (
     {"kv_buffer"},
     {"tensors"},
     {"packing"},
-    {"cache_plan"},
+    {"cache_plan", "cache_options"},
     {"formats"},
     {"arguments", "transforms"},
     {"errors", "paths"},

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import Formats, Impls, RunOptions, Where, measures, run_suites, write_report
-from halfbyte.cli.shared import integers, pairs, print_table, words
+from halfbyte.cli.options import Formats, Impls, RunOptions, measures, run_suites, write_report
+from halfbyte.cli.shared import Where, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ Files = Annotated[list[Path], typer.Argument(help="Files of records, written by 
 Against = Annotated[
     list[Path] | None, typer.Option("--against", help="Earlier records: changes beyond the noise are marked. Repeatable.")
 ]
-PageFile = Annotated[Path, typer.Option("--output", "-o", help="The HTML page to write.")]
+PageFile = Annotated[Path, typer.Option("--html", "--output", "-o", help="The HTML page to write.")]
 Title = Annotated[str, typer.Option(help="Title of the page.")]
 #: Commands that left the wheel, and what each is called now.
 MOVED = {"all": "all", "qkv": "qkv", "study": "study", "peers": "baselines", "overhead": "overhead"}

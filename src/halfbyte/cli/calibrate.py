@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.models import Model
-from halfbyte.cli.shared import check_page, check_writable, console, print_table, words
+from halfbyte.cli.shared import Html, Model, Where, check_page, check_writable, console, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -26,23 +25,28 @@ def calibrate(
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 16,
-    report: Annotated[Path | None, typer.Option(help="Also write an HTML report with the Pareto front.")] = None,
+    device: Where = None,
+    html: Html = None,
 ) -> None:
     """Choose formats of the KV cache layer by layer: the least KL divergence that a number of bits allows.
 
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
     Measurements are kept next to the plan: an interrupted run goes on, and another size is quick.
     """
+    from halfbyte.formats import key_format
+
     sizes = _sizes(bits)
-    check_page(report, "report")
+    check_page(html, "html")
     check_writable(output, "output")
-    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk))
+    for name in words(formats):
+        key_format(name, "formats")
+    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), device)
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
     for one, path in zip(made, paths, strict=True):
         one.plan.write(path)
     _show(model, made, paths)
-    if report is not None:
-        _report(model, made, report)
+    if html is not None:
+        _report(model, made, html)
 
 
 def _sizes(bits: str) -> list[float]:
@@ -56,7 +60,13 @@ def _sizes(bits: str) -> list[float]:
 
 
 def _calibrated(
-    model: str, sizes: list[float], output: Path, text: Path | None, formats: list[str], cut: tuple[int, int, int]
+    model: str,
+    sizes: list[float],
+    output: Path,
+    text: Path | None,
+    formats: list[str],
+    cut: tuple[int, int, int],
+    device: str | None,
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose."""
     from halfbyte.evals import calibrate as steps
@@ -67,7 +77,7 @@ def _calibrated(
     from halfbyte.measure.progress import progress
 
     written = read_text(text)
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device)
     choices, (count, length, chunk) = candidates(loaded, formats), cut
     ids = windows_of(tokenizer.encode(written), length, count, tokenizer.bos)
     if ids.shape[0] < count:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, LmHead, human_bytes, integers, print_table, words
+from halfbyte.cli.shared import Json, LmHead, Model, human_bytes, integers, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 
 def memory(
-    model: Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo'.")],
+    model: Model,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
@@ -110,7 +110,7 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
-    capacity: Annotated[int, typer.Option(help="Capacity of the cache in tokens a sequence.")] = 8192,
+    capacity: Annotated[int, typer.Option("--context", "--capacity", help="Capacity of the cache in tokens a sequence.")] = 8192,
     queries: Annotated[int, typer.Option(help="New tokens a sequence.")] = 1,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
@@ -118,7 +118,7 @@ def explain(
     sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
     recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
     dtype: Annotated[str, typer.Option(help="dtype of the queries or of x: bf16 or fp16.")] = "bf16",
-    deterministic_batch: Annotated[bool, typer.Option(help="Batch-invariant attention.")] = False,
+    deterministic_batch: Annotated[bool, typer.Option("--deterministic-batch", help="Batch-invariant attention.")] = False,
     sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,
     capability: Annotated[str, typer.Option(help="Compute capability; empty: this machine's GPU, or 9.0.")] = "",
     as_json: Json = False,

@@ -11,15 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, LmHead, Wide, check_page, check_writable, console, print_table, words
+from halfbyte.cli.options import Output, ResultOptions, with_options
+from halfbyte.cli.shared import (
+    LmHead,
+    Model,
+    PlainModel,
+    Source,
+    Where,
+    check_new_folder,
+    check_page,
+    check_writable,
+    console,
+    print_table,
+    words,
+)
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
     import torch
 
     from halfbyte.cache_plan import CachePlan
+    from halfbyte.evals.quality import Setting
 
-Model = Annotated[str, typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that ships with halfbyte.")]
 Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
 Values = Annotated[str, typer.Option(help="Format of the cached values.")]
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
@@ -33,24 +46,27 @@ Clip = Annotated[str | None, typer.Option(help="search: per group, clip the rang
 Plan = Annotated[
     Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append the results to this file, one JSON object a line.")]
 
 
 def demo(
-    report: Annotated[Path, typer.Option(help="The HTML report to write.")] = Path("halfbyte-report.html"), output: Output = None
+    html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
+    output: Output = None,
+    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the text, and no variants with outliers.")] = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
     from halfbyte.evals.present import append_records
 
-    check_page(report, "report")
+    check_page(html, "html")
     check_writable(output, "output")
-    results = run(report, console(), console(stderr=True))
+    results = run(html, console(), console(stderr=True), quick)
     if output is not None:
         append_records(results, output)
 
 
+@with_options(ResultOptions)
 def evaluate(
+    results_to: ResultOptions,
     model: Model,
     keys: Keys = "int8",
     values: Values = "int4_g32",
@@ -69,50 +85,50 @@ def evaluate(
     long: Annotated[
         int | None, typer.Option(help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Also write an HTML report.")] = None,
-    output: Output = None,
-    as_json: Json = False,
-    wide: Wide = False,
+    device: Where = None,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
     from halfbyte.evals.long_context import Tasks, run_long_context
     from halfbyte.evals.model import agreement, load
     from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, write_report
-    from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, parse_layers, run_evaluation
+    from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
     from halfbyte.hf.cache import head_dims
     from halfbyte.hf.model_support import text_config
 
-    check_page(report, "report")
-    check_writable(output, "output")
-    check(windows is None or windows >= 1, f"windows={windows}; expected at least one")
-    loaded, tokenizer = load(model)
-    layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+    check_page(results_to.html, "html")
+    check_writable(results_to.output, "output")
+    for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
+        check(value is None or value >= least, f"{name}={value}; expected at least {least}")
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
-    asked = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers, clip)
+    written = read_text(text)
+    head = None if lm_head == "bf16" else lm_head
+    asked, config = _setting(model, keys, values, weights, rotate_keys, skip_layers, clip=clip, lm_head=head)
     if plan is not None:
-        asked = Setting.of_plan(read_plan_of(plan, loaded), asked.weights, clip)
-    asked = replace(asked, rotate_values=rotate_values, lm_head=None if lm_head == "bf16" else lm_head)
-    wanted = [*every_kv_setting(head_dims(text_config(loaded))[0]), *every_weight_setting()] if every else [asked]
-    ids = tokenizer.encode(read_text(text))
+        asked = Setting.of_plan(read_plan_of(plan, config), asked.weights, clip)
+    asked = replace(asked, rotate_values=rotate_values, lm_head=head)
+    wanted = [*every_kv_setting(head_dims(text_config(config))[0]), *every_weight_setting()] if every else [asked]
+    _warn_of_positions(config, max(length, long or 0))
+    loaded, tokenizer = load(model, device)
+    ids = tokenizer.encode(written)
     tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
     settings = [Setting(), *[s for s in wanted if s != Setting()]]
     results = run_evaluation(loaded, settings, tokens, chunk, console(stderr=True))
     longer = [] if tasks is None else run_long_context(loaded, settings, tasks, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
-    if as_json:
+    if results_to.as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
         title = f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"
-        print_table(title, HEADERS, rows(results), text_columns=2, wide=wide)
+        print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
         if longer:
             print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
         print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
-    if output is not None:
-        append_records(results, output, longer)
-    if report is not None:
-        write_report(results, f"{model}: what the bits cost", report, longer)
+    if results_to.output is not None:
+        append_records(results, results_to.output, longer)
+    if results_to.html is not None:
+        write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
 def generate(
@@ -126,15 +142,15 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the sampling.")] = 0,
+    device: Where = None,
 ) -> None:
     """Generate text with a packed cache, printing tokens as they come."""
     from halfbyte.evals.model import load, write
-    from halfbyte.evals.quality import Setting, parse_layers, with_weights
+    from halfbyte.evals.quality import with_weights
 
     text = _text(prompt)
-    loaded, tokenizer = load(model)
-    layers = parse_layers(skip_layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-    setting = Setting(keys, values, None if weights == "bf16" else weights, _rotated(loaded, rotate_keys, keys), layers)
+    setting, _ = _setting(model, keys, values, weights, rotate_keys, skip_layers)
+    loaded, tokenizer = load(model, device)
     quantized = with_weights(loaded, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
@@ -143,18 +159,38 @@ def generate(
     print()
 
 
-def _rotated(model: Any, rotate_keys: bool | None, keys: str) -> bool:
-    """Whether keys in this format are rotated in a cache of this model."""
+def _setting(
+    model: str, keys: str, values: str, weights: str, rotate_keys: bool | None, skip_layers: str, **of_weights: str | None
+) -> tuple[Setting, Any]:
+    """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded."""
+    from halfbyte.evals.quality import Setting, parse_layers
     from halfbyte.formats import key_format
     from halfbyte.hf.cache import head_dims
     from halfbyte.hf.model_support import text_config
+    from halfbyte.memory import load_config, packed_layers
+    from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated
 
-    return rotated(rotate_keys, key_format(keys), head_dims(text_config(model))[0])
+    asked = Setting(keys, values, None if weights == "bf16" else weights, **of_weights)  # type: ignore[arg-type]
+    config = load_config(resolve_model(model))
+    layers = parse_layers(skip_layers, text_config(config).num_hidden_layers)
+    packed_layers(config, keys, values, layers)
+    turned = rotated(rotate_keys, key_format(keys), head_dims(text_config(config))[0])
+    return replace(asked, rotate_keys=turned, skip_layers=layers), config
+
+
+def _warn_of_positions(config: Any, length: int) -> None:
+    """Say on stderr that a model was not trained for so many tokens: its perplexity there is not the formats' doing."""
+    from halfbyte.hf.model_support import text_config
+
+    known = getattr(text_config(config), "max_position_embeddings", None)
+    if isinstance(known, int) and length > known:
+        said = f"note: {length:,} tokens are more than the {known:,} positions of this model, which it may not read well in 16 bits"
+        print(said, file=sys.stderr)
 
 
 def read_plan_of(plan: Path, model: Any) -> CachePlan:
-    """A plan from its file, for this model."""
+    """A plan from its file, for this model or configuration."""
     from halfbyte.cache_plan import read_plan
     from halfbyte.evals.calibrate import sizes_of
 
@@ -175,13 +211,11 @@ def _text(prompt: str) -> str:
 
 def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
-    model: Annotated[str | None, typer.Argument(help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.")] = None,
+    model: PlainModel = None,
     weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     lm_head: LmHead = "bf16",
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "",
-    source: Annotated[
-        str | None, typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.")
-    ] = None,
+    source: Source = None,
     rotate_values: RotateValues = False,
     clip: Clip = None,
 ) -> None:
@@ -197,10 +231,7 @@ def quantize(
     from halfbyte.hf.weights import packed_share
     from halfbyte.paths import resolve_model
 
-    if output.exists():
-        raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
-    if not output.absolute().parent.is_dir():
-        raise InvalidArgument(f"output={str(output)!r}: the folder it would lie in does not exist; make it first")
+    check_new_folder(output)
     head = None if lm_head == "bf16" else lm_head
     made = _quantized(model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head)
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
@@ -225,11 +256,12 @@ def extract(
 ) -> None:
     """Write one attention layer's q, k and v projections as wq.npy, wk.npy, wv.npy, bq.npy, bk.npy, bv.npy and metadata.json."""
     from halfbyte.hf.extract import load_layer
+    from halfbyte.paths import new_folder
 
-    if output.exists():
-        raise InvalidArgument(f"output={str(output)!r} exists; pass a new name, or remove it first")
+    check_new_folder(output)
     found = load_layer(model, layer, head)
-    found.save(output)
+    with new_folder(output) as folder:
+        found.save(folder)
     shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip("qkv", found.weights, strict=True))
     print(f"{output}: layer {found.metadata.layer} of {model}: {shapes}" + ("" if found.metadata.bias else "; biases are zero"))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from halfbyte.cli.shared import Json, Wide, check_appendable, check_page
+from halfbyte.cli.shared import Html, Json, Where, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
-Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class RunOptions:
     device: Where = None
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: what torch uses.")] = None
     kernels: Annotated[bool, typer.Option("--kernels", help="On a GPU, also kernel times by CUPTI; slows later timings.")] = False
-    html: Annotated[Path | None, typer.Option("--html", help="Also write the results as one HTML page.")] = None
+    html: Html = None
     as_json: Json = False
     wide: Wide = False
 
@@ -48,21 +47,39 @@ class RunOptions:
         return Session.start(measured)
 
 
-def measures(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(options, ...)` as a command whose options are its own and, behind them, those of `RunOptions`."""
-    _, *own = inspect.signature(command).parameters.values()
-    shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(RunOptions)]
-    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(RunOptions, include_extras=True)}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+@dataclass(frozen=True)
+class ResultOptions:
+    """How the results of an evaluation are shown, and where they go."""
 
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
-        command(options, **given)
+    html: Html = None
+    output: Output = None
+    as_json: Json = False
+    wide: Wide = False
 
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+
+def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `command(options, ...)` a command whose options are its own and, behind them, the fields of the dataclass `kind`."""
+
+    def made(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+        shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(kind)]
+        hints = {**get_type_hints(command, include_extras=True), **get_type_hints(kind, include_extras=True)}
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            options = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+            command(options, **given)
+
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return made
+
+
+#: A command that measures: `command(options: RunOptions, ...)`.
+measures = with_options(RunOptions)
 
 
 def run_suites(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +19,38 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+
+def _answered_at_once(model: str | None) -> str | None:
+    """Where the Hub cannot be reached, its client retries for half a minute; in offline mode it answers at once, from its cache."""
+    from halfbyte.paths import is_hub_id
+
+    if model is None or not is_hub_id(model) or urllib.request.getproxies():
+        return model
+    with contextlib.suppress(ImportError):  # without transformers the command says so
+        from huggingface_hub import constants
+
+        try:
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+    return model
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A model folder, a Hub id, or 'demo' for the model that ships with halfbyte.", callback=_answered_at_once),
+]
+PlainModel = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.", callback=_answered_at_once),
+]
+Source = Annotated[
+    str | None,
+    typer.Option("--from", help="A quantized model (GPTQ, AWQ, ...): converted, code for code.", callback=_answered_at_once),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
+Html = Annotated[Path | None, typer.Option("--html", "--report", help="Also write the results as one HTML page.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Tables with all columns, on lines as long as they need.")]
 
@@ -69,6 +103,18 @@ def check_appendable(path: Path | None, option: str) -> None:
         for made in missing:  # the file first, then the folders, the innermost first
             with contextlib.suppress(OSError):
                 made.unlink() if made.is_file() else made.rmdir()
+
+
+def check_new_folder(path: Path) -> None:
+    """Refuse a folder that exists or could not be made, before what is to be in it is made."""
+    if path.exists() or path.is_symlink():
+        raise InvalidArgument(f"output={str(path)!r} exists; pass a new name, or remove it first")
+    if not path.absolute().parent.is_dir():
+        raise InvalidArgument(f"output={str(path)!r}: the folder it would lie in does not exist; make it first")
+    try:
+        tempfile.TemporaryDirectory(dir=path.absolute().parent).cleanup()
+    except OSError as error:
+        raise InvalidArgument(f"output={str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def check_page(path: Path | None, option: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity
-from halfbyte.paths import write_whole
+from halfbyte.paths import append_line, write_whole
 
 #: Uniform choices that a plan is compared with.
 UNIFORM = 4
@@ -126,8 +126,7 @@ class Measurements:
     def add(self, found: Sensitivity) -> None:
         """Keep one more."""
         self.known.append(found)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(found)) + "\n")
+        append_line(self.path, json.dumps(asdict(found)))
 
 
 def measurements_path(plan: Path) -> Path:

@@ -9,28 +9,29 @@ from typing import Any
 import torch
 
 from halfbyte.device import describe
-from halfbyte.errors import check
+from halfbyte.errors import check, require
 from halfbyte.evals.quality import Setting
 from halfbyte.evals.text import Tokenizer, load_tokenizer
 from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
 
 
-def load(name: str, device: torch.device | None = None) -> tuple[Any, Tokenizer]:
+def load(name: str, device: torch.device | str | None = None) -> tuple[Any, Tokenizer]:
     """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention: bf16 weights, arithmetic in fp32 on a CPU.
 
     device: where the model goes; None: the GPU if there is one.
     """
+    require("transformers", "halfbyte.hf")
     from transformers.utils import logging
 
     from halfbyte import hf
 
     logging.disable_progress_bar()  # the caller shows its own progress
+    where = describe(device).torch
     path = resolve_model(name)
     model = hf.load(path, dtype=torch.bfloat16)
     # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device) if device.type == "cuda" else torch.nn.Module.float(model)
+    model = model.to(where) if where.type == "cuda" else torch.nn.Module.float(model)
     return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(
         path, model.config.get_text_config(decoder=True).vocab_size
     )

@@ -10,6 +10,10 @@ transformers, so that
 
 from __future__ import annotations
 
+from halfbyte.errors import require
+
+require("transformers", "halfbyte.hf")
+
 from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save

@@ -221,7 +221,8 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         kinds = sorted({layer.kinds for layer in self.layers})
-        return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, capacity={self.capacity})"
+        size = f"capacity={self.capacity}, {self.bytes_per_token:,.0f} bytes a token"
+        return f"PackedCache({len(self.layers)} layers, keys/values {', '.join(kinds)}, {size})"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append to one layer. A forward that failed half-way (NaN in a layer, say) must be undone before the next one."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from halfbyte.checkpoints.adapters import open_checkpoint
@@ -23,6 +23,7 @@ from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
 from halfbyte.hf.weights import of_adapters
+from halfbyte.paths import new_folder
 
 #: How transformers loads a GGUF file in 16 bits.
 GGUF = (
@@ -41,7 +42,8 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     """Write a model, quantized or not, as safetensors with its configuration; `load` gives the same bits again.
 
     tokenizer: a folder or Hub id whose tokenizer is saved along.
-    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused.
+    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused. A killed
+    process leaves the temporary folder, `.NAME.*`, which may be removed.
     """
     target = Path(folder)
     is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")
@@ -58,18 +60,14 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
         raise InvalidArgument(f"folder={str(target)!r} exists; pass a new name, or remove it first")
     if not target.absolute().parent.is_dir():
         raise InvalidArgument(f"folder={str(target)!r}: the folder it would lie in does not exist")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))
-    try:
-        model.save_pretrained(temporary, safe_serialization=True)
-        if tokenizer is not None:
-            _copy_tokenizer(local_folder(tokenizer), temporary)
-        os.chmod(temporary, 0o755)
-        for file in temporary.iterdir():
-            _sync(file)
-        os.rename(temporary, target)  # fails if someone made the folder meanwhile and put something in it
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    source = None if tokenizer is None else local_folder(tokenizer)
+    with new_folder(target) as temporary:
+        try:
+            model.save_pretrained(temporary, safe_serialization=True)
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(str(error)) from error
+        if source is not None:
+            _copy_tokenizer(source, temporary)
     return target
 
 
@@ -79,11 +77,6 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and file.stem.startswith(names) and file.suffix in (".json", ".txt", ".model", ".jinja"):
             shutil.copyfile(file, target / file.name)
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def load(

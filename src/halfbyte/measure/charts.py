@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.errors import Unsupported, check
+from halfbyte.errors import check, require
 from halfbyte.measure.labels import Box, place_labels
 
 # Stand-ins: colours that nothing else in the SVG has.
@@ -44,11 +44,8 @@ class Point:
 
 
 def check_installed() -> None:
-    """Raise `Unsupported` where charts cannot be drawn: to be asked before something is measured for hours to be drawn."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise Unsupported("charts need matplotlib, which is not installed: pip install 'halfbyte[bench]'") from error
+    """Raise `MissingPackage` where charts cannot be drawn: to be asked before something is measured for hours to be drawn."""
+    require("matplotlib", "a chart")
 
 
 def scatter(

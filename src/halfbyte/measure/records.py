@@ -25,6 +25,7 @@ from halfbyte.device import Device
 from halfbyte.errors import HalfbyteError, InvalidArgument
 from halfbyte.measure.checks import Accuracy
 from halfbyte.measure.timing import Timing
+from halfbyte.paths import append_line
 
 
 class DamagedRecords(HalfbyteError, ValueError):
@@ -194,18 +195,15 @@ class Records:
 
 
 def append(path: Path | str, records: list[Record]) -> str:
-    """Append records, each flushed and fsynced before the next, so that a kill loses one line at most. Returns a notice or "".
+    """Append records, each on the disk before the next, so that a kill loses one line at most. Returns a notice or "".
 
     A last line that an earlier kill cut is removed first: it cannot be read, and gluing a record to it would damage that one too.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     notice = _close_last_line(path)
-    with path.open("ab") as file:
-        for record in records:
-            file.write(record.to_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    for record in records:
+        append_line(path, record.to_json())
     return notice
 
 
@@ -230,7 +228,7 @@ def _told(line: bytes, error: Exception) -> str:
     with contextlib.suppress(*_DAMAGE):
         data = json.loads(line)
         if isinstance(data, dict) and {"kv", "perplexity"} <= data.keys():
-            return "a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --report writes a page"
+            return "a result of `halfbyte demo` or `halfbyte eval` and no record of the bench; their option --html writes a page"
     missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
     return f"not a record, as `halfbyte bench ... --output` writes them ({missing})"
 

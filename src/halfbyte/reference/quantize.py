@@ -92,7 +92,11 @@ def any_format(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     if isinstance(fmt, str) and fmt in KV_FORMATS and fmt not in WEIGHT_FORMATS:
-        raise InvalidArgument(f"fmt={fmt!r} is a format of keys and values; pass halfbyte.key_format({fmt!r})")
+        alike = [f.name for f in WEIGHT_FORMATS.values() if f.code.bits == KV_FORMATS[fmt].code.bits] or list(WEIGHT_FORMATS)
+        raise InvalidArgument(
+            f"fmt={fmt!r} is a format of keys and values: for those pass halfbyte.key_format({fmt!r}); "
+            f"for weights choose one of: {', '.join(alike)}"
+        )
     return weight_format(fmt, "fmt")
 
 

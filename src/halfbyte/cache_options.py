@@ -1,0 +1,61 @@
+"""The options of a cache, what they are by default, and how a signature shows them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TypedDict, TypeVar
+
+import torch
+
+from halfbyte.formats import Format
+
+T = TypeVar("T")
+
+
+class CacheOptions(TypedDict, total=False):
+    """Options of a cache; `DEFAULTS` has their values where none are given.
+
+    keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
+    value_dim          size of a value head, if it differs from head_dim
+    rotate_keys        store keys Hadamard-rotated (attention rotates queries to match): spreads outlier channels. None: in
+                       formats of at most 4 bits with a scale per token, head or group, if 16 divides head_dim
+    sink_tokens        the first tokens of a sequence that stay in 16 bits, keys and values
+    recent_tokens      the last tokens of a sequence that stay in 16 bits; they are quantized when they leave this window
+    dtype              the 16-bit type of sink and recent tokens, and of per-channel keys that fill no block yet
+    device             where the memory is
+    k_scale, v_scale   the fixed scale of a per-tensor format; None: measured on the first append and then fixed
+    """
+
+    keys: str | Format
+    values: str | Format
+    value_dim: int | None
+    rotate_keys: bool | None
+    sink_tokens: int
+    recent_tokens: int
+    dtype: torch.dtype
+    device: torch.device | str
+    k_scale: float | None
+    v_scale: float | None
+
+
+#: Keys need more bits than values.
+DEFAULTS: CacheOptions = {
+    "keys": "int8",
+    "values": "int4_g32",
+    "value_dim": None,
+    "rotate_keys": None,
+    "sink_tokens": 0,
+    "recent_tokens": 0,
+    "dtype": torch.bfloat16,
+    "device": "cpu",
+    "k_scale": None,
+    "v_scale": None,
+}
+
+
+def shows_options(kind: type[T]) -> type[T]:
+    """Of a class whose __init__ ends in **options: `inspect`, and so `help` and completion, see each option and its default."""
+    _, *own, _ = inspect.signature(kind.__init__).parameters.values()
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in DEFAULTS.items()]
+    kind.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return kind
