@@ -15,6 +15,7 @@ import sys
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -37,6 +38,7 @@ parser.add_argument("--context", type=int, default=256, help="tokens of each pro
 parser.add_argument("--new", type=int, default=64, help="tokens that are generated behind it")
 parser.add_argument("--weights", default="int4_g64", help="the shipped model has no groups of 128; README's figure is of int4_g128")
 parser.add_argument("--lm-head", help="format of the output layer; left out, it stays in 16 bits")
+parser.add_argument("--graph", action="store_true", help="halfbyte's steps through custom_generate=halfbyte.hf.generate")
 parser.add_argument("--keys", default="int8")
 parser.add_argument("--values", default="int4_g32")
 parser.add_argument("--output", type=Path, help="append a record of each side to this file")
@@ -57,7 +59,7 @@ with device:
     prompts = torch.randint(model.config.vocab_size, (given.batch, given.context))
 
 
-def seconds(new: int, **options: str) -> float:
+def seconds(new: int, **options: Any) -> float:
     """Of one call of generate()."""
     began = time.perf_counter()
     model.generate(
@@ -68,7 +70,7 @@ def seconds(new: int, **options: str) -> float:
     return time.perf_counter() - began
 
 
-def first_and_step(**options: str) -> tuple[float, float]:
+def first_and_step(**options: Any) -> tuple[float, float]:
     """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
     for _ in range(2):  # compiles, records
         print(f"  warming up: {seconds(given.new, **options):.0f} s", file=sys.stderr)
@@ -108,7 +110,12 @@ report("transformers", name, bytes_read("bf16", "bf16", dtype.itemsize // 2), *p
 torch.compiler.reset()
 formats = {"weights": given.weights, "lm_head": given.lm_head, "keys": given.keys, "values": given.values}
 halfbyte.hf.quantize(model, **formats, fuse_qkv=True, fuse_gate_up=True)
-packed = first_and_step()
+packed = first_and_step(**({"custom_generate": halfbyte.hf.generate} if given.graph else {}))
 name = given.weights + (f", {given.lm_head} lm_head" if given.lm_head else "")
-report("halfbyte", f"{name}, {given.keys}/{given.values}", bytes_read(given.keys, given.values), *packed)
+report(
+    "halfbyte, one graph a step" if given.graph else "halfbyte",
+    f"{name}, {given.keys}/{given.values}",
+    bytes_read(given.keys, given.values),
+    *packed,
+)
 print(f"  steps {plain[1] / packed[1]:.2f} times as fast, first tokens {plain[0] / packed[0]:.2f} times")

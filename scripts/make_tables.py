@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
 from halfbyte.checkpoints.adapters import ADAPTERS
-from halfbyte.cli.formats import HEADERS, format_rows
+from halfbyte.evals.legend import HEADERS, format_rows
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
 from halfbyte.measure.records import Record

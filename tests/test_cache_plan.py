@@ -66,6 +66,8 @@ def layers(*numbers: int, **changes: Any) -> list[Any]:
         (edited(model={"layers": 3}), "expected model_type, layers"),
         (edited(model={**vars(SIZES), "layers": True}), "model="),
         (edited(model={**vars(SIZES), "layers": 5}), "5 layers, and layers has 3 entries: missing layers 3 and 4"),
+        *((edited(model={**vars(SIZES), "layers": n}), "sizes of 0 to 2") for n in (10**12, 2**70, 10**300, -1)),
+        (edited(model={**vars(SIZES), "layers": 2**31 - 1}), "missing layers 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and more"),
         (edited(model={**vars(SIZES), "layers": 2}), "2 layers, and layers has 3 entries: unknown layer 2"),
         (edited(layers={"0": {}}), "layers is a dict"),
         (edited(layers=layers(1, rotate_keys=1)), "layer 1 of layers must have exactly"),

@@ -20,8 +20,9 @@ import tiny_models
 
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.evals import demo
 from halfbyte.evals import model as models
-from halfbyte.evals.present import append_records, model_table, write_report
+from halfbyte.evals.present import add_results, append_records, merged, model_table, write_report
 from halfbyte.evals.quality import (
     Quality,
     Setting,
@@ -33,8 +34,10 @@ from halfbyte.evals.quality import (
     weight_bytes,
 )
 from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
+from halfbyte.evals.verdict import cards, verdict
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.paths import shipped_model
+from halfbyte.report import Report
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,11 @@ def test_figures_against_direct_computation(shipped: Any) -> None:
         assert result.tokens == ids[:, 1:].numel()
     kl = (p.exp() * (p - q)).sum(-1)
     assert results[1].kl_mean == pytest.approx(float(kl.mean()), rel=0.05)
+    lost = (p - q).gather(-1, ids[:, 1:, None]).flatten().double()
+    assert results[1].noise == pytest.approx(
+        200 * float(lost.mean().exp() * lost.std(correction=0)) / lost.numel() ** 0.5, rel=0.02
+    )
+    assert results[0].noise == 0
     ranked = kl.flatten().sort().values
     assert results[1].kl_p99 == pytest.approx(float(ranked[math.ceil(0.99 * len(ranked)) - 1]), rel=0.1)
     assert results[1].top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.02)
@@ -207,6 +215,45 @@ def test_the_demos_table_fits_a_terminal_of_80_columns() -> None:
     assert re.findall(r"\x1b\[31m *([\d,]+)", colored) == ["100", "1,234"] * len(rows)
 
 
+def test_the_report_begins_with_a_verdict() -> None:
+    """Three cards, noise that decides what is said, then every row, those of one result merged; names are explained."""
+    sizes = {"perplexity": 2.0, "weight_bytes": 10, "kl_p99": 0.1, "top1": 0.9, "kl_by_third": [0.0] * 3}
+    made = [Quality(Setting(), kv_bytes_per_token=100.0, kl_mean=0.0, change=0.0, noise=0.0, **sizes)]
+    figures = {"int8": (0.01, 0.02, 50.0), "int8_g64": (0.01, 0.02, 50.0), "int4_g32": (1.5, 0.2, 30.0)}
+    for i, (name, (change, noise, nbytes)) in enumerate(figures.items()):
+        quality = {"change": change, "noise": noise, "kl_mean": max(1e-3, i - 1.0), "kv_bytes_per_token": nbytes}
+        made.append(Quality(Setting(name, name), **quality, **sizes))
+    made.append(Quality(Setting("int4_g32", "int4_g32", rotate_keys=True), **{**quality, "kl_mean": 0.5, "change": 1.25}, **sizes))
+    made.append(Quality(Setting(weights="int4_g32"), kv_bytes_per_token=100.0, kl_mean=0.2, change=3.0, noise=1.0, **sizes))
+    assert verdict(made) == (
+        "INT8 cache: 2.00x smaller, perplexity unchanged within the noise of 0.02 %. "
+        "INT4 cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %)."
+    )
+    assert cards(made)["INT8 cache"]["tokens in 1 GB"] == "20,000,000 instead of 10,000,000"
+    assert list(cards([made[0], made[-1]])) == ["int4_g32 weights"]
+    assert "tokens in 1 GB" not in cards([made[0], made[-1]])["int4_g32 weights"]
+    rows, hints = merged(made)
+    assert [row[0] for row in rows] == ["bf16", "int8 = int8_g64", "int4_g32", "int4_g32 rotated", "bf16"]
+    assert hints[0, "int4_g32"].startswith("keys: int4, offset")
+    assert hints[1, "int4_g32"].startswith("weights: int4, zero point")
+    report = Report("t")
+    add_results(report, made)
+    page = report.to_html()
+    places = [
+        page.index(x) for x in ("<p>INT8 cache: 2.00x", 'class="cards"', "<svg", "KL divergence says", 'class="table"', "<details>")
+    ]
+    assert places == sorted(places)
+    assert 'title="weights: int4, zero point' in page
+    assert "Names joined by =" in page
+    assert page.count("<tr>") == 1 + len(rows)
+
+
+def test_only_the_16_bit_run_has_no_verdict() -> None:
+    report = Report("t")
+    add_results(report, [Quality(Setting(), kv_bytes_per_token=1.0)])
+    assert 'class="cards"' not in report.to_html().partition("<body>")[2]
+
+
 def test_divergence_by_third_of_a_window(shipped: Any) -> None:
     """The thirds' mean is the mean; a window of two tokens has one predicted token, in the first third."""
     model, ids = shipped[0], cut(shipped, 3, 64)
@@ -314,3 +361,22 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
         assert captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Sizes as small as they go: the verdict, a table within 80 columns, and a page whose sections are those that were run."""
+    small = {"LENGTH": 32, "QUICK_LENGTH": 32, "OUTLIER_LENGTH": 32, "WINDOWS": 1, "OUTLIER_WINDOWS": 1, "TOKENS": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(demo, "every_kv_setting", lambda: [Setting("int8", "int8"), Setting("int4_g32", "int4_g32")])
+    monkeypatch.setattr(demo, "every_weight_setting", list)
+    page, records = tmp_path / "demo.html", tmp_path / "demo.jsonl"
+    assert run("demo", *["--quick"] * quick, "--html", str(page), "-o", str(records)) == 0
+    said = capsys.readouterr().out
+    assert "INT8 cache: 1.94x smaller, perplexity" in said
+    assert max(map(len, said.splitlines())) <= max(80, len(f"Report: {page}   (00 s in all)"))
+    written = page.read_text()
+    assert ("Outliers" in written) is not quick
+    assert ("halfbyte demo --quick" in written) is quick
+    assert len(records.read_text().splitlines()) == 4 * (1 if quick else 1 + len(demo.PROFILES))

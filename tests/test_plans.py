@@ -137,6 +137,7 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         ({"queries": 2, "group": 33}, (8, 0), 0),
         ({"queries": 512, "keys": "int8_channel"}, (9, 0), 8),  # nor have scales of channels
         ({"queries": 512, "deterministic_batch": True}, (9, 0), 0),
+        ({"queries": 512, "recent_tokens": 1}, (9, 0), 0),  # a prompt is left to the portable kernel
     ],
 )
 def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
@@ -153,6 +154,24 @@ def test_explain_tells_of_blocks() -> None:
     assert facts["blocks"].startswith("4 a sequence, of 32 new tokens, 128 query rows")
     assert "many query rows" in facts["kernel"]
     assert "blocks" not in explanation(2, 32, 8, 128, 8192, 32, "int8", "int4_g32", 0, "bf16", False, *H200)
+
+
+def test_explain_tells_of_sinks_and_recent_tokens() -> None:
+    facts = explanation(128, 8, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    assert facts["kernel"].startswith("gluon")
+    assert facts["window"] == "64 sink tokens and 256 recent ones in 16 bits, 21.0 MB"
+    assert facts["tail"].startswith("5 chunks of 64 tokens in 16 bits")
+    facts = explanation(128, 8, 1, 128, 8192, 5, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    assert "the tuned kernel reads them for 32 query rows" in facts["not gluon"]
+
+
+@pytest.mark.parametrize(("keys", "values", "eighths"), [("int4", "int4", 8), ("int8", "int8", 8), ("int2", "int2", 14)])
+def test_a_chunk_of_a_tail_costs_what_its_bytes_do(keys: str, values: str, eighths: int) -> None:
+    spec = tuned(replace(LAYER, keys=keys, values=values, sink_tokens=4, recent_tokens=100)).spec
+    per_chunk, per_tile = 2 * 2 * 128 * spec.chunk, spec.ring_bytes / spec.stages
+    assert spec.chunks * spec.chunk >= 104 > (spec.chunks - 1) * spec.chunk
+    assert abs(spec.chunk_cost / 8 - per_chunk / per_tile) < 1 / 8
+    assert spec.chunk_cost == eighths
 
 
 def test_many_rows_without_warp_group_products_are_left_to_the_portable_kernel() -> None:

@@ -167,3 +167,13 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Report("second").write(path)
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]  # no leftovers
+
+
+def test_cards_hints_and_tables_that_scroll() -> None:
+    page = (
+        Report("t").cards({"INT8 <b>": {"size": "1.9x", "n": 1234}}).table(["n"], [("a",)], hints={(0, "a"): 'said "so"'}).to_html()
+    )
+    assert "<section><h3>INT8 &lt;b&gt;</h3><dl><dt>size</dt><dd>1.9x</dd><dt>n</dt><dd>1,234</dd></dl></section>" in page
+    assert 'title="said &quot;so&quot;">a</td>' in page
+    assert 'class="table long"' not in page
+    assert 'class="table long"' in Report("t").table(["n"], [("a",)] * 61).to_html()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ LENGTHS = [2048, 1999, 1, 700, 32, 0, 1311, 2047]
 
 def filled(kind: str, heads: int, dim: int, keys: str, values: str) -> hb.KVCache:
     make = hb.PagedKVCache if kind == "paged" else hb.KVCache
-    cache = make(len(LENGTHS), heads, dim, 2048, keys=keys, values=values)
+    window: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 16} if kind == "window" else {}
+    cache = make(len(LENGTHS), heads, dim, 2048, keys=keys, values=values, **window)
     k, v = torch.randn(2, len(LENGTHS), heads, 2048, dim, generator=torch.Generator().manual_seed(3)).half().unbind(0)
     cache.append(k, v, torch.tensor(LENGTHS, dtype=torch.int32))
     return cache
@@ -69,8 +71,10 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(kind: str, dtype: 
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-@pytest.mark.parametrize("keys", ["int8", "int4_channel", "fp8", "int8_tensor", "int8_token"])
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [*product(("contiguous", "paged"), ("int8", "int4_channel", "fp8", "int8_tensor", "int8_token", "int2")), ("window", "int4")],
+)
 def test_every_layout_of_scales_and_every_option(impl: str, kind: str, keys: str) -> None:
     cache = filled(kind, 2, 32, keys, "int4_g32")
     q = torch.randn(8, 6, 2, 32, generator=torch.Generator().manual_seed(1)).half()

@@ -51,8 +51,10 @@ def test_rows_whose_codes_cancel(name: str) -> None:
     assert error_against_eager(x, weight) <= 2
 
 
-def test_a_zero_point_beyond_every_code() -> None:
+@pytest.mark.parametrize("zero", [15, 128, 129, 255])
+def test_a_zero_point_beyond_every_code(zero: int) -> None:
+    """128 is the last whose differences from codes a signed byte holds."""
     weight = quantize(drawn(8, 64, seed=5), "int4_g32")
     assert weight.offsets is not None
-    weight = replace(weight, offsets=torch.full_like(weight.offsets, 255))
+    weight = replace(weight, offsets=torch.full_like(weight.offsets, zero))
     assert error_against_eager(drawn(3, 64, seed=6), weight) <= 2

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,15 @@ def _parsed(data: Any, what: str) -> CachePlan:
     sizes, layers, bits = data.get("model"), data.get("layers"), data.get("bits")
     kinds = {f.name: str if f.name == "model_type" else int for f in fields(ModelSizes)}
     fits = isinstance(sizes, dict) and sizes.keys() == kinds.keys() and all(type(sizes[n]) is kind for n, kind in kinds.items())
-    check(fits, f"{what}: model={sizes!r}; expected {', '.join(kinds)}")
+    fits = fits and all(kind is str or 0 <= sizes[n] < 2**31 for n, kind in kinds.items())
+    check(fits, f"{what}: model={str(sizes)[:300]}; expected {', '.join(kinds)}, sizes of 0 to 2^31 - 1")
     check(isinstance(layers, list), f"{what}: layers is a {type(layers).__name__}; expected a list with one entry for each layer")
     count = sizes["layers"]
     if len(layers) != count:
         numbers = range(min(len(layers), count), max(len(layers), count))
         raise InvalidArgument(
             f"{what}: the model has {count} layers, and layers has {len(layers)} entries: "
-            f"{'unknown' if len(layers) > count else 'missing'} {_numbers(list(numbers))}"
+            f"{'unknown' if len(layers) > count else 'missing'} {_numbers(numbers)}"
         )
     check(
         type(bits) in (int, float) and 0 < bits <= 64 and isinstance(data.get("measured", {}), dict),
@@ -146,7 +147,7 @@ def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
     return tuple(LayerFormats(**entry) for entry in entries)
 
 
-def _numbers(layers: list[int]) -> str:
+def _numbers(layers: Sequence[int]) -> str:
     """ "layer 3", "layers 0, 1 and 5"; of many, the first ten."""
     shown = [str(i) for i in layers[:10]] + ["more"] * (len(layers) > 10)
     return f"layer {shown[0]}" if len(shown) == 1 else f"layers {', '.join(shown[:-1])} and {shown[-1]}"

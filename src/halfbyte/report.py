@@ -17,6 +17,8 @@ from halfbyte.paths import write_whole
 #: What a table shows in one place.
 Cell = str | int | float | None
 
+#: A table of more rows scrolls in a window of its own.
+_MANY_ROWS = 60
 #: What an empty cell shows.
 _DASH = "\u2013"
 #: Words in the place of a figure.
@@ -55,8 +57,25 @@ class Report:
         items = (f"<div><dt>{_escape(k)}</dt><dd>{_escape(_show(v))}</dd></div>" for k, v in facts.items())
         return self._add(f'<dl class="facts">{"".join(items)}</dl>')
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "", align: str = "") -> Report:
-        """A table that sorts by a click on a header.
+    def cards(self, cards: Mapping[str, Mapping[str, Cell]]) -> Report:
+        """A row of cards, each a title with facts: {"INT8 cache": {"size": "1.9x smaller"}}."""
+        made = (
+            f"<section><h3>{_escape(title)}</h3><dl>"
+            + "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(_show(v))}</dd>" for k, v in facts.items())
+            + "</dl></section>"
+            for title, facts in cards.items()
+        )
+        return self._add(f'<div class="cards">{"".join(made)}</div>')
+
+    def table(
+        self,
+        headers: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        caption: str = "",
+        align: str = "",
+        hints: Mapping[tuple[int, str], str] | None = None,
+    ) -> Report:
+        """A table that sorts by a click on a header; one of many rows scrolls. `hints`: what a pointer shows over a (column, text).
 
         `align` has one letter a column, "l" or "r"; by default columns whose cells are all numbers, or begin like one, go right.
         None is shown as a dash and sorts last.
@@ -73,10 +92,13 @@ class Report:
             for a, h in zip(align, headers, strict=True)
         )
         decimals = [_decimals(rows, c) for c in range(len(headers))]
-        body = "\n".join(f"<tr>{''.join(map(_cell, row, align, decimals))}</tr>" for row in rows)
+        hinted = ([(hints or {}).get((c, str(x)), "") for c, x in enumerate(row)] for row in rows)
+        lines = (map(_cell, row, align, decimals, said) for row, said in zip(rows, hinted, strict=True))
+        body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+        kind = "table long" if len(rows) > _MANY_ROWS else "table"
         title = f"<figcaption>{_escape(caption)}</figcaption>" if caption else ""
         return self._add(
-            f'<figure class="table">{title}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+            f'<figure class="{kind}">{title}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
             f"<tbody>\n{body}\n</tbody></table></div></figure>"
         )
 
@@ -142,9 +164,10 @@ def _decimals(rows: Sequence[Sequence[Cell]], column: int) -> int | None:
     return max(0, 3 - math.floor(math.log10(max(sizes))))
 
 
-def _cell(value: Cell, align: str, decimals: int | None) -> str:
+def _cell(value: Cell, align: str, decimals: int | None, hint: str) -> str:
+    title = f' title="{_escape(hint)}"' if hint else ""
     key = f' data-sort="{value!r}"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f'<td class="{align}"{key}>{_escape(_show(value, decimals))}</td>'
+    return f'<td class="{align}"{key}{title}>{_escape(_show(value, decimals))}</td>'
 
 
 def _numeric(rows: Sequence[Sequence[Cell]], column: int) -> bool:
@@ -188,7 +211,13 @@ figcaption { font-size: .875rem; color: var(--quiet); margin-bottom: .5rem; max-
   linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% no-repeat local,
   linear-gradient(90deg, var(--shade), transparent) 0 0 / .8rem 100% no-repeat scroll,
   linear-gradient(270deg, var(--shade), transparent) 100% 0 / .8rem 100% no-repeat scroll; }
-.table .scroll { max-height: 36rem; overflow: auto; }
+.long .scroll { max-height: 36rem; overflow: auto; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+.cards section { background: var(--panel); border-radius: 8px; padding: .8rem 1rem; }
+.cards h3 { margin: 0 0 .4rem; }
+.cards dl { margin: 0; } .cards dt { color: var(--quiet); font-size: .8125rem; }
+.cards dd { margin: 0 0 .4rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+td[title] { cursor: help; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4rem .55rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; z-index: 1; background: var(--paper); box-shadow: inset 0 -2px var(--line);
@@ -212,7 +241,7 @@ pre { margin: 0; padding: .8rem 1rem; background: var(--panel); border-radius: 8
   th button, td { padding: .4rem .5rem; } td { font-size: .8125rem; } th:first-child { min-width: 7rem; }
   td:first-child { max-width: 45vw; white-space: normal; min-width: 7rem; } }
 @media print { .chart svg { max-width: 100%; }
-  .scroll, .table .scroll { overflow: visible; max-height: none; } nav { display: none; } }
+  .scroll, .long .scroll { overflow: visible; max-height: none; } nav { display: none; } }
 """
 
 # Sorting: numbers by their value (data-sort, or the number a text begins with), text by its letters, empty cells always last.

@@ -82,6 +82,30 @@ CASES = {
         Variant("int8_token", "int8", dim=96, group=5, queries=16, options=frozenset({"rotate", "alibi"})), 1, (150,)
     ),
     "a prompt over rotated keys": Case(Variant("int4", "int8", group=5, queries=30, page=16, options=ROTATED), 1, (47, 130)),
+    "sinks and recent tokens": Case(Variant("int4", "int4", group=8, exact=(4, 16), options=ROTATED), 1, (300, 7)),
+    "recent tokens of short sequences": Case(Variant("int4", "int8", group=2, exact=(4, 8)), 1, (0, 3, 9, 12, 13, 1)),
+    "sinks alone, int2, tokens first, two heads": Case(
+        Variant("int2", "int2", layout="BTHD", group=4, exact=(70, 0)), 2, (200, 64), slack=7
+    ),
+    "recent tokens, groups of int2, pages": Case(
+        Variant("int2_g32", "int2_g32", group=8, page=16, exact=(0, 33)), 1, (150, 40), v_scale=1e-3
+    ),
+    "sinks and recent tokens, every option": Case(
+        Variant(
+            *("int2_g64", "int4_g32"), group=5, queries=2, page=16, exact=(3, 45), options=frozenset({"window", "alibi", "softcap"})
+        ),
+        *(1, (330, 47)),
+    ),
+    "sinks and recent tokens in fp16, one scale, starts": Case(
+        Variant("fp8_tensor", "int8_tensor", dim=80, group=7, dtype="float16", exact=(16, 100), options=frozenset({"starts"})),
+        *(2, (250, 33)),
+        early=True,
+        v_scale=100.0,
+    ),
+    "recent tokens in fp16, 32 rows": Case(
+        Variant("int8_token", "int4", dim=96, group=16, queries=2, dtype="float16", exact=(1, 20)), 1, (130, 5)
+    ),
+    "sinks and recent tokens, 256 wide": Case(Variant("int4_g64", "int2", dim=256, group=16, exact=(2, 37)), 1, (120, 31)),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
 }
 
@@ -101,6 +125,37 @@ def test_scores_of_any_sign(sm_scale: float, queries: int) -> None:
     """Few query rows and many: what multiplies scores may be negative, and zero beside masked tokens."""
     call = build(Case(Variant("int8_tensor", "int4", group=8, queries=queries), 1, (200,)), "cpu")
     call.options["sm_scale"] = sm_scale
+    assert not call.wrong(*_attend(call, ORDERS[0]))
+
+
+@pytest.mark.parametrize("num_sms", [1, 5, 20])
+def test_programs_share_a_tail(num_sms: int) -> None:
+    """Few programs, of which some take whole tails and tiles of others, and more programs than there are chunks."""
+    call = build(Case(Variant("int4", "int8", group=4, batch=2, exact=(30, 200)), 1, (260, 100)), "cpu")
+    assert not call.wrong(*_attend(call, ORDERS[0], num_sms))
+
+
+@pytest.mark.parametrize("wild", [-1, -(2**31), 10**6, 2**31 - 1])
+def test_no_length_leads_outside_of_a_tail(wild: int) -> None:
+    case = Case(Variant("int4", "int8", page=16, batch=2, exact=(4, 20)), 1, (90, 40))
+    clean, call = (build(case, "cpu") for _ in range(2))
+    expected, expected_lse = _attend(clean, ORDERS[0])
+    call.cache.lengths[1] = wild
+    out, lse = _attend(call, ORDERS[0])
+    out[1], lse[1] = expected[1], expected_lse[1]
+    assert not clean.wrong(out, lse)
+
+
+@pytest.mark.parametrize("small", [1e-30, 1e-6])
+def test_small_values_beside_large_ones_in_a_tail(small: float) -> None:
+    """The token that decides is a sink of nearly no size: what is small beside it is not lost to a scale of others."""
+    call = build(Case(Variant("int8_tensor", "int4", group=8, exact=(2, 20)), 1, (90,), v_scale=small), "cpu")
+    tails = call.cache.keys.tail, call.cache.values.tail
+    assert tails[0] is not None
+    assert tails[1] is not None
+    tails[0][:, :, 1] = 0
+    tails[1][:, :, 3] = 1e4
+    tails[0][:, :, 3] = -50 * call.q[:, :1, 0]
     assert not call.wrong(*_attend(call, ORDERS[0]))
 
 
@@ -150,8 +205,8 @@ def test_a_token_of_a_tail_is_in_no_other_score(hidden: float) -> None:
     assert all(same_bits(a[:, :, 0], b[:, :, 0]) for a, b in zip(first, second, strict=True))
 
 
-def _attend(call: Call, order: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(call: Call, order: object, num_sms: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     try:
-        return attend(call, order)  # type: ignore[arg-type]
+        return attend(call, order, num_sms)  # type: ignore[arg-type]
     except Refused as why:
         pytest.fail(f"the tuned kernel does not take this case: {why}")

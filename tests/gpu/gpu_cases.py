@@ -8,6 +8,7 @@ drawn from a seed, so that a case printed by a failure can be built again: `buil
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ class Variant:
     batch      sequences, rounded up to a power of two
     page       tokens of a page; None: contiguous
     odd        the capacity is no multiple of anything, and strides with it
+    exact      sink tokens and recent tokens in 16 bits
     """
 
     keys: str
@@ -72,6 +74,7 @@ class Variant:
     layout: str = "BHTD"
     odd: bool = False
     options: frozenset[str] = frozenset()
+    exact: tuple[int, int] = (0, 0)
 
     @property
     def widest(self) -> int:
@@ -145,6 +148,14 @@ def narrow_variants(count: int, seed: int = 2) -> list[Variant]:
     return [replace(v, keys=keys, values=values, dim=dim, **plain) for v, (keys, values, dim) in drawn]  # type: ignore[arg-type]
 
 
+def exact_variants(count: int, seed: int = 3) -> list[Variant]:
+    """With sink and recent tokens in 16 bits, of formats that can have them."""
+    quantized = [name for name in VALUES if key_format(name).is_quantized]
+    rng, drawn = random.Random(seed), iter(variants(8 * count, seed))
+    suited = (v for v in drawn if v.keys in quantized and v.values in quantized)
+    return [replace(v, exact=rng.choice(((4, 16), (64, 256), (0, 100), (5, 0)))) for v in itertools.islice(suited, count)]
+
+
 def draw(count: int, grid: Sequence[Variant], *, longest: int, elements: int, seed: int = 1) -> list[Case]:
     """`count` cases over the variants in turn, about `elements` large at most. Every hundredth is one long sequence."""
     rng = random.Random(seed)
@@ -210,12 +221,16 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype) -> KVBuffer:
-    """x [B, H, T, D] as a plane, junk wherever no token of `lengths` is; `dtype` is that of a tail."""
+def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype, exact: tuple[int, int] = (0, 0)) -> KVBuffer:
+    """x [B, H, T, D] as a plane, junk wherever no token of `lengths` is; `dtype` is that of a tail, `exact` as in a `Variant`."""
     fmt = key_format(name)
     made = hb.quantize(x, fmt)
     token = torch.arange(x.shape[2], device=x.device)
     beyond = token >= lengths.view(-1, 1)  # [B, T]
+    if sum(exact):
+        tail, in_tail = _exact_rows(x.to(dtype), lengths, *exact)
+        plane = KVBuffer(fmt, made.codes, made.scales, made.offsets, tail, sink_tokens=exact[0])
+        return _with_junk(plane, beyond | in_tail)
     if (block := fmt.token_block) is None:
         return _with_junk(KVBuffer(fmt, made.codes, made.scales, made.offsets), beyond)
     flushed = (lengths // block * block).view(-1, 1, 1, 1)
@@ -223,6 +238,17 @@ def stored(x: torch.Tensor, name: str, lengths: torch.Tensor, dtype: torch.dtype
     tail = x.to(dtype).gather(2, rows.clamp_max(x.shape[2] - 1).expand(-1, x.shape[1], -1, x.shape[3]))
     tail = tail.masked_fill(rows >= lengths.view(-1, 1, 1, 1), torch.nan)
     return _with_junk(KVBuffer(fmt, made.codes, made.scales, made.offsets, tail), token >= flushed.view(-1, 1))
+
+
+def _exact_rows(x: torch.Tensor, lengths: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tail [B, H, sinks + recent, D], NaN where it holds no token of x, and which tokens it holds, [B, T]."""
+    token = torch.arange(x.shape[2], device=x.device)
+    held = (token < lengths.view(-1, 1)) & ((token < sinks) | (token >= lengths.view(-1, 1) - recent))
+    tail = x.new_full((*x.shape[:2], sinks + recent, x.shape[3]), torch.nan)
+    sequence, place = held.nonzero(as_tuple=True)
+    row = torch.where(place < sinks, place, sinks + place % max(recent, 1))
+    tail.transpose(1, 2)[sequence, row] = x.transpose(1, 2)[sequence, place]
+    return tail, held
 
 
 def _with_junk(plane: KVBuffer, beyond: torch.Tensor) -> KVBuffer:
@@ -238,13 +264,13 @@ def _with_junk(plane: KVBuffer, beyond: torch.Tensor) -> KVBuffer:
 
     codes, scales, offsets = (spoil(t) for t in plane.tensors()[:3])
     assert codes is not None
-    return KVBuffer(plane.format, codes, scales, offsets, plane.tail)
+    return replace(plane, codes=codes, scales=scales, offsets=offsets)
 
 
 def mapped(plane: KVBuffer, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffer:
     """`plane` with `change` applied to codes, scales and offsets that have a token axis."""
-    parts = [t if t is None or t.ndim == 1 else change(t) for t in plane.tensors()[:3]]
-    return KVBuffer(plane.format, *parts, plane.tail)  # type: ignore[arg-type]
+    parts = {n: getattr(plane, n) for n in ("codes", "scales", "offsets")}
+    return replace(plane, **{n: t if t is None or t.ndim == 1 else change(t) for n, t in parts.items()})
 
 
 def token_axis(t: torch.Tensor) -> int:
@@ -253,14 +279,15 @@ def token_axis(t: torch.Tensor) -> int:
 
 
 def paged(keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page: int, seed: int) -> tuple[KVBuffer, KVBuffer, torch.Tensor]:
-    """Both buffers in pages of a pool, in no order, with some left over; and the table, which holds nonsense where no token is."""
+    """Both buffers in pages of a pool, in no order, with some left over; and the table, which holds nonsense where no code is."""
     batch, count = lengths.shape[0], keys.codes.shape[2] // page
     pool = batch * count + 3
     order = torch.tensor(random.Random(seed).sample(range(pool), batch * count), dtype=torch.int32, device=lengths.device)
     table = order.view(batch, count)
     first = torch.arange(count, device=lengths.device) * page
     nonsense = torch.where(first // page % 2 == 0, -1, 10**6)
-    shown = torch.where(first < lengths.view(-1, 1), table, nonsense).int()
+    coded = (lengths - keys.recent_tokens).view(-1, 1)
+    shown = torch.where(first < coded, table, nonsense).int()
     in_pages = (mapped(p, lambda t: into_pages(t, table, pool)) for p in (keys, values))
     return next(in_pages), next(in_pages), shown
 
@@ -337,13 +364,15 @@ def build(case: Case, device: str) -> Call:
         return torch.randn(shape, generator=rng, device=device)
 
     tail = torch.float16 if v.dtype == "float16" else torch.bfloat16
-    keys = stored(normal(*rows, v.dim) * case.k_scale, v.keys, lengths, tail)
-    values = stored(normal(*rows, v.value_dim or v.dim) * case.v_scale, v.values, lengths, tail)
+    keys = stored(normal(*rows, v.dim) * case.k_scale, v.keys, lengths, tail, v.exact)
+    values = stored(normal(*rows, v.value_dim or v.dim) * case.v_scale, v.values, lengths, tail, v.exact)
     table = None
     if v.page is not None:
         keys, values, table = paged(keys, values, lengths, v.page, case.seed)
     keys, values = (mapped(p, lambda t: laid_out(t, v.layout)) for p in (keys, values))
-    cache = hb.KVCache.from_buffers(keys, values, lengths, page_table=table, rotate_keys="rotate" in v.options)
+    bare = (keys, values) if not sum(v.exact) else (replace(p, tail=None, sink_tokens=0) for p in (keys, values))
+    cache = hb.KVCache.from_buffers(*bare, lengths, page_table=table, rotate_keys="rotate" in v.options)
+    cache.keys, cache.values = keys, values  # memory of an engine has no window
     q = (normal(rows[0], v.queries, case.heads * v.group, v.dim) * case.q_scale).to(dtype).transpose(1, 2)
     return Call(q if case.seed % 2 else q.contiguous(), cache, _options(case, normal, lengths))
 

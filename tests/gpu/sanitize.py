@@ -22,6 +22,7 @@ ALL = frozenset({"alibi", "window", "softcap", "sinks", "starts"})
 MARKED = [
     Case(Variant("int8", "int4_g32"), 2, (300, 65, 0, 1), slack=7),
     Case(Variant("int4", "int4", group=8, layout="BTHD"), 1, (1025, 127)),
+    Case(Variant("int4", "int2", group=8, exact=(4, 100)), 1, (300, 65)),
     Case(Variant("int4_channel", "int8", dim=64, group=7, queries=2, dtype="float16"), 2, (97, 31, 64)),
     Case(Variant("int8_token", "int8_token", group=2, queries=3, page=16, layout="slice"), 3, (33, 200)),
     Case(Variant("fp8", "fp8", dim=256, group=1, queries=4, page=64, dtype="float16", options=ALL), 2, (130, 1, 64)),

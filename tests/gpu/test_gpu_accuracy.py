@@ -1,7 +1,7 @@
 """The accuracy promise over thousands of drawn calls, against float64 over the same codes, with NaN in everything unused.
 
 HALFBYTE_GPU_CASES sets how many calls (2,000), HALFBYTE_GPU_VARIANTS over how many compiled variants (150). A fifth more calls,
-of a sixth as many variants, are of narrow heads in the order [B, T, H, D].
+of a sixth as many variants, are of narrow heads in the order [B, T, H, D], and as many have sink and recent tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gpu_cases import (
     Variant,
     build,
     draw,
+    exact_variants,
     narrow_variants,
     variants,
 )
@@ -37,7 +38,11 @@ from halfbyte.errors import InvalidArgument, Unsupported
 CALLS = int(os.environ.get("HALFBYTE_GPU_CASES", PLACE.size(2000, 40)))
 VARIANTS = int(os.environ.get("HALFBYTE_GPU_VARIANTS", PLACE.size(150, 40)))
 SIZES = {"longest": PLACE.size(8192, 512), "elements": PLACE.size(2**25, 2**17)}
-CASES = draw(CALLS, variants(VARIANTS), **SIZES) + draw(CALLS // 5, narrow_variants(VARIANTS // 6), **SIZES, seed=3)
+CASES = [
+    *draw(CALLS, variants(VARIANTS), **SIZES),
+    *draw(CALLS // 5, narrow_variants(VARIANTS // 6), **SIZES, seed=3),
+    *draw(CALLS // 5, exact_variants(VARIANTS // 6), **SIZES, seed=4),
+]
 Outcome = tuple[str, str, str]
 
 

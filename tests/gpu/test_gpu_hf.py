@@ -11,6 +11,7 @@ from gpu_place import DRY, PLACE
 from torch._dynamo.utils import counters
 
 import halfbyte.hf as hf
+from halfbyte.hf import graph_generate
 from halfbyte.paths import shipped_model
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +26,8 @@ def model(weights: str | None = None, fuse_qkv: bool = False) -> Any:
 
 def text(found: Any, **options: Any) -> list[int]:
     ids = torch.tensor([PROMPT], device=PLACE.device)
-    return found.generate(ids, max_new_tokens=PLACE.size(48, 4), do_sample=False, **options)[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+    options = {"do_sample": False, **options}
+    return found.generate(ids, max_new_tokens=PLACE.size(48, 4), **options)[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
 
 
 def test_generation_is_that_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,21 @@ def check_alike(a: tuple[list[int], torch.Tensor], b: tuple[list[int], torch.Ten
     same = next((i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if x != y), len(a[0]))
     for i in range(min(same + 1, len(a[0]))):
         assert (a[1][i] - b[1][i]).abs().max() < 0.1 * a[1][i].std(), f"token {i}: {a[0]} and {b[0]}"
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
+    """One CUDA graph a step, replayed by this call and by later ones: the very tokens of the eager loop, alike if compiled."""
+    found, kept = model("nf4", fuse_qkv=True), graph_generate._kept
+    for seed in range(3):
+        made = []
+        for options in ({}, {"custom_generate": hf.generate}):
+            torch.manual_seed(seed)
+            made.append(text(found, disable_compile=True, **{"do_sample": sample, **options}))
+        assert made[0] == made[1]
+        assert DRY or kept[found].graph is not None
+    if not DRY and not sample:
+        check_alike(steps(found), steps(found, custom_generate=hf.generate))
 
 
 QUANTISED = [(None, False), ("nf4", False), ("nf4", True), ("int4_g128", False), ("int4_g128", True)]

@@ -20,7 +20,13 @@ needs_gpu = pytest.mark.skipif(PLACE.dry, reason="a CPU launches nothing")
 #: Not in float32: torch code runs that, which says so once, and a warning is an error here.
 VARIANTS = [
     replace(v, queries=1 if i % 2 else v.queries, dtype="bfloat16" if v.dtype == "float32" else v.dtype)
-    for i, v in enumerate(variants(PLACE.size(40, 4), seed=23))
+    for i, v in enumerate(
+        [
+            *variants(PLACE.size(40, 4), seed=23),
+            Variant("int4", "int8", exact=(4, 60)),
+            Variant("int4", "int8", page=64, exact=(0, 5)),
+        ]
+    )
 ]
 LENGTHS = (PLACE.size(3000, 90), 5, 0)
 TUNED = Variant("int8", "int4_g32", options=frozenset({"sinks"}))

@@ -272,3 +272,32 @@ def test_a_quantized_weight_is_no_tensor(use):
         use(layer.weight, x)
     assert not hasattr(layer.weight, "dtype")
     assert torch.equal(halfbyte.linear(x, layer.weight, layer.bias), layer(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "int4_g32", "keys": "fp8", "values": "fp8", "fuse_qkv": True, "fuse_gate_up": True},
+        {"weights": "nvfp4", "keys": "int4", "values": "int2", "sink_tokens": 4, "recent_tokens": 16},
+    ],
+    ids=["fused", "window"],
+)
+def test_copies_of_models_and_of_their_caches_are_used_like_the_originals(build, prompt, greedy, options, how):
+    def copied(thing):
+        return copy.deepcopy(thing) if how == "deepcopy" else pickle.loads(pickle.dumps(thing))
+
+    def step(cache):
+        """Of the model over this cache, which grows; the bits that come out."""
+        with torch.no_grad():
+            return model(ids[:, -1:], past_key_values=cache).logits
+
+    model, ids = hf.quantize(build("llama"), **options), prompt(2, 29)
+    expected = greedy(model, ids)
+    assert all(map(torch.equal, greedy(copied(model), ids), expected))
+    with torch.no_grad():
+        cache = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, return_dict_in_generate=True).past_key_values
+    other = copied(cache)
+    first = step(other)
+    assert torch.equal(step(cache), first)
+    assert not torch.equal(step(other), first)

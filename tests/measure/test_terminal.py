@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.report_sections import section_of  # noqa: E402
-from halfbyte.cli.formats import HEADERS as FORMAT_HEADERS  # noqa: E402
-from halfbyte.cli.formats import format_rows  # noqa: E402
 from halfbyte.evals import present  # noqa: E402
+from halfbyte.evals.legend import HEADERS as FORMAT_HEADERS  # noqa: E402
+from halfbyte.evals.legend import format_rows  # noqa: E402
 from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting  # noqa: E402
 from halfbyte.measure import progress  # noqa: E402
 from halfbyte.measure.records import read_all  # noqa: E402
@@ -86,6 +86,14 @@ def test_the_table_of_formats_fits() -> None:
     shown = lines(FORMAT_HEADERS, format_rows(), 4, None)
     assert max(map(len, shown)) <= 80
     assert [line.split()[0] for line in shown if line[0] not in " f─" or line.startswith("fp")] == [row[0] for row in format_rows()]
+
+
+def test_lines_of_a_cell_stay_lines() -> None:
+    shown = lines(("case", "us", "target", "met"), [("a case", "1.0", "at most 2 us\nat least 1.5x", "yes\nno")], 1, False, 40)
+    assert [line.split() for line in shown[-2:]] == [
+        ["a", "case", "1.0", "at", "most", "2", "us", "yes"],
+        ["at", "least", "1.5x", "no"],
+    ]
 
 
 def test_markup_in_names_is_text() -> None:

@@ -19,6 +19,8 @@ BITSANDBYTES = "checkpoints/bitsandbytes.py"
 FP4 = "checkpoints/fp4.py"
 INTEGERS = "checkpoints/integers.py"
 CPU_LINEAR = "cpu/linear.py"
+TAIL = "kernels/decode/tail.py"
+WORK_SPLIT = "kernels/decode/work_split.py"
 
 attention = tests_of("test_attention_reference.py")
 bad_input = tests_of("test_bad_input.py")
@@ -28,6 +30,7 @@ packing = tests_of("test_packing.py")
 tables = tests_of("test_formats.py")
 files = tests_of("test_checkpoints.py")
 cpu_linear = tests_of("test_cpu_linear.py")
+emulated = tests_of("emulated/test_tuned_attention.py")
 
 NUMERICS = [
     # -- attention
@@ -88,6 +91,27 @@ NUMERICS = [
         "read",
         Rewrite("_b.tail is not None", "False"),
         caches("test_the_tail_is_the_input_in_sixteen_bits"),
+    ),
+    Mutant(
+        "recent tokens taken in the order of their rows",
+        TAIL,
+        "_token_of",
+        Rewrite("_r + _t % _n", "_r + row - C.sink_tokens"),
+        emulated("test_attention_keeps_its_promise[sinks and recent tokens]"),
+    ),
+    Mutant(
+        "a scale for keys of a tail and none for its values",
+        TAIL,
+        "_accumulate",
+        Rewrite("_p * scale", "_p"),
+        emulated("test_attention_keeps_its_promise[sinks and recent tokens]"),
+    ),
+    Mutant(
+        "codes of sink tokens are read",
+        WORK_SPLIT,
+        "coded_keys",
+        Rewrite("gl.maximum(_l, _s)", "_l"),
+        emulated("test_attention_keeps_its_promise[sinks and recent tokens]"),
     ),
     Mutant(
         "sinks twice",

@@ -286,6 +286,20 @@ STATE = [
         tests_of("hf/test_hf_value_rotation.py")("test_it_is_saved_and_done_once"),
     ),
     Mutant(
+        "tokens beyond the end of all sequences kept",
+        "hf/graph_generate.py",
+        "_Loop._result",
+        Rewrite("int(self.taken)", "self.length - self.start"),
+        tests_of("hf/test_hf_graph_generate.py")("test_all_sequences_end_early"),
+    ),
+    Mutant(
+        "a recorded step replayed with weights that lie elsewhere",
+        "hf/graph_generate.py",
+        "_Loop._step",
+        Rewrite("kept.key != key", "kept.key[0] != key[0]"),
+        tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_of_the_same_shape_keeps_step_and_cache"),
+    ),
+    Mutant(
         "rotated keys are no fact of an append",
         APPEND_OP,
         "signature_of",

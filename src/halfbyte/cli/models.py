@@ -51,6 +51,7 @@ Plan = Annotated[
 def demo(
     html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
     output: Output = None,
+    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the text, and no variants with outliers.")] = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
@@ -58,7 +59,7 @@ def demo(
 
     check_page(html, "html")
     check_writable(output, "output")
-    results = run(html, console(), console(stderr=True))
+    results = run(html, console(), console(stderr=True), quick)
     if output is not None:
         append_records(results, output)
 

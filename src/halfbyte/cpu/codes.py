@@ -9,15 +9,19 @@ import torch
 from halfbyte.formats import Code
 
 
-def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code) -> None:
-    """Write the values of `codes` [..., D / codes per byte] to `out`, contiguous fp32 or float64 [..., D]."""
+def unpack_into(out: torch.Tensor, codes: torch.Tensor, code: Code, zeros: torch.Tensor | None = None) -> None:
+    """Write the values of `codes` [..., D / codes per byte] to `out`, contiguous fp32 or float64 [..., D].
+
+    zeros: uint8 [..., G], the zero points that come off the integer codes of G groups.
+    """
     if code.values is not None or code.per_byte > 2:
         _look_up_into(out, codes, code)
         return
     if code.is_e4m3:
         _e4m3_into(out, codes)
         return
-    out.copy_(_nibbles(codes) if code.per_byte > 1 else codes)
+    units = _nibbles(codes) if code.per_byte > 1 else codes
+    out.copy_(units if zeros is None or not units.numel() else _less(units, zeros))
     if code.bias:
         out.sub_(code.bias)
 
@@ -26,6 +30,18 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., D/2] -> uint8 [..., D]: a byte 0xHL becomes the word 0x0H0L, whose bytes are the two codes in order."""
     words = packed.to(torch.int16, memory_format=torch.contiguous_format)
     return words.bitwise_or_(words << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _less(units: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., D], overwritten, less the zero points [..., G] of their groups: signed integers, and exact.
+
+    A byte holds the differences of 4-bit codes and zero points up to 128, which is several times faster than fp32.
+    """
+    groups = units.unflatten(-1, (zeros.shape[-1], -1))
+    if int(zeros.max()) > 128:
+        groups = groups.to(torch.int16)
+    less: torch.Tensor = groups.sub_(zeros.unsqueeze(-1)).flatten(-2)
+    return less.view(torch.int8) if less.dtype is torch.uint8 else less
 
 
 def _e4m3_into(out: torch.Tensor, codes: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ A stored weight is w = scale * (unit - zero), with units on a small grid. A bloc
 in cache until it is multiplied, in fp32 (float64 for a float64 x). A scale of a whole row stays outside the product; scales of
 groups multiply the decoded block.
 
-Zero points come off the decoded block, where the difference is exact. Subtracted from the GEMM instead, as the sum over groups of
+Zero points come off the codes, where the difference is exact. Subtracted from the GEMM instead, as the sum over groups of
 scale * zero * (sum of x), they would cancel: both terms are many times the result where x has a mean. Nothing is rounded to x's
 dtype before the bias is in.
 """
@@ -47,13 +47,9 @@ def product(
     for lo in range(0, features, step):
         hi = min(lo + step, features)
         unit = buffer[: hi - lo]
-        unpack_into(unit, codes[lo:hi], code)
-        if scales is not None:
-            groups = torch.unflatten(unit, -1, (scales.shape[-1], -1)) if width else unit.unsqueeze(-1)
-            if offsets is not None:
-                groups.sub_(offsets[lo:hi].unsqueeze(-1))
-            if scales.shape[-1] > 1:
-                groups.mul_(scales[lo:hi].unsqueeze(-1))
+        unpack_into(unit, codes[lo:hi], code, None if offsets is None else offsets[lo:hi])
+        if scales is not None and scales.shape[-1] > 1:
+            unit.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[lo:hi].unsqueeze(-1))
         torch.mm(unit, rows.mT, out=y[lo:hi])
     if scales is not None and scales.shape[-1] == 1:
         y *= scales

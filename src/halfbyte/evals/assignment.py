@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import KV_FORMATS, Format
+from halfbyte.formats import KV_FORMATS, Format, key_format
 
 #: Tokens that sizes are counted for: whole blocks of every per-channel format.
 TOKENS = 64
@@ -61,8 +61,8 @@ def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candid
     from halfbyte.hf.cache import half_type, model_sizes
     from halfbyte.hf.model_support import text_config
 
-    unknown = [repr(name) for name in formats if name not in KV_FORMATS]
-    check(not unknown, f"formats: there is no {', '.join(unknown)}; choose from {', '.join(KV_FORMATS)}")
+    for name in formats:
+        key_format(name, "formats")
     sizes = model_sizes(text_config(model))
     plain = "fp16" if half_type(model) is torch.float16 else "bf16"
     quantized = [name for name, fmt in KV_FORMATS.items() if fmt.is_quantized and name in (formats or KV_FORMATS)]

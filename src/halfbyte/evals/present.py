@@ -14,7 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from halfbyte.evals.legend import in_words, legend
 from halfbyte.evals.quality import Quality, Setting
+from halfbyte.evals.verdict import KL_WORDS, cards, ratio, verdict
 from halfbyte.formats import weight_format
 from halfbyte.paths import append_line
 from halfbyte.report import Report
@@ -73,20 +75,13 @@ def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[st
     rows = [
         (
             r.setting.name,
-            f"{_smaller(r, plain[0]):.2f}x",
+            f"{ratio(r, plain[0]):.2f}x",
             f"{r.change:+.2f}",
             *(f"{x:.2f}" if (x := kl[model, r.setting]) < 10 else f"{x:,.0f}" for model in models),
         )
         for r in plain[1:]
     ]
     return ("formats", "smaller", "ppl %", *(model or "plain" for model in models)), rows
-
-
-def _smaller(result: Quality, base: Quality) -> float:
-    """How many times smaller than in 16 bits what is quantized is: the cache, or else the weights."""
-    if result.setting.kv == base.setting.kv:
-        return base.weight_bytes / result.weight_bytes
-    return base.kv_bytes_per_token / result.kv_bytes_per_token
 
 
 def model_table(results: Sequence[Quality]) -> Table:
@@ -109,28 +104,76 @@ def _kind(result: Quality) -> str:
     return "weights" if setting.kv == "bf16" else "both"
 
 
-def add_results(report: Report, results: Sequence[Quality]) -> None:
-    """The table and the charts: quality against bytes for caches and for weights, error by layer."""
+def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None:
+    """The verdict, its cards and the first chart; then notes, the table of all runs, what the formats are, the other charts."""
+    charts = [*_cache_charts(results), *_weight_charts(results)]
+    if results[1:]:
+        report.text(verdict(results)).cards(cards(results))
+    for svg, caption in charts[:1]:
+        report.figure(svg, caption)
+    report.text(KL_WORDS, *notes).heading("Every run")
+    found, hints = merged(results)
+    report.table(HEADERS, found, "Compared with the 16-bit run; point at a name to see what it is", hints=hints)
+    if len(found) < len(results):
+        report.text(
+            "Names joined by = store the same numbers here: their groups are as wide as a head, or as a row of the weights."
+        )
+    report.folded("The formats", legend([r.setting for r in results]))
+    for svg, caption in charts[1:]:
+        report.figure(svg, caption)
+
+
+def merged(results: Sequence[Quality]) -> tuple[list[tuple[str, ...]], dict[tuple[int, str], str]]:
+    """(rows, what the name in a column means): runs whose every figure but the time is the same share a row."""
+    alike: dict[tuple[object, ...], list[Quality]] = {}
+    for r in results:
+        key = (_kind(r), r.perplexity, r.kl_mean, r.kl_p99, r.top1, r.kv_bytes_per_token, r.weight_bytes)
+        alike.setdefault(key, []).append(r)
+    found, hints = list[tuple[str, ...]](), dict[tuple[int, str], str]()
+    for group in alike.values():
+        names = [" = ".join(dict.fromkeys(cells)) for cells in zip(*(row(r)[:2] for r in group), strict=True)]
+        if (column := {"KV cache": 0, "weights": 1}.get(_kind(group[0]))) is not None:
+            hints[column, names[column]] = in_words(group[0].setting)
+        found.append((*names, *row(group[0])[2:]))
+    return found, hints
+
+
+def _cache_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
+    """(svg, caption): divergence against bytes, and the error of each layer."""
     from halfbyte.measure.charts import lines, scatter
 
-    base, others = results[0], results[1:]
-    report.table(HEADERS, [row(r) for r in results], "Every run compared with the 16-bit one")
-    caches = [r for r in others if _kind(r) == "KV cache"]
-    if caches:
-        shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
-        points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
-        chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
-        report.figure(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")
-        errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
-        if errors:
-            chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
-            report.figure(chart, "Error by layer: hidden states against those of the 16-bit run")
-    weights = [r for r in others if _kind(r) == "weights" and r.setting.weights and weight_format(r.setting.weights).code.bits == 4]
-    if weights:
-        names = [r.setting.weights or "" for r in weights]
-        points = _points(weights, [r.weight_bytes / base.weight_bytes for r in weights], names, [_family(n) for n in names])
-        chart = scatter(points, x_label="bytes, share of 16-bit weights", y_label=KL_LABEL, log_y=True)
-        report.figure(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, the whole model counted")
+    caches, base = [r for r in results[1:] if _kind(r) == "KV cache"], results[0]
+    if not caches:
+        return []
+    shares = [r.kv_bytes_per_token / base.kv_bytes_per_token for r in caches]
+    points = _points(caches, shares, [r.setting.kv for r in caches], [_series(r.setting) for r in caches])
+    chart = scatter(points, x_label="bytes, share of a 16-bit cache", y_label=KL_LABEL, log_y=True)
+    made = [(chart, "What a smaller cache costs: KL divergence from the 16-bit run against bytes per token")]
+    errors = _fewest({r.setting.kv: r.layer_error for r in caches if any(r.layer_error)})
+    if errors:
+        chart = lines(errors, x_label="layer", y_label="relative error of hidden states", log_y=True)
+        made.append((chart, "Error by layer: hidden states against those of the 16-bit run"))
+    return made
+
+
+def _weight_charts(results: Sequence[Quality]) -> list[tuple[str, str]]:
+    """(svg, caption): divergence of 4-bit weights against bytes."""
+    from halfbyte.measure.charts import scatter
+
+    weights = [
+        r for r in results[1:] if _kind(r) == "weights" and r.setting.weights and weight_format(r.setting.weights).code.bits == 4
+    ]
+    if not weights:
+        return []
+    names = [r.setting.weights or "" for r in weights]
+    shares = [r.weight_bytes / results[0].weight_bytes for r in weights]
+    chart = scatter(
+        _points(weights, shares, names, [_family(n) for n in names]),
+        x_label="bytes, share of 16-bit weights",
+        y_label=KL_LABEL,
+        log_y=True,
+    )
+    return [(chart, "What 4-bit weights cost: KL divergence from the 16-bit run against bytes, the whole model counted")]
 
 
 def _points(results: Sequence[Quality], shares: Sequence[float], names: Sequence[str], series: Sequence[str]) -> list[Point]:

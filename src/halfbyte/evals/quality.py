@@ -94,6 +94,7 @@ class Setting:
 class Quality:
     """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity.
 
+    `noise` is two standard errors of `change`, in %, from the differences of the tokens' log-likelihoods.
     `kl_by_third` is the mean over the first, the second and the last third of each window; `model` names an outlier variant.
     """
 
@@ -101,6 +102,7 @@ class Quality:
     tokens: int = 0
     perplexity: float = math.nan
     change: float = math.nan
+    noise: float = math.nan
     kl_mean: float = math.nan
     kl_p99: float = math.nan
     top1: float = math.nan
@@ -196,6 +198,7 @@ class _Tally:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._nll, self._agreed, self._tokens, self._seconds = 0.0, 0, 0, 0.0
+        self._lost, self._lost_squares = 0.0, 0.0  # sums over tokens of what log-likelihood is lost, and of its square
         self._kl: list[torch.Tensor] = []  # of each batch of windows [B, T - 1]
         self._error: list[list[float]] = []  # [layer][squared error, squared norm]
 
@@ -216,7 +219,10 @@ class _Tally:
         """`following` [B, n] are the true next tokens; the last position of a window has none. Returns KL [B, n]."""
         n = following.shape[1]
         ours, theirs = outputs.log_probs[:, :n], base.log_probs[:, :n]
-        self._nll -= float(ours.gather(-1, following.unsqueeze(-1)).sum(dtype=torch.float64))
+        ours_next, theirs_next = (x.gather(-1, following.unsqueeze(-1)).double() for x in (ours, theirs))
+        self._nll -= float(ours_next.sum())
+        self._lost += float((theirs_next - ours_next).sum())
+        self._lost_squares += float((theirs_next - ours_next).square().sum())
         self._agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self._tokens += following.numel()
         for layer, (a, b) in enumerate(zip(outputs.hidden, base.hidden, strict=True)):
@@ -230,10 +236,13 @@ class _Tally:
         thirds = [torch.cat(part).flatten() for part in zip(*(kl.tensor_split(3, 1) for kl in self._kl), strict=True)]
         kl = torch.cat(thirds)
         rank = max(math.ceil(0.99 * kl.numel()), 1)
+        shift = self._lost / self._tokens
+        variance = max(0.0, self._lost_squares / self._tokens - shift**2)
         return Quality(
             self.setting,
             self._tokens,
             perplexity=math.exp(self._nll / self._tokens),
+            noise=200 * math.exp(shift) * math.sqrt(variance / self._tokens),
             kl_mean=float(kl.mean()),
             kl_p99=float(kl.kthvalue(rank).values),
             top1=self._agreed / self._tokens,

@@ -18,6 +18,7 @@ from halfbyte.hf.attention import NAME, register
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load, save
 from halfbyte.hf.every_forward import packed_forwards
+from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.key_bias import KeyBiasWarning, key_biases
 from halfbyte.hf.mixtures import register as register_experts
 from halfbyte.hf.model_support import REFUSED
@@ -26,6 +27,7 @@ from halfbyte.hf.quantize_model import quantize
 
 __all__ = [
     "quantize",
+    "generate",
     "load",
     "save",
     "HalfbyteConfig",

@@ -187,6 +187,9 @@ class PackedCache(Cache):  # type: ignore[misc]
     Raises `Unsupported`, with the reason, for models whose attention cannot read packed data.
     """
 
+    #: Whether `generate()` made it, for one call: it is free afterwards, unless the call returns it.
+    is_default = False
+
     def __init__(
         self,
         model_or_config: Any,

@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.cache import BUCKET, PackedCache
+from halfbyte.hf.graph_generate import KeptOptions
 from halfbyte.hf.quantization_config import HalfbyteConfig
 
 #: The entry of config.json that holds the settings.
@@ -72,6 +73,7 @@ class DefaultCache:
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
         elif wanted and unset:
             made = self.settings.make(self.model, longest)
+            made.is_default = True
             crosses = model_kwargs.get("encoder_hidden_states") is not None
             model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
@@ -203,6 +205,7 @@ def make_default(model: Any, settings: CacheSettings) -> None:
         defaults.cache_implementation = NAME  # is saved, and stops a transformers that does not know halfbyte
     model._prepare_cache_for_generation = DefaultCache(model, settings)
     model._prepare_model_inputs = LeftPadding(model)
+    model._extract_generation_mode_kwargs = KeptOptions(model)
     if hasattr(model, "init_continuous_batching"):
         model.init_continuous_batching = NoContinuousBatching(model)
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -27,9 +27,10 @@ def show_table(
     wide: the option --wide of the command, None if it has none. False leaves out the last columns of numbers that do not fit, True
     prints lines as long as they need. An empty row draws a line.
     """
-    cells = [[row[i] for row in rows if row] for i in range(len(headers))]
-    text = [max(map(len, (header, *column))) for header, column in zip(headers, cells, strict=True)][:text_columns]
-    least = [_least(header, column, i < text_columns) for i, (header, column) in enumerate(zip(headers, cells, strict=True))]
+    columns = [[row[i] for row in rows if row] for i in range(len(headers))]
+    text = [_longest([h, *cells], str.splitlines) for h, cells in zip(headers[:text_columns], columns, strict=False)]
+    parts = [str.split] * text_columns + [str.splitlines] * (len(headers) - text_columns)
+    least = [max(_longest([h], str.split), _longest(c, cut)) for h, c, cut in zip(headers, columns, parts, strict=True)]
     room = sum(text) + sum(least[text_columns:]) + _GAP * len(headers) if wide else console.width
     widths = _fitting(text, least, room, room if wide is False else 2**31)
     table = Table(title=title and escape(title), title_justify="left", header_style="bold", box=SIMPLE_HEAD)
@@ -46,9 +47,9 @@ def show_table(
         console.print(f"--wide also shows: {', '.join(left)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _least(header: str, cells: Sequence[str], text: bool) -> int:
-    """The width at which no word of a column is cut, and no number is folded."""
-    return max(len(part) for part in (*header.split(), *(word for c in cells for word in (c.split() if text else [c])), ""))
+def _longest(texts: Sequence[str], cut: Callable[[str], list[str]]) -> int:
+    """The length of the longest part of texts."""
+    return max((len(part) for text in texts for part in cut(text)), default=0)
 
 
 def _fitting(text: Sequence[int], least: Sequence[int], room: int, most: int) -> list[int]:

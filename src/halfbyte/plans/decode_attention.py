@@ -127,9 +127,12 @@ class DecodePlan:
         spec = self.spec
         wgmma = isinstance(spec, DecodeWgmmaSpec)
         divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
+        exact = f"{spec.chunks} chunks of {spec.chunk} tokens in 16 bits, each shared out as {spec.chunk_cost / 8:g} tiles"
+        tail = {"tail": exact} if spec.tail_rows else {}
         return {
             "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
+            **tail,
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
             "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
@@ -152,6 +155,11 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     flags = {"window": p.window, "alibi": p.alibi, "softcap": p.softcap, "use_pdl": use_pdl and supports_pdl(capability)}
     rotate = block_size(p.dim) if p.rotate_keys else 0
     if rows * max(p.dim, p.value_dim) > MOST_NUMBERS:
+        if p.sink_tokens or p.recent_tokens:
+            exact = f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}"
+            return (
+                f"{exact}; the tuned kernel reads them for {MOST_NUMBERS // max(p.dim, p.value_dim)} query rows per KV head at most"
+            )
         if not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
             return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
@@ -164,6 +172,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
     heads = _heads(keys, values, p.heads)
     warps, tokens, stages, per_sm = shape_of(keys, values, heads, rows, lean, lean and even, limit)
     spec = DecodeSpec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags, heads=heads)
+    spec = replace(spec, sink_tokens=p.sink_tokens, recent_tokens=p.recent_tokens)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     items = p.batch * p.heads // heads
@@ -184,7 +193,7 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     On Hopper as many as wgmma takes, if they take these keys and values at all.
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
-    if p.rows <= narrow:
+    if p.rows <= narrow or p.sink_tokens or p.recent_tokens:
         return 0
     for rows in (MOST_ROWS, narrow) if supports_wgmma(capability) else (narrow,):
         queries = min(p.queries, rows // p.group)
@@ -238,8 +247,6 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
         fmt = format_of(name)
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
-    if p.sink_tokens or p.recent_tokens:
-        return f"sink_tokens={p.sink_tokens}, recent_tokens={p.recent_tokens}; only the portable kernel reads them"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
         return f"pages of {p.page} tokens; the tuned kernel reads pages of a power of two from 16 on"
     if p.batch * p.heads * p.capacity > MOST_TOKENS:

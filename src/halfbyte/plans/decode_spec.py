@@ -133,6 +133,8 @@ class DecodeSpec:
     heads: int = 1  # neighbouring KV heads of a work item; stream w works on head w % heads of them
     pad_slots: int = 0  # slots of the ring that stay empty, so that no more programs fit on a multiprocessor than are meant to
     rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
+    sink_tokens: int = 0  # tokens that are read in 16 bits: the first ones, and the last
+    recent_tokens: int = 0
 
     @property
     def warps_q(self) -> int:
@@ -168,6 +170,27 @@ class DecodeSpec:
     def tile(self) -> int:
         """Tokens of one tile."""
         return self.runs * self.tokens
+
+    @property
+    def tail_rows(self) -> int:
+        """Tokens of a sequence that are read in 16 bits."""
+        return self.sink_tokens + self.recent_tokens
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a tail that are read at a time: 16, what an mma takes, for each run of tokens."""
+        return 16 * self.runs
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tail."""
+        return -(-self.tail_rows // self.chunk)
+
+    @property
+    def chunk_cost(self) -> int:
+        """What a chunk costs in eighths of a tile: by its bytes."""
+        numbers = sum(s.words * s.codes_per_word for s in (self.keys, self.values))
+        return max(1, round(8 * 2 * self.chunk * self.heads * numbers / (self.ring_bytes // self.stages)))
 
     @property
     def head_floats(self) -> int:

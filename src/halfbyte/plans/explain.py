@@ -55,6 +55,9 @@ def explanation(
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
+    if sum(window):
+        exact = 4 * dim * sum(window) * batch * kv_heads
+        facts["window"] = f"{window[0]} sink tokens and {window[1]} recent ones in 16 bits, {exact / 1e6:,.1f} MB"
     if p.rotate_keys:
         facts["rotation"] = f"keys are stored rotated, in blocks of {block_size(dim)} dims; queries are rotated as they are loaded"
     block = queries_of_a_block(p, capability)

@@ -52,7 +52,8 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
-#: Queries are rotated before the first tile is read, whatever tiles there are; the others have no tuned kernel.
+#: Queries are rotated before the first tile is read, and tails are read behind the last one, whatever tiles there are; ragged
+#: queries have no tuned kernel.
 _NOT_IN_KEYS = {"rotate_keys", "ragged", "sink_tokens", "recent_tokens"}
 
 

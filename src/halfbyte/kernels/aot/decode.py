@@ -19,6 +19,7 @@ from halfbyte.plans.decode_spec import DecodeWgmmaSpec
 #: Why a variant may spill on an architecture that its tiles were not chosen for.
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
 _CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scales; 8 bytes with 8 rows on sm_80"
+_TAIL = "up to 208 bytes, where 16 query rows, or heads of 256, take a tail: none in the loop over tiles but with heads of 256"
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
 
 
@@ -46,6 +47,8 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
             spilling = _FULL if full else _SUMS if isinstance(spec, DecodeWgmmaSpec) else ""
             if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0)):
                 spilling = _CHANNELS
+            if spec.tail_rows and spec.numbers > 1024:
+                spilling = _TAIL
             target = 10 * capability[0]
             for found in recorded_launch(f"{one.name}-{capability[0]}x", one.call, plan):
                 yield replace(found, targets=(target,), may_spill=spilling)
@@ -61,5 +64,5 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
         *(k.format.name, call.values.format.name, page),
         *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
         *(stride, stride, stride, stride),
-        *(o.rotate_keys, k.sink_tokens, k.recent_tokens),
+        *(o.rotate_keys, False, k.sink_tokens, k.recent_tokens),
     )

@@ -73,6 +73,10 @@ _SAMPLE = (
     ("int4", "int4", 128, 8, 1, 0, "recent"),
     ("int8", "int4_g32", 128, 4, 4, 64, "rotate recent softcap"),
     ("int2", "int2_g64", 128, 4, 1, 64, "recent"),
+    ("int2_g32", "int2_g32", 128, 8, 1, 0, "rotate recent"),
+    ("int4", "int2", 128, 16, 1, 0, "recent"),
+    ("int4", "int4", 256, 8, 1, 0, "recent"),
+    ("int8", "fp8", 64, 8, 1, 64, "tokens-first recent"),
 )
 
 

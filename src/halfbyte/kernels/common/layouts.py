@@ -240,7 +240,7 @@ def movmatrix(x):
 
 
 @gluon.constexpr_function
-def _chunk(S):
+def words_at_once(S):
     """Words loaded at a time: a section, but at least the depth of an mma."""
     return max(16, S.padded // S.sections)
 
@@ -250,7 +250,7 @@ def _key_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Chunk c of a ring of keys as each stream reads it, [W, T, n]."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     if C.heads == 1:
-        return ring.slice(c * _chunk(S), _chunk(S), dim=2).load(la)
+        return ring.slice(c * words_at_once(S), words_at_once(S), dim=2).load(la)
     else:  # rows hold the words of all heads: each stream's own are where its operand's layout, turned the same way, has them
         like = gl.reshape(gl.full([C.kv_warps, C.tokens, S.padded], 0, gl.int16, la), [C.runs, C.heads, C.tokens, S.padded])
         like = gl.reshape(gl.permute(like, [0, 2, 1, 3]), [C.runs, C.tokens, C.heads * S.padded])
@@ -264,7 +264,7 @@ def _value_words(ring, c: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Chunk c of a ring of values, its rows turned to columns, as each stream reads it, [W, n, T]."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     if C.heads == 1:
-        return ring.slice(c * _chunk(S), _chunk(S), dim=1).load(la)
+        return ring.slice(c * words_at_once(S), words_at_once(S), dim=1).load(la)
     else:
         like = gl.full([C.kv_warps, S.padded, C.tokens], 0, gl.int16, la)
         like = gl.reshape(like, [C.runs, C.heads * S.padded, C.tokens])
@@ -277,7 +277,7 @@ def key_operands(ring, S: gl.constexpr, C: gl.constexpr):
     """Words [W, T, n] as mma operands: by section, then by code of a word."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
-    for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
+    for c in gl.static_range(gl.constexpr(S.padded // words_at_once(S))):
         words = _key_words(ring, c, S, C)
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.kv_warps, C.tokens, 2, 8]), [0, 1, 3, 2]))
@@ -296,7 +296,7 @@ def value_operands(ring, S: gl.constexpr, C: gl.constexpr):
     """Words [W, n, T] as mma operands, by section. Codes in one operand have the same place in their bytes, so one post-scale."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     made = ()
-    for c in gl.static_range(gl.constexpr(S.padded // _chunk(S))):
+    for c in gl.static_range(gl.constexpr(S.padded // words_at_once(S))):
         words = _value_words(ring, c, S, C)
         if S.halved:
             halves = gl.split(gl.permute(gl.reshape(words, [C.kv_warps, 2, 8, C.tokens]), [0, 2, 3, 1]))
@@ -336,6 +336,12 @@ def step_of_bit(S, bit):
 
 
 @gluon.constexpr_function
+def multiple_of(S, code):
+    """How much too large a code of a word is when it is masked in place: by its place in its byte."""
+    return 2.0 ** (S.bits * (code % S.per_byte))
+
+
+@gluon.constexpr_function
 def post_scale_of(S, operand):
-    """What sums over an operand of values are to be multiplied by: masked in place, code j of a byte is 2^(j bits) too large."""
-    return S.step / 2 ** (S.bits * (operand % S.per_byte))
+    """What sums over an operand of values are to be multiplied by."""
+    return S.step / multiple_of(S, operand)

@@ -16,6 +16,7 @@ from halfbyte.kernels.common.layouts import (
     code_ring_layout,
     first_dim,
     mma_layout,
+    multiple_of,
     operand_of,
     planes_of,
     scale_copy_layout,
@@ -203,7 +204,16 @@ def _divided(x, code: gl.constexpr, S: gl.constexpr):
     if code % S.per_byte == 0:
         return x
     else:
-        return (x.to(gl.float32) * 2.0 ** (-S.bits * (code % S.per_byte))).to(gl.float16)
+        return (x.to(gl.float32) * (1.0 / multiple_of(S, code))).to(gl.float16)
+
+
+@gluon.jit
+def powers_of(top):
+    """Two powers of two, fp32: what brings `top` to [2^8, 2^9), or below that, and its inverse."""
+    exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 32), 246)
+    up = ((262 - exponent) << 23).to(gl.float32, bitcast=True)  # 2^8 / 2^(exponent - 127)
+    down = ((exponent - 8) << 23).to(gl.float32, bitcast=True)
+    return up, down
 
 
 @gluon.jit
@@ -226,9 +236,7 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
             largest = gl.maximum(largest, gl.abs(loaded[j].to(gl.float32)))
         largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
         top = gl.max(gl.max(largest, axis=1), axis=1)
-        exponent = gl.minimum(gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 32), 246)
-        up = ((262 - exponent) << 23).to(gl.float32, bitcast=True)  # 2^8 / 2^(exponent - 127)
-        down = ((exponent - 8) << 23).to(gl.float32, bitcast=True)
+        up, down = powers_of(top)
         up = gl.convert_layout(up, gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
         made = ()

@@ -12,7 +12,7 @@ registers, two warps or more share their tokens and divide the rows; W counts st
 Codes enter the mma without conversion: one masked in place is a subnormal fp16 number (n * 2^-24), which tensor cores
 multiply exactly; the power of two is multiplied back into fp32 results. One 16-bit word holds P codes (8, 4, 2 or 1), and code j of
 word w is dim P * w + j. Offsets of codes are rank-one terms: a sum of q for keys, a sum of p for values.
-Per-channel scales go into the query (decode/per_channel.py).
+Per-channel scales go into the query (decode/per_channel.py). Sink and recent tokens are read in 16 bits (decode/tail.py).
 
 Where memory has the order tokens, heads and a head's codes of a token are less than 128 bytes, an item is two neighbouring heads:
 codes of both are copied as one row, a tile has half as many tokens, and stream w works on head w % 2 and run w // 2 of its tokens.
@@ -50,7 +50,8 @@ from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
 from halfbyte.kernels.decode.rotation import rotate_operands
 from halfbyte.kernels.decode.softmax import accumulate, adjust, empty_state, raw_scores
-from halfbyte.kernels.decode.work_split import next_work_item, partition, visible_keys, work_item_at
+from halfbyte.kernels.decode.tail import add_tail
+from halfbyte.kernels.decode.work_split import chunk_at, coded_keys, next_work_item, partition, visible_keys, work_item_at
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -86,12 +87,13 @@ def decode(
         gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
         gdc_launch_dependents()
     seen = visible_keys(at, ok, sequences, capacity, window, C)
-    total, programs, x, x_end, b, start = partition(seen[2], seen[3], batch, heads, C)
+    total, programs, x, x_end, b, start = partition(seen, batch, heads, C)
     program = gl.program_id(0)
     h = -1
     while x < x_end:
         here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, sequences, capacity, window, C)
-        first, limit, lo, hi = here
+        first, limit, _, _, _ = here
+        lo, hi = coded_keys(here, C)
         head = h * C.heads
         coded = hi
         if KS.scale == "channel":
@@ -123,6 +125,7 @@ def decode(
             for g in gl.static_range(gl.constexpr(KS.groups)):
                 scaled = scaled + (sums[g] * (factor * post_scale),)
             sums = scaled
+        exact_factor = factor * post_scale  # of scores over 16 bits, which know of no scale of the whole tensor
         if KS.scale == "tensor":
             post_scale = post_scale * gl.load(keys.scales).to(gl.float32)
         factor = factor * (post_scale * KS.step)
@@ -178,7 +181,15 @@ def decode(
 
         item = b * (heads // C.heads) + h
         m, l, z, o = state
-        merged = sum_warps(k_rings[0], (m, l, z, split_planes(o, VS, C)), VS, C)
+        state = m, l, z, split_planes(o, VS, C)
+        if C.tail_rows:
+            if KS.scale != "tensor":
+                exact_factor = factor * (1.0 / KS.step)  # the same, without a register in the loop
+            here = visible_keys(b, True, sequences, capacity, window, C)  # once more: no register is free for it in the loop
+            part = chunk_at(begin, here, C), chunk_at(end, here, C)
+            asked = operands, exact_factor, position, window, slopes, softcap
+            state = add_tail(state, keys.tail, values, (b // repeats).to(gl.int64) * heads + head, part, here, asked, C)
+        merged = sum_warps(k_rings[0], state, VS, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
             write_partial(results.partial, partial_slot(program, begin == 0), merged, VS, C)

@@ -91,17 +91,24 @@ def adjust(s, token, row_position, slopes, softcap, C: gl.constexpr):
 
 
 @gluon.jit
-def _log2(x):
+def log2_of(x):
     """About log2(x), at least -24."""
     y = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     return gl.maximum(y, -24.0)
 
 
 @gluon.jit
+def operand_of_weights(x, C: gl.constexpr):
+    """Weights [W, T, R] in 16 bits, from accumulator layout to operand layout."""
+    lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
+    T: gl.constexpr = x.shape[1]
+    x = gl.permute(gl.reshape(movmatrix(x), [C.kv_warps, T // 8, 8, C.padded_rows // 8, 8]), [0, 1, 4, 3, 2])
+    return gl.convert_layout(gl.reshape(x, [C.kv_warps, T, C.padded_rows]), lb, assert_trivial=True)
+
+
+@gluon.jit
 def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """One tile's online softmax and its product with the values. state: (m, l, z by group, o by section and operand)."""
-    mma: gl.constexpr = mma_layout(C)
-    lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     W: gl.constexpr = C.kv_warps
     T: gl.constexpr = C.tokens
     R: gl.constexpr = C.padded_rows
@@ -116,7 +123,7 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
         top = weigh[0]
         for g in gl.static_range(1, gl.constexpr(S.groups)):
             top = gl.maximum(top, weigh[g])
-        peak = gl.max(s + _log2(top), axis=1)
+        peak = gl.max(s + log2_of(top), axis=1)
     else:
         peak = gl.max(s, axis=1)
     new = gl.maximum(m, peak - 8.0)
@@ -146,8 +153,7 @@ def accumulate(rings, slot, head, s, ok, state, whole: gl.constexpr, S: gl.const
             else:
                 lost = narrow.to(gl.float32) * -128.0  # of int8; the weights as rounded, so that large sums cancel exactly
             new_z = new_z + (z[g] * kept_lanes + gl.sum(gl.reshape(lost, [W, T // 8, 8, R]), axis=1),)
-        b = gl.permute(gl.reshape(movmatrix(narrow), [W, T // 8, 8, R // 8, 8]), [0, 1, 4, 3, 2])
-        weights = weights + (gl.convert_layout(gl.reshape(b, [W, T, R]), lb, assert_trivial=True),)
+        weights = weights + (operand_of_weights(narrow, C),)
         if (g + 1) % S.sharing == 0:
             for j in gl.static_range(gl.constexpr(S.operands)):
                 new_o = new_o + (_add_product(o[operand_of(S, g, j)] * kept, a[operand_of(S, g, j)], weights, g, S, C),)

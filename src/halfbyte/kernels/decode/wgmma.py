@@ -134,12 +134,12 @@ def decode(
         gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
         gdc_launch_dependents()
     seen = visible_keys(at, ok, sequences, capacity, window, C)
-    total, programs, x, x_end, b, start = partition(seen[2], seen[3], batch, heads, C)
+    total, programs, x, x_end, b, start = partition(seen, batch, heads, C)
     program = gl.program_id(0)
     h = -1
     while x < x_end:
         here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, sequences, capacity, window, C)
-        first, limit, lo, hi = here
+        first, limit, lo, hi, _ = here
         table = (sequences.page_table, page_table_stride, pages, repeats)
         k_at = place_of(keys, k_scale_token, table, b, h, KS, C)
         v_at = place_of(values, v_scale_token, table, b, h, VS, C)

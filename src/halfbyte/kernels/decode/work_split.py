@@ -1,7 +1,8 @@
 """The tuned decode kernels: how work is partitioned, which work items a program works on, and which of their tiles.
 
 A work item is a KV head of a sequence, or two of them. All items lie one behind the other on a line, each as long as its tiles
-cost and a little more; every program takes an equal piece of the line.
+cost and a little more; every program takes an equal piece of the line. Where sink and recent tokens are stored in 16 bits, an item
+begins with the chunks of its tail (decode/tail.py), and its tiles are those of the tokens between.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ ITEM_COST = gl.constexpr(8)
 
 @gluon.jit
 def visible_keys(b, ok, sequences, capacity, window, C: gl.constexpr):
-    """(position of the first query, end of the keys, [lo, hi): the keys that any query sees) of sequence(s) b."""
+    """(first query's position, end of the keys, [lo, hi): the keys that any query sees, first recent token), of sequence(s) b."""
     length = gl.load(sequences.lengths + b, mask=ok, other=0)
     limit = gl.minimum(gl.maximum(length, 0), capacity)
+    recent = limit
+    if C.tail_rows:
+        recent = gl.maximum(limit - C.recent_tokens, C.sink_tokens)
     first = length - C.queries
     if sequences.query_start is not None:
         first = gl.load(sequences.query_start + b, mask=ok, other=0)
@@ -33,14 +37,35 @@ def visible_keys(b, ok, sequences, capacity, window, C: gl.constexpr):
         lo = gl.maximum(lo, gl.load(sequences.starts + b, mask=ok, other=0))
     if C.window:
         lo = gl.maximum(lo, first - window + 1)
-    return first, limit, gl.minimum(lo, hi), hi
+    return first, limit, gl.minimum(lo, hi), hi, recent
 
 
 @gluon.jit
-def tiles_of(lo, hi, C: gl.constexpr):
-    """(first tile, tiles) of keys [lo, hi)."""
+def coded_keys(keys, C: gl.constexpr):
+    """Which of them are codes: keys [lo, hi) without those in the tail. keys: what `visible_keys` returns."""
+    lo = keys[2]
+    hi = keys[3]
+    if C.tail_rows:
+        lo = gl.maximum(lo, C.sink_tokens)
+        hi = gl.minimum(hi, keys[4])
+    return lo, hi
+
+
+@gluon.jit
+def _tail_cost(keys, C: gl.constexpr):
+    return gl.where(keys[3] > keys[2], C.chunks * C.chunk_cost, 0)
+
+
+@gluon.jit
+def _tiles_and_cost(keys, C: gl.constexpr):
+    """(first tile, tiles, cost) of a work item of these keys."""
+    lo, hi = coded_keys(keys, C)
     first = lo // C.tile
-    return first, gl.where(hi > lo, (hi + C.tile - 1) // C.tile - first, 0)
+    tiles = gl.where(hi > lo, (hi + C.tile - 1) // C.tile - first, 0)
+    cost = tiles * TILE_COST + ITEM_COST
+    if C.tail_rows:
+        cost += _tail_cost(keys, C)
+    return first, tiles, cost
 
 
 @gluon.jit
@@ -49,10 +74,13 @@ def _add(x, y):
 
 
 @gluon.jit
-def partition(lo, hi, batch, heads, C: gl.constexpr):
-    """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins)."""
+def partition(keys, batch, heads, C: gl.constexpr):
+    """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins).
+
+    keys: what `visible_keys` returns for all sequences.
+    """
     program = gl.program_id(0)
-    costs = (tiles_of(lo, hi, C)[1] * TILE_COST + ITEM_COST) * (heads // C.heads)
+    costs = _tiles_and_cost(keys, C)[2] * (heads // C.heads)
     if C.batch == 1:
         total = costs
     else:
@@ -73,9 +101,17 @@ def partition(lo, hi, batch, heads, C: gl.constexpr):
 
 
 @gluon.jit
-def tile_at(position, tiles):
-    """The tile that a position within a work item stands for; an item's own cost lies behind its tiles."""
+def _tile_at(position, tiles, keys, C: gl.constexpr):
+    """The tile that a position within a work item stands for: behind its tail. An item's own cost lies behind its tiles."""
+    if C.tail_rows:
+        position = gl.maximum(position - _tail_cost(keys, C), 0)
     return gl.minimum(position // TILE_COST, tiles)
+
+
+@gluon.jit
+def chunk_at(position, keys, C: gl.constexpr):
+    """The chunk of its tail that a position within a work item stands for."""
+    return gl.minimum(position, _tail_cost(keys, C)) // C.chunk_cost
 
 
 @gluon.jit
@@ -86,14 +122,13 @@ def work_item_at(x, x_end, b, h, start, sequences, capacity, window, C: gl.const
     sequence, where it begins and what it costs; this program's part of that, [begin, end), and its tiles, [t_begin, t_end).
     """
     keys = visible_keys(b, True, sequences, capacity, window, C)
-    tile0, tiles = tiles_of(keys[2], keys[3], C)
-    cost = tiles * TILE_COST + ITEM_COST
+    tile0, tiles, cost = _tiles_and_cost(keys, C)
     if h < 0:
         h = quotient(x - start, cost)
         start += h * cost
     begin = x - start
     end = gl.minimum(x_end - start, cost)
-    return keys, h, start, cost, begin, end, tile0 + tile_at(begin, tiles), tile0 + tile_at(end, tiles)
+    return keys, h, start, cost, begin, end, tile0 + _tile_at(begin, tiles, keys, C), tile0 + _tile_at(end, tiles, keys, C)
 
 
 @gluon.jit

@@ -1,0 +1,66 @@
+"""What the names of formats mean: one row for each format, and the formats of an evaluation in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfbyte.evals.quality import Setting
+    from halfbyte.formats import Format
+
+HEADERS = ("format", "for", "codes", "one scale for each", "bits an element")
+#: What bits are counted for: a cache [B, H, T, D], a weight [N, K].
+_KV_SHAPE, _WEIGHT_SHAPE = (1, 8, 4096, 128), (4096, 4096)
+_SHARED = {"tensor": "tensor", "token": "token, all heads", "head": "head of a token", "out_channel": "output channel"}
+
+
+def format_rows() -> list[tuple[str, ...]]:
+    """One row for each format, under `HEADERS`."""
+    from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+
+    caches = [_row(f, "keys" if f.token_block else "keys, values", _KV_SHAPE) for f in KV_FORMATS.values()]
+    return caches + [_row(f, "weights", _WEIGHT_SHAPE) for f in WEIGHT_FORMATS.values()]
+
+
+def in_words(setting: Setting) -> str:
+    """The quantized formats of a setting, each with its codes and scales."""
+    named = {"keys": setting.keys, "values": setting.values, "weights": setting.weights, "lm_head": setting.lm_head}
+    texts = {(name, use == "weights"): text for name, use, text in _texts()}
+    said = [
+        f"{part}: {texts[name, part in ('weights', 'lm_head')]}"
+        for part, name in named.items()
+        if isinstance(name, str) and name != "bf16" and (name, part in ("weights", "lm_head")) in texts
+    ]
+    return "; ".join(said) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
+
+
+def legend(settings: Sequence[Setting]) -> list[str]:
+    """A line for each format that settings use."""
+    caches = {name for s in settings for name in (s.keys, s.values) if isinstance(name, str)}
+    weights = {name for s in settings for name in (s.weights, s.lm_head)}
+    return [f"{name} ({use}): {text}" for name, use, text in _texts() if name in (weights if use == "weights" else caches)]
+
+
+def _texts() -> list[tuple[str, str, str]]:
+    """(format, use, what it is)."""
+    return [
+        (name, use, f"{codes}, {'no scale' if scale == '-' else f'one scale for each {scale}'}, {bits} bits")
+        for name, use, codes, scale, bits in format_rows()
+    ]
+
+
+def _row(f: Format, use: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    offset = {"none": "", "int": ", zero point", "float": ", offset"}[f.offset]
+    offset += f", {f.clip:.1%} of the span" if f.clip < 1 else ""
+    return f.name, use, f.code.name + offset, _scale_text(f), f"{f.bits_per_element(shape):.4g}"
+
+
+def _scale_text(f: Format) -> str:
+    if f.scale is None:
+        return "-"
+    group, kind = f.scale.group, f.scale.granularity
+    where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or _SHARED[kind]
+    extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
+    stored = f.scale.dtype.upper() if f.scale.dtype.startswith("e") else f.scale.dtype.replace("f", "fp")
+    return ", ".join([where, stored, *extras])

@@ -1,0 +1,69 @@
+"""An evaluation in words and in three cards: what becomes of perplexity, of size and of the number of tokens that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfbyte.evals.quality import Quality
+from halfbyte.report import Cell
+
+#: The cards: a cache's keys and values. Of several such settings, rotated or not, the one with the least divergence is shown.
+CARDS = {
+    "INT8 cache": ("int8", "int8"),
+    "INT8 keys, INT4 values": ("int8", "int4_g32"),
+    "INT4 cache": ("int4_g32", "int4_g32"),
+}
+#: How KL divergence is to be read.
+KL_WORDS = (
+    "KL divergence says how far the probabilities of the next token move away from those of the 16-bit run: 0 where they are the "
+    "same. From about 0.1 nats on, other texts are written."
+)
+
+
+def chosen(results: Sequence[Quality]) -> dict[str, Quality]:
+    """The results that get a card, by its title: those of `CARDS`; without any, the first three."""
+    others = results[1:]
+    caches = [r for r in others if not any(r.setting.in_weights)]
+    found = {
+        title: min(alike, key=lambda r: r.kl_mean)
+        for title, formats in CARDS.items()
+        if (alike := [r for r in caches if (r.setting.keys, r.setting.values) == formats])
+    }
+    return found or {r.setting.name: r for r in others[:3]}
+
+
+def verdict(results: Sequence[Quality]) -> str:
+    """One sentence for each card."""
+    said = [f"{title}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}." for title, r in chosen(results).items()]
+    return " ".join(said)
+
+
+def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
+    """The facts of each card."""
+    base = results[0]
+    return {title: _facts(r, base) for title, r in chosen(results).items()}
+
+
+def ratio(result: Quality, base: Quality) -> float:
+    """How many times smaller than in 16 bits what is quantized is: the cache, or else the weights."""
+    if result.setting.kv == base.setting.kv:
+        return base.weight_bytes / result.weight_bytes
+    return base.kv_bytes_per_token / result.kv_bytes_per_token
+
+
+def _facts(result: Quality, base: Quality) -> dict[str, Cell]:
+    facts: dict[str, Cell] = {
+        "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
+        "size": f"{ratio(result, base):.2f}x smaller",
+        "KL divergence": f"{result.kl_mean:.1e} nats",
+    }
+    if result.setting.kv != base.setting.kv:
+        tokens, plain = (int(10**9 / r.kv_bytes_per_token) for r in (result, base))
+        facts["tokens in 1 GB"] = f"{tokens:,} instead of {plain:,}"
+    return facts
+
+
+def _change(result: Quality) -> str:
+    if abs(result.change) <= result.noise:
+        return f"unchanged within the noise of {result.noise:.2f} %"
+    return f"{result.change:+.2f} % (noise {result.noise:.2f} %)"

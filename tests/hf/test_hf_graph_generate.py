@@ -1,0 +1,285 @@
+"""`custom_generate=halfbyte.hf.generate`: token for token what `generate()` gives with the same cache.
+
+On a CPU the recorded forward is an ordinary call; everything around it is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import traceback
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.streamers import BaseStreamer
+
+import halfbyte.hf as hf
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.hf import graph_generate
+
+#: Files that read a CPU's memory only: lengths, checks of contents and of the prompt's mask.
+CPU_ONLY = ("cache.py", "attention.py")
+CACHE = {"keys": "int8", "values": "int4_g32"}
+
+
+@pytest.fixture
+def packed(build):
+    return lambda family="llama", **options: hf.quantize(build(family), **{**CACHE, **options})
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback(request, monkeypatch):
+    """A call that falls back would be compared with itself."""
+    if "falls_back" not in request.fixturenames:
+        monkeypatch.setattr(graph_generate, "_of_transformers", lambda *a: pytest.fail("it fell back"))
+
+
+@pytest.fixture
+def falls_back():
+    """Says that a test wants transformers' loop."""
+
+
+def padded(ids):
+    """Left padding of 5 and of 0 tokens, and so on."""
+    mask = torch.ones_like(ids)
+    for row in range(len(ids) - 1):
+        mask[row, : 5 - row] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def both(model, ids, **options):
+    """Tokens of `generate()` and of the same call with steps of ours."""
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, **options}
+    found = []
+    for custom in ({}, {"custom_generate": hf.generate}):
+        torch.manual_seed(5)
+        given = {name: copy.deepcopy(x) for name, x in options.items()}
+        found.append(model.generate(ids, **given, **custom))
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_of_every_family(packed, prompt, family, batch):
+    model, (ids, mask) = packed(family), padded(prompt(batch))
+    theirs, ours = both(model, ids, attention_mask=mask)
+    assert torch.equal(theirs, ours)
+    assert len(set(theirs[:, 21:].flatten().tolist())) > 5  # not one token over and over
+
+
+def some_tokens(model, ids, count):
+    """Tokens that greedy continuations hold, at different places of each row."""
+    new = model.generate(ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
+    return [int(new[row, 3 * row + 2]) for row in range(count)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_length": 30, "max_new_tokens": None},
+        {"min_new_tokens": 12},
+        {"min_length": 30},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [3, 5, 8]},
+        {"logits_processor": tf.LogitsProcessorList([tf.LogitNormalization()])},
+        {"logits_processor": tf.LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], -1)])},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        {"do_sample": True, "typical_p": 0.8},
+        {"prefill_chunk_size": 8},
+        {"max_time": 1000.0},
+        {"max_time": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_options(packed, prompt, options, ends):
+    model, (ids, mask) = packed(), padded(prompt(3))
+    eos = {"eos_token_id": some_tokens(model, ids, 3)} if ends else {}
+    theirs, ours = both(model, ids, attention_mask=mask, **options, **eos)
+    assert torch.equal(theirs, ours)
+
+
+def test_all_sequences_end_early(packed, prompt):
+    """The end lies between two looks at the device: what was computed beyond it is cut off."""
+    model, ids = packed(), prompt(3)
+    new = model.generate(ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[:, ids.shape[1] :]
+    for place in (0, 1, 6, 7, 8, 9):
+        theirs, ours = both(model, ids, eos_token_id=new[:, place].tolist())
+        assert torch.equal(theirs, ours)
+        assert theirs.shape[1] <= ids.shape[1] + place + 1
+
+
+def test_scores_logits_and_the_cache_that_is_returned(packed, prompt):
+    model, ids = packed(), prompt(2)
+    eos = some_tokens(model, ids, 2)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "min_new_tokens": 3}
+    theirs, ours = both(model, ids, eos_token_id=eos, **options)
+    assert torch.equal(theirs.sequences, ours.sequences)
+    for name in ("scores", "logits"):
+        first, second = getattr(theirs, name), getattr(ours, name)
+        assert len(first) == len(second) > 0
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(theirs.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        assert all(torch.equal(s, t) for s, t in zip(a.kv.dequantized(), b.kv.dequantized(), strict=True))
+        assert torch.equal(a.kv.lengths, b.kv.lengths)
+    again = both(model, prompt(2, seed=1))  # must not touch what was returned
+    assert torch.equal(*again)
+    assert int(ours.past_key_values.get_seq_length()) == int(theirs.past_key_values.get_seq_length())
+
+
+def test_a_conversation_in_a_cache_of_its_own(packed, prompt):
+    model, ids, found = packed(), prompt(2), []
+    for custom in ({}, {"custom_generate": hf.generate}):
+        cache, text = hf.PackedCache(model, 32, **CACHE), ids
+        for _ in range(3):
+            text = model.generate(text, past_key_values=cache, do_sample=False, max_new_tokens=15, **custom)
+            text = torch.cat([text, prompt(2, 4, seed=9)], 1)
+        found.append((text, cache.layers[0].kv))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1].lengths, found[1][1].lengths)
+
+
+class Collected(BaseStreamer):
+    def __init__(self):
+        self.got, self.ended = [], 0
+
+    def put(self, value):
+        self.got.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_a_streamer_gets_every_token_once(packed, prompt, eos):
+    model, ids, found = packed(), prompt(1), []
+    ends = {"eos_token_id": some_tokens(model, ids, 1)} if eos else {}
+    for custom in ({}, {"custom_generate": hf.generate}):
+        streamer = Collected()
+        made = model.generate(ids, streamer=streamer, do_sample=False, max_new_tokens=20, pad_token_id=0, **ends, **custom)
+        found.append((streamer.got, streamer.ended, made.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] == 1
+
+
+class Reads(TorchDispatchMode):
+    """The files whose code reads a number from a device, other than the CPU's own caches and ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.files = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            names = [frame.filename for frame in traceback.extract_stack()[:-1]]
+            self.files.append(Path(next(n for n in reversed(names) if "/torch/" not in n)).name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, family, sample):
+    model, run, reads = packed(family), graph_generate._Loop.run, Reads()
+    monkeypatch.setattr(graph_generate._Loop, "run", lambda *a: watched(run, *a))
+
+    def watched(*args):
+        with reads:
+            return args[0](*args[1:])
+
+    ids, mask = padded(prompt(2))
+    options = {"do_sample": sample, "top_k": 9, "top_p": 0.9, "max_new_tokens": 33, "eos_token_id": 10**6, "pad_token_id": 0}
+    model.generate(ids, attention_mask=mask, custom_generate=hf.generate, **options)
+    of_the_loop = [name for name in reads.files if name not in CPU_ONLY]
+    assert of_the_loop == ["graph_generate.py"] * 5  # after 8, 16, 24, 32 tokens, and at the end
+
+
+def test_the_next_call_of_the_same_shape_keeps_step_and_cache(packed, prompt, monkeypatch):
+    made, init = [], graph_generate.Step.__init__
+    monkeypatch.setattr(graph_generate.Step, "__init__", lambda self, *a: made.append(self) or init(self, *a))
+    model = packed()
+    first = both(model, prompt(2))
+    step = graph_generate._kept[model]
+    inputs = step.inputs["input_ids"]
+    second = both(model, prompt(2, seed=4))
+    third = both(model, prompt(2, tokens=30, seed=5))  # the same bucket of capacity
+    assert len(made) == 1
+    assert graph_generate._kept[model] is step
+    assert step.inputs["input_ids"] is inputs
+    assert all(torch.equal(a, b) for a, b in (first, second, third))
+    padding = both(model, padded(prompt(2))[0], attention_mask=padded(prompt(2))[1])  # other inputs: recorded again
+    assert torch.equal(*padding)
+    assert len(made) == 1
+    assert step.inputs["input_ids"] is not inputs
+    assert torch.equal(*both(model, prompt(3)))
+    assert torch.equal(*both(model, prompt(3, tokens=100)))
+    assert len(made) == 3
+    hf.quantize(model, "int4_g32")  # the weights lie elsewhere
+    assert torch.equal(*both(model, prompt(3, tokens=100)))
+    assert len(made) == 4
+
+
+def test_a_model_is_freed_with_its_step_and_can_be_copied(packed, prompt):
+    model = packed()
+    both(model, prompt(2))
+    other = copy.deepcopy(model)
+    assert torch.equal(*both(other, prompt(2)))
+    assert graph_generate._kept[other] is not graph_generate._kept[model]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_seeded_generator(packed, prompt):
+    model, ids = packed(), prompt(2)
+    options = {"do_sample": True, "max_new_tokens": 12, "custom_generate": hf.generate}
+    made = [model.generate(ids, generator=torch.Generator().manual_seed(seed), **options) for seed in (1, 1, 2)]
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+@pytest.mark.usefixtures("falls_back")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam_search does not feed one token a step"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation does not"),
+        ({"use_cache": False}, "no PackedCache"),
+        ({"cache_implementation": "static"}, "StaticCache, no PackedCache"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    ],
+)
+def test_what_falls_back_says_why(packed, prompt, monkeypatch, options, reason):
+    said = []
+    monkeypatch.setattr(graph_generate, "warn_once", said.append)
+    theirs, ours = (getattr(x, "sequences", x) for x in both(packed(), prompt(1), **options))
+    assert torch.equal(theirs, ours)
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_an_assistant_reaches_transformers(packed, prompt):
+    theirs, ours = both(packed(), prompt(1), assistant_model=packed())
+    assert torch.equal(theirs, ours)
+
+
+def test_models_and_options_that_do_not_fit(build, packed, prompt):
+    with pytest.raises(InvalidArgument, match="needs a model with a packed cache"):
+        build("llama").generate(prompt(1), custom_generate=hf.generate, max_new_tokens=2)
+
+
+@pytest.mark.usefixtures("falls_back")
+def test_a_generator_is_not_dropped_in_silence(packed, prompt):
+    options = {"num_beams": 2, "custom_generate": hf.generate, "max_new_tokens": 2}
+    with pytest.raises(Unsupported, match="generator= belongs to"):
+        packed().generate(prompt(1), generator=torch.Generator(), **options)
