@@ -35,7 +35,7 @@ def register() -> None:
     for name in backend_names():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"halfbyte.vllm.backend.{name}")
-    copyreg.pickle(AttentionBackendEnum, _reduced)  # type: ignore[arg-type]
+    copyreg.pickle(AttentionBackendEnum, _reduced)
     for name in on_cpu.REPLACED:
         register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.on_cpu.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
