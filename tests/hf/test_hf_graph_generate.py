@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import traceback
 import weakref
 from pathlib import Path
@@ -98,7 +99,7 @@ def some_tokens(model, ids, count):
         {"max_time": 1000.0},
         {"max_time": 0.0},
     ],
-    ids=str,
+    ids=lambda options: re.sub(" at 0x[0-9a-f]+", "", str(options)),  # every process names a test alike
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_options(packed, prompt, options, ends):
