@@ -258,8 +258,9 @@ def check_query(q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, 
     check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
     check_tensor("q", q, shape, device=device)
     if torch.is_grad_enabled() and _requires_grad(q, rope):
+        which = "q" if q.requires_grad else "rope"
         raise Unsupported(
-            "append has no gradient, and q or rope requires one: halfbyte is for inference; wrap the call in torch.no_grad()"
+            f"append has no gradient, and {which} requires one: halfbyte is for inference; wrap the call in torch.no_grad()"
         )
 
 
