@@ -118,7 +118,7 @@ STATE = [
     Mutant(
         "writes to lengths by others are not noticed",
         CACHE,
-        "KVCache.length_bound",
+        "KVCache._counted",
         Rewrite("_l is _o and _w == _l._version", "_l is _o"),
         caches("test_what_the_host_is_sure_of"),
     ),
@@ -126,7 +126,7 @@ STATE = [
         "copies of a cache believe what the first one knows",
         CACHE,
         "KVCache.__getstate__",
-        Rewrite("_n != '_version'", "_n"),
+        Rewrite("_n not in ('_version', '_lock')", "_n not in ('_lock',)"),
         caches("test_what_the_host_is_sure_of"),
     ),
     Mutant(
