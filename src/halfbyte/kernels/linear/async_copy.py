@@ -214,26 +214,26 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _x_piece(slot, C: gl.constexpr):
-    """A thread's first piece of x in a step: its K slice, its row, its column, and where it goes.
-
-    Where rows are few, two threads copy the same.
-    """
-    inside: gl.constexpr = gl.constexpr(C.x_rows * C.chunk // 8)  # pieces of a K slice
+def _x_piece(K, step, wanted, C: gl.constexpr):
+    """A thread's first piece of x in a step: its number, the thread's K slice, the piece's row and column; K that is left there."""
+    inside: gl.constexpr = gl.constexpr(
+        C.x_rows * C.chunk // 8
+    )  # pieces of a K slice; where rows are few, two threads copy the same
     t = thread_of(C) % inside
     w = k_slice_of(C)
+    left = gl.where(wanted, K - step * C.step, 0)
     part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
     m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
     k = w * C.chunk + part * 32 + t % 4 * 8
-    return m, k, (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
+    return t, w, m, k, left
 
 
 @gluon.jit
 def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
     """Ask for x of one step, if `wanted`."""
-    m, k, into = _x_piece(slot, C)
-    left = gl.where(wanted, K - step * C.step, 0)
+    t, w, m, k, left = _x_piece(K, step, wanted, C)
     at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_stride + k))
+    into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",
@@ -267,9 +267,9 @@ def _gather_asm(pieces, base, rows_at, cached):
 def fetch_rows(slot, step, wanted, X, block, K, C: gl.constexpr):
     """Ask for x of one step, if `wanted`: the rows of a block of pairs, given by its first one and how many it has."""
     first, count = block
-    m, k, into = _x_piece(slot, C)
-    left = gl.where(wanted, K - step * C.step, 0)
+    t, w, m, k, left = _x_piece(K, step, wanted, C)
     at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + k)
+    into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _gather_asm(_x_pieces(C), C.x_at, C.rows_at, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",
