@@ -236,7 +236,9 @@ def check_new(c: AppendCall) -> None:
         refuse_transforms("append", (k, v, q, c.rope))
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
-    check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
+    # Messages are built only when raised: formatting a dynamic size would make compiled code specialize on it.
+    if k.shape[2] != v.shape[2]:
+        raise InvalidArgument(f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
     if c.counts is not None:
         check_tensor("counts", c.counts, (batch,), "integer", lengths.device)
     if c.rope is not None:
@@ -271,4 +273,5 @@ def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
         shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
         check_tensor(name, t, (*shape, dim // 2), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
-    check(rope[0].shape == rope[1].shape, f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")
+    if rope[0].shape != rope[1].shape:
+        raise InvalidArgument(f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")
