@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any, Self, TypeVar
 
@@ -303,7 +303,7 @@ class FusedProjections(QuantLinear):
             for slot, out in zip(self.slots, others, strict=True):
                 slot.keep(x, out)
             return first
-        first, *others = _in_one_launch(x, shards)
+        first, *others = projections(x, [shard.weight for shard in shards], [shard._bias() for shard in shards])
         for slot, out in zip(self.slots, others, strict=True):
             slot.keep(x, out)
         return first
@@ -318,22 +318,6 @@ class FusedProjections(QuantLinear):
     def unfuse(self) -> tuple[QuantLinear, ...]:
         """Separate layers over the same parameters."""
         return tuple(_become(QuantLinear, shard) for shard in (self, *self.slots))
-
-
-def _in_one_launch(x: torch.Tensor, shards: Sequence[QuantLinear]) -> list[torch.Tensor]:
-    return projections(x, [shard.weight for shard in shards], [shard._bias() for shard in shards])
-
-
-def project(x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """x [..., K] by each of one to three layers: in one launch where all are quantized, fused or not; else one after the other.
-
-    Weights in act-order, each with an order of its own, and offloaded ones are called one by one, too.
-    """
-    quantized = [layer for layer in layers if type(layer) in (QuantLinear, FusedProjections, FusedSlot)]
-    apart = [layer for layer in quantized if layer._offloaded() or layer.weight.perm is not None]  # type: ignore[operator, union-attr]
-    if len(quantized) < len(layers) or apart:
-        return [layer(x) for layer in layers]
-    return _in_one_launch(x, quantized)  # type: ignore[arg-type]
 
 
 def _become(kind: type[LinearT], layer: QuantLinear) -> LinearT:

@@ -118,8 +118,8 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
-    project = fused_blocks.project
-    monkeypatch.setattr(fused_blocks, "project", lambda x, layers: calls.append(len(layers)) or project(x, layers))
+    project = fused_blocks._project
+    monkeypatch.setattr(fused_blocks, "_project", lambda x, layers: calls.append(len(layers)) or project(x, layers))
     tokens(packed("qwen3"), prompt(1), fuse_blocks=True, max_new_tokens=2)
     assert calls == [3, 2, 3, 2]
 

@@ -26,8 +26,9 @@ from torch import nn
 from halfbyte.hf.attention import attention
 from halfbyte.hf.model_support import blocks, layer_window
 from halfbyte.kv_buffer import Rope
-from halfbyte.nn import project
+from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import add_norm, gated, norm_rows
+from halfbyte.ops.linear import projections
 from halfbyte.reference.block import Norm
 
 
@@ -181,10 +182,22 @@ def _mlp(module: Any) -> Callable[[torch.Tensor], Any]:
         if hasattr(module, "gate_up_proj"):
             gate, up = module.gate_up_proj(x).chunk(2, -1)
         else:
-            gate, up = project(x, (module.gate_proj, module.up_proj))
+            gate, up = _project(x, (module.gate_proj, module.up_proj))
         return module.down_proj(gated(gate, up, activation))
 
     return forward
+
+
+def _project(x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """x [..., K] by each of two or three layers: in one launch where all are quantized, fused before or not; else one by one.
+
+    So are weights in act-order, each of which has an order of its own.
+    """
+    quantized: list[Any] = [layer for layer in layers if type(layer) in (QuantLinear, FusedProjections, FusedSlot)]
+    weights = [layer.weight for layer in quantized]
+    if len(weights) < len(layers) or any(weight.perm is not None for weight in weights):
+        return [layer(x) for layer in layers]
+    return projections(x, weights, [layer.bias for layer in quantized])
 
 
 # ---------------------------------------------------------------------------------------------------------------- attention
@@ -251,7 +264,7 @@ class _Heads:
             sizes = module.config.num_attention_heads * self.dim, module.config.num_key_value_heads * self.dim
             q, k, v = module.qkv_proj(x).split((*sizes, sizes[1]), -1)
         else:
-            q, k, v = project(x, (module.q_proj, module.k_proj, module.v_proj))
+            q, k, v = _project(x, (module.q_proj, module.k_proj, module.v_proj))
         if self.norms:
             widths = [len(norm.weight) for norm in self.norms]
             q, k = norm_rows([t.unflatten(-1, (-1, n)) for t, n in zip((q, k), widths, strict=True)], self.norms)
