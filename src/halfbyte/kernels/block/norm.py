@@ -51,7 +51,7 @@ def add_norm(
     x, residual, after, before, hidden, out, width, share, multiplier, after_eps, before_eps,
     N: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, USE_PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One row of x, residual, hidden and out [M, width], all contiguous."""
+    """One row of each [M, width]; all contiguous."""
     d = tl.arange(0, N)[None, :]
     at, inside = tl.program_id(0).to(tl.int64) * width + d, d < width
     first, second = _factors(after, d, width, AFTER), _factors(before, d, width, BEFORE)
@@ -87,7 +87,7 @@ def norm_rows(
     R: tl.constexpr, N: tl.constexpr, OTHER_R: tl.constexpr, OTHER_N: tl.constexpr, KIND: tl.constexpr,
     USE_PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [rows, width] by the `first` programs, those of `other` by the rest."""
+    """x [rows, width] by the `first` programs, `other` by the rest."""
     pid = tl.program_id(0)
     if USE_PDL:
         gdc_wait()
