@@ -110,7 +110,9 @@ CASES = {
         Variant("int4", "int8", dim=64, group=5, queries=30, exact=(4, 21), options=frozenset({"rotate", "starts"})), 1, (47, 130)
     ),
     "a prompt over recent tokens in pages": Case(
-        Variant("int8", "int4_g32", group=4, queries=20, page=16, exact=(0, 37), options=frozenset({"window", "alibi"})), 1, (70, 24)
+        Variant("int8", "int4_g32", group=4, queries=20, page=16, exact=(0, 37), options=frozenset({"window", "alibi"})),
+        1,
+        (70, 24),
     ),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
 }
