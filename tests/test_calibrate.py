@@ -171,7 +171,7 @@ def test_a_plan_is_no_worse_than_any_uniform_choice(shipped: Any, ids: torch.Ten
 
 
 def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids: torch.Tensor, tmp_path: Path) -> None:
-    """Every format is measured as it would be served: beside these tokens, and the other side quantized too."""
+    """Every format is measured as it would be served: with these tokens, and the other side quantized too."""
     exact, few = (2, 8), ("int8", "int2", "int4_channel", "bf16")
     choices = candidates(shipped, few, windowed=True)
     assert {side: [c.format for c in group] for side, group in choices.items()} == {
@@ -192,7 +192,7 @@ def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids:
     assert expected.kl_mean < 0.8 * bare.kl_mean
     with pytest.raises(InvalidArgument, match="with other sink and recent tokens"):
         Measurements(tmp_path / "m.jsonl", fingerprint(shipped, ids, 16))
-    with pytest.raises(InvalidArgument, match=r"none of int4_channel can be chosen .* beside sink and recent tokens"):
+    with pytest.raises(InvalidArgument, match=r"none of int4_channel can be chosen .* with sink and recent tokens"):
         candidates(shipped, ("int4_channel",), windowed=True)
     with pytest.raises(InvalidArgument, match="sink_tokens=2, recent_tokens=30: nothing of a text of 32 tokens"):
         Divergence(shipped, ids, 16, (2, 30))

@@ -80,9 +80,9 @@ def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) 
                 groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in (False, True)[: 1 + rotatable]])
         found[side] = [c for group in groups.values() for c in group]
     fits = all(found.values()) and any(KV_FORMATS[c.format].is_quantized for group in found.values() for c in group)
-    beside = " beside sink and recent tokens" * windowed
+    along = " with sink and recent tokens" * windowed
     named = ", ".join(formats) or "all formats"
-    check(fits, f"formats: none of {named} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}{beside}")
+    check(fits, f"formats: none of {named} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}{along}")
     return found
 
 
