@@ -230,9 +230,13 @@ class Cuttable:
 def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "halfbyte", Cuttable())
     s = quick()
-    measured = s.run([w4a16_splitk.SizeJob(128, (1, 3))])
+    measured = s.run([w4a16_splitk.SizeJob(128, 128, (1, 3))])
     names = [r.implementation for r in measured if r.case == "split-k study, 128, 1 row"]
-    assert names == [*(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16), "halfbyte auto"]  # the published one needs Triton
+    assert names == [
+        *(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16),
+        w4a16_splitk.OURS,
+        w4a16_splitk.SAME,
+    ]  # the published one needs Triton
     assert measured[0].shape == {"M": 1, "N": 128, "K": 128, "programs": 8, "resident": 2, "SMs": 1}
     rows = w4a16_splitk.table_rows(measured)
     assert [row[:2] for row in rows[:2]] == [("split-k study, 128, 1 row", "halfbyte"), ("split-k study, 128, 3 rows", "halfbyte")]
@@ -252,6 +256,12 @@ def test_gains_are_of_the_best_cut_over_data_parallel_tiles(monkeypatch: pytest.
     measured = [one("a", DATA_PARALLEL, 6.0), one("a", EVERY[1], 3.0), one("a", EVERY[-1], 2.0), one("b", DATA_PARALLEL, 1.0)]
     assert w4a16_splitk.gains(measured, "halfbyte") == {"a": 3.0}
     assert w4a16_splitk.gains(measured, "published") == {}
+    splits = {2: 5.0, 4: 4.0, 16: 4.4}
+    theirs = [rec("s, 8, 1 row", {"M": 1, "N": 8, "K": 8}, INT4, f"published, split-k {n}", t) for n, t in splits.items()]
+    theirs = [dataclasses.replace(r, op=w4a16_splitk.OP) for r in theirs]
+    assert w4a16_splitk._by_splits(theirs) == {"8": [(2, 1.25), (4, 1.0), (16, 1.1)]}
+    assert "slower in 1 of 1 cases, at most 1.10x (s, 8, 1 row)" in w4a16_splitk.says(theirs)[0]
+    assert w4a16_splitk.table_rows(theirs)[0][9:12] == ("4000000.0", "4400000.0", "0.91x")
     s = quick()
     s.records = measured
     (record,) = w4a16_splitk.SummaryJob().measure(s)
@@ -476,7 +486,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     made = some_records()
     old = dataclasses.replace(made[2], seconds=99e-6)
-    study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
+    study = quick().run([w4a16_splitk.SizeJob(128, 128, (1,))])
     records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study])
     text = tables.linear()
     assert "| 8192 x 8192, M = 1 | 11.0, 85 % |" in text
@@ -511,7 +521,7 @@ def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: p
     records.append(tmp_path / "results" / "gpu.jsonl", [*cut, there, *variants, skipped])
     records.append(tmp_path / "results" / "cpu.jsonl", [on_cpu, dataclasses.replace(on_cpu, study="accuracy")])
     told = tables.study("w4a16-splitk")
-    assert [line.split("|")[10].strip() for line in told.splitlines() if line.startswith("| split-k")] == ["5.0", "5.0"]
+    assert [line.split("|")[13].strip() for line in told.splitlines() if line.startswith("| split-k")] == ["5.0", "5.0"]
     assert [line.partition(";")[0] for line in told.splitlines() if "torch" in line] == ["fake", "another GPU"]
     fused = tables.study("fused-qkv")
     assert "small layer: random weights. " in fused
