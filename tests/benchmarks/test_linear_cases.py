@@ -314,18 +314,20 @@ def test_the_variants_give_the_same_numbers(fmt: str) -> None:
 def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     job = qkv_cases.VariantsJob(qkv_layers.shipped_weights(SHAPE), "auto", ("nf4",))
     measured = list(job.measure(quick()))
-    assert [r.implementation for r in measured] == [v.name for v in qkv_layers.VARIANTS]
+    assert [r.implementation for r in measured] == [v.name for v in qkv_layers.MEASURED]
+    assert measured[-1].nbytes == 2 * sum(SHAPE.rows) * SHAPE.hidden > measured[0].nbytes
     assert all(r.seconds and r.seconds == r.chained and r.alone and not r.refused for r in measured)
     assert measured[0].note.startswith("weights of the shipped model")
     assert measured[0].note.count("dequantize") == 3
     assert measured[3].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[3].seconds or 1))
     rows = qkv_cases.table_rows(measured)
-    assert [row[3] for row in rows] == ["7", "5", "3", "2"]
+    assert [row[3] for row in rows] == ["7", "5", "3", "2", "2"]
+    assert qkv_cases.table_rows([dataclasses.replace(measured[3], note=qkv_cases._ORDERS)])[0][3] == "2 + 1"
     assert all(len(row) == len(qkv_cases.HEADERS) for row in rows)
     # Seeded mutant: the fused projection takes the scales of q for k.
     monkeypatch.setattr(halfbyte, "qkv_projection", lambda x, w, b, impl: tuple(halfbyte.linear(x, one) * 1.1 for one in w))
     measured = list(job.measure(quick()))
-    assert [bool(r.refused) for r in measured] == [False, False, False, True]
+    assert [bool(r.refused) for r in measured] == [False, False, False, True, False]
     assert measured[3].bars[0].value is None
 
 
@@ -382,10 +384,10 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
 def test_one_launch_for_three_is_measured() -> None:
     measured = list(qkv_cases.FusedJob(SHAPE, "auto", (1, 4)).measure(quick(pattern="nf4")))
     assert [(r.implementation, len(r.bars)) for r in measured] == [
-        *(("three launches", 0), ("one launch", 1)),
-        *(("three launches", 0), ("one launch", 0)),
+        *(("three launches", 0), ("16-bit weights", 0), ("one launch", 1)),
+        *(("three launches", 0), ("16-bit weights", 0), ("one launch", 0)),
     ]
-    assert measured[1].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[1].seconds or 1))
+    assert measured[2].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[2].seconds or 1))
     assert all(r.error and r.error_allowed and r.error <= r.error_allowed for r in measured)
 
 
@@ -398,7 +400,7 @@ def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytes
         return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
 
     monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
-    three, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))
+    three, _, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))
     assert three.seconds
     assert one.seconds is None
     assert "one launch alone, as it was timed: relative L2 error" in one.refused
@@ -505,7 +507,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
 def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "SHOWN_ROWS", 4)
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 5)
     folder = tmp_path / tables.STUDIES
     folder.mkdir(parents=True)
     (folder / "memory-7.svg").touch()
@@ -527,14 +529,17 @@ def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: p
     assert "small layer: random weights. " in fused
     assert fused.count("| small layer | nf4 | naive | 7 |") == 1
     assert "<details>" not in fused
-    assert "![small layer: launch by launch](studies/fused-qkv-1.svg)" in fused
+    assert "![small layer: end to end](studies/fused-qkv-1.svg)" in fused
+    assert "![small layer: launch by launch](studies/fused-qkv-2.svg)" in fused
+    assert "Over that of 16-bit weights: small layer, nf4: " in fused
+    assert "Fastest of the four: small layer, nf4: " in fused
     assert "What has no figure, and why</summary>\n\n- c: too large\n" in tables.study("int8-splitk")
     assert "fake" in tables.study("accuracy")
     assert tables.study("memory") == tables.NOTHING
-    monkeypatch.setattr(tables, "SHOWN_ROWS", 3)
-    assert "<summary>Table, 4 rows</summary>\n\n| case |" in tables.study("fused-qkv")
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 4)
+    assert "<summary>Table, 5 rows</summary>\n\n| case |" in tables.study("fused-qkv")
     tables.write_charts()
-    assert [path.name for path in folder.iterdir()] == ["fused-qkv-1.svg"]
+    assert sorted(path.name for path in folder.iterdir()) == ["fused-qkv-1.svg", "fused-qkv-2.svg"]
     assert "prefers-color-scheme" in (folder / "fused-qkv-1.svg").read_text()
 
 
