@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / suite) for suite in ("hf", "gpu")]
+sys.path[:0] = [str(Path(__file__).parents[1] / suite) for suite in ("hf",)]
