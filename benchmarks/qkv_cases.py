@@ -310,7 +310,7 @@ def _three(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
 
 
 def _sixteen(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
-    return F.linear(x, layer.sixteen).split(layer.shape.rows, 1)
+    return tuple(F.linear(x, layer.sixteen).split(layer.shape.rows, 1))
 
 
 def _judged(rights: Sequence[Callable[[torch.Tensor], Accuracy]], outs: Iterable[Sequence[torch.Tensor]]) -> Accuracy:

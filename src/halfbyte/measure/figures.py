@@ -36,8 +36,9 @@ def rooflines(measured: Sequence[Record]) -> list[str]:
         return []
     roof = sorted({r.nbytes / 1e6: r.roof_gb_per_s or 0.0 for r in timed}.items())
     sizes = _fastest_of(timed, lambda r: (r.nbytes / 1e6, r.gb_per_s or 0.0))
-    labels = {"x_label": "MB that a call must read", "y_label": "GB/s", "title": "Roofline: bytes a second by bytes read"}
-    return [charts.roofline(sizes, roof, **labels), *_intensities([r for r in timed if flop(r)])]
+    title = "Roofline: bytes a second by bytes read"
+    rates = charts.roofline(sizes, roof, x_label="MB that a call must read", y_label="GB/s", title=title)
+    return [rates, *_intensities([r for r in timed if flop(r)])]
 
 
 def _intensities(timed: Sequence[Record]) -> list[str]:
@@ -47,8 +48,8 @@ def _intensities(timed: Sequence[Record]) -> list[str]:
     found = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
     ends, fastest = [flop(r) / r.nbytes for r in timed], max(r.roof_gb_per_s or 0.0 for r in timed)
     roof = [(x, x * fastest / 1e3) for x in (min(ends), max(ends))]
-    labels = {"x_label": "FLOP per byte of weights or cache", "y_label": "TFLOP/s", "title": "Roofline: arithmetic intensity"}
-    return [charts.roofline(found, roof, log_y=True, **labels)]
+    x_label, title = "FLOP per byte of weights or cache", "Roofline: arithmetic intensity"
+    return [charts.roofline(found, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True)]
 
 
 def _fastest_of(timed: Sequence[Record], place: Callable[[Record], tuple[float, float]]) -> Lines:
