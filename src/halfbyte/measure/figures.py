@@ -42,7 +42,7 @@ def rooflines(measured: Sequence[Record]) -> list[str]:
 
 
 def _intensities(timed: Sequence[Record]) -> list[str]:
-    """Arithmetic intensity. Nothing is told of the tensor cores' limit, which few rows do not reach."""
+    """Arithmetic intensity. The tensor cores' limit, which few rows do not reach, is not shown."""
     if not timed:
         return []
     found = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
