@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from halfbyte import engine
+from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer, new_kv_buffer
@@ -40,6 +43,20 @@ def test_formats_that_do_not_live_in_a_page_say_why() -> None:
             with pytest.raises(Unsupported, match=f"keys='{name}' cannot live in a page: .*; choose one of: fp16, bf16, int8,"):
                 engine.PageLayout(name, "int8", 64)
     assert set(KV_FORMATS) - set(engine.PAGE_FORMATS) >= {"int8_tensor", "int8_token", "int8_channel", "fp8_tensor", "int4_channel"}
+
+
+def test_the_pages_of_a_plan(tmp_path: Path) -> None:
+    """Formats and rotation of each layer; what does not live in a page is refused by the layer's number."""
+    layers = (LayerFormats("int4", "int2_g32", True), LayerFormats("int8", "bf16"))
+    plan = CachePlan(ModelSizes("llama", 2, 4, 64, 128, 256), layers, 8.0)
+    expected = [(engine.PageLayout("int4", "int2_g32", 64, 128), True), (engine.PageLayout("int8", "bf16", 64, 128), False)]
+    assert engine.page_layouts(plan) == engine.page_layouts(plan.write(tmp_path / "plan.json")) == expected
+    with pytest.raises(Unsupported, match="plan, layer 1: keys='int4_channel' cannot live in a page"):
+        engine.page_layouts(replace(plan, layers=(layers[0], LayerFormats("int4_channel", "int8"))))
+    with pytest.raises(Unsupported, match="sink_tokens=0, recent_tokens=64, which belong to a sequence"):
+        engine.page_layouts(replace(plan, recent_tokens=64))
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        engine.page_layouts(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
