@@ -10,7 +10,7 @@ from emulation import EARLY, ORDERS, Refused, mix
 from gpu_cases import same_bits
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
-from halfbyte.plans.experts import block_rows
+from halfbyte.plans.experts_mma import block_rows
 from halfbyte.reference.experts import Activation
 
 #: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.

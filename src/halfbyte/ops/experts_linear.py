@@ -22,7 +22,8 @@ from halfbyte.formats import Format, weight_format
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
-from halfbyte.plans.experts import ExpertsPlan, ExpertsTiles, experts_tiles, tokens_at_once, tuned_experts
+from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
+from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
 from halfbyte.settings import pair_launches

@@ -11,7 +11,8 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.linear import experts as portable
 from halfbyte.kernels.linear import experts_mma
-from halfbyte.plans.experts import ExpertsPlan, experts_tiles, tuned_experts
+from halfbyte.plans.experts import experts_tiles
+from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 

@@ -8,7 +8,7 @@ of a token are added: out[t, n] = sum_i gate[t, i] y[(t, i), n], in the order of
 Only the device knows which experts are hit. Each program sorts the pairs by expert (linear/experts_table.py) and cuts those of
 each expert into *blocks* of at most `x_rows`. Every block has the tiles of N, and all tiles are divided as linear/mma.py divides
 them: with few hits along K, with many tile by tile. So an expert's weight is read once for each of its blocks. Rings, waits and
-products are those of linear/mma.py; rows of x come from where the sorted pairs say.
+products are those of linear/mma.py; x is gathered row by row from where the sorted pairs say.
 
 With gates the sums of all pairs go to the workspace in fp32, and the program that completes the last block at a tile of N adds
 them up. No floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
@@ -37,7 +37,7 @@ from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.plans.experts import ExpertsPlan
+from halfbyte.plans.experts_mma import ExpertsPlan
 from halfbyte.reference.experts import ExpertsCall
 
 # ----------------------------------------------------------------------------------------------------------------- the division
@@ -211,7 +211,7 @@ def _zeros(row, weights, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "E"])
 def experts(
-    X,  # rows of x, strides x_stride and 1
+    X,  # [T, K] or [T * top_k, K], strides x_stride and 1
     ids,  # [T * top_k]
     gates,  # [T * top_k], or None
     Workspace,  # fp32: two partial results a program; with gates, the results of all pairs, [T * top_k, N]
@@ -345,8 +345,8 @@ def launch(
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
-    x [T, K] or [T * top_k, K], its rows a multiple of 16 bytes apart and less than 2^31 in all; the rest contiguous, codes, scales
-    and zero points aligned to 16 bytes. out: as `kernels.linear.experts.launch`. workspace: plan.floats fp32; semaphores:
+    x [T, K] or [T * top_k, K], less than 2^31 bytes, its row stride a multiple of 16; the rest contiguous, codes, scales and zero
+    points aligned to 16 bytes. out: as `kernels.linear.experts.launch`. workspace: plan.floats fp32; semaphores:
     plan.counters int32, zero before and after. compiled: what an earlier launch of the same types, alignments and sizes (but for
     T and E) returned; the JIT is bypassed then.
     """
