@@ -22,6 +22,7 @@ from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
 from halfbyte.ops.prefill_attention import prefill_attention
+from halfbyte.ops.rotate_heads import rotate_heads
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"
@@ -50,6 +51,7 @@ class PackedLayerLike(Protocol):
     parts: Stored
     formats: tuple[str, str]
     rotate_keys: bool
+    rotate_values: bool
     sink_tokens: int
 
 
@@ -123,6 +125,8 @@ def attention(
     else:
         found = decode_attention(query, cast(KVCache, layer.kv), **options)
     out = cast(torch.Tensor, found)  # a pair only with return_lse
+    if layer.rotate_values:
+        out = rotate_heads(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -15,8 +15,9 @@ from halfbyte.formats import Format, check_window, key_format, value_format
 from halfbyte.hf.attention import PACKED, Handle
 from halfbyte.hf.model_support import check_model_support, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
+from halfbyte.ops.rotate_heads import rotate_heads
 from halfbyte.plans import GPU_LEVELS
-from halfbyte.reference.hadamard import rotated
+from halfbyte.reference.hadamard import check_rotation, rotated
 from halfbyte.settings import default_impl
 
 #: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
@@ -33,10 +34,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
 
     def __init__(
-        self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype, window: tuple[int, int] = (0, 0)
+        self,
+        capacity: int,
+        keys: Format,
+        values: Format,
+        rotate_keys: bool,
+        dtype: torch.dtype,
+        window: tuple[int, int] = (0, 0),
+        rotate_values: bool = False,
     ) -> None:
-        """`window`: sink tokens and recent tokens in 16 bits."""
+        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are."""
         super().__init__()
+        self.rotate_values = rotate_values and values.is_quantized
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
@@ -52,7 +61,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kinds(self) -> str:
         """Formats of keys and values as they are printed: "int4 rotated/int4"."""
-        return f"{self.key_format.name}{' rotated' * self.rotate_keys}/{self.value_format.name}"
+        keys, values = self.key_format.name, self.value_format.name
+        return f"{keys}{' rotated' * self.rotate_keys}/{values}{' rotated' * self.rotate_values}"
 
     @property
     def batch_size(self) -> int:
@@ -100,8 +110,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
         """Append k, v [B, H, L, D] and return handles that only the attention function can open.
 
-        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated.
+        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are rotated, their
+        handle holds them so, and attention rotates its output back.
         """
+        if self.rotate_values:
+            value_states = rotate_heads(value_states)
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
@@ -183,6 +196,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
     rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
                       `halfbyte.KVCache` does by default
+    rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches a
+                      layer. For models whose v_proj and o_proj cannot take the rotation (`halfbyte.hf.quantize`)
     sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
     recent_tokens     the last tokens of a sequence that stay in 16 bits
     skip_layers       layers that keep 16 bits; negative numbers count from the end
@@ -202,6 +217,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         keys: str | Sequence[str] = "int8",
         values: str | Sequence[str] = "int4_g32",
         rotate_keys: bool | Sequence[bool] | None = None,
+        rotate_values: bool = False,
         sink_tokens: int = 0,
         recent_tokens: int = 0,
         skip_layers: Iterable[int] = (),
@@ -216,7 +232,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
         layers = zip(formats, rotations, windows, strict=True)
-        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate, dtype, window) for (k, v), rotate, window in layers])
+        check_rotation(rotate_values, head_dims(config)[1], "rotate_values")
+        made = [PackedLayer(self.capacity, k, v, turned, dtype, window, rotate_values) for (k, v), turned, window in layers]
+        super().__init__(layers=made)
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
                 layer.is_compileable = False

@@ -22,7 +22,7 @@ from halfbyte.hf.quantization_config import HalfbyteConfig
 #: The entry of config.json that holds the settings.
 SAVED = "halfbyte_cache"
 #: What files of earlier versions do not say.
-_NEW = {"sink_tokens", "recent_tokens"}
+_NEW = {"sink_tokens", "recent_tokens", "rotate_values"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class CacheSettings:
     skip_layers: tuple[int, ...]
     sink_tokens: int = 0
     recent_tokens: int = 0
+    rotate_values: bool = False
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`, with room for its sink and recent tokens at least."""
