@@ -58,8 +58,7 @@ def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candid
     Per-tensor formats are left out: their scale is measured on whatever is appended first. So are formats that differ by name only,
     such as groups as wide as a head. Keys come with and without rotation where they can be rotated.
     """
-    from halfbyte.hf.cache import half_type, model_sizes
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import half_type, model_sizes, text_config
 
     for name in formats:
         key_format(name, "formats")

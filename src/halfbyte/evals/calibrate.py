@@ -92,8 +92,7 @@ def fingerprint(model: Any, windows: torch.Tensor, chunk: int) -> dict[str, Any]
 
 def sizes_of(model: Any) -> ModelSizes:
     """The sizes that a plan of this model names."""
-    from halfbyte.hf.cache import model_sizes
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import model_sizes, text_config
 
     return model_sizes(text_config(model))
 
