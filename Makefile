@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite engine-test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite engine-test trust mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -48,6 +48,10 @@ $(ENGINE)/.ready: pyproject.toml constraints.txt
 
 engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
 	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
+
+# Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.
+trust: $(VENV)/.ready-test ## the programme of drawn calls, damaged files, kills and soaks, for hours; goes on where it stopped
+	PYTHONPATH=src:. $(BIN)/python tests/trust/run.py
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants

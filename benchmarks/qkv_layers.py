@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import halfbyte
 from halfbyte.checkpoints.projections import Projections
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
-from halfbyte.measure.checks import Accuracy, attention_accuracy
+from halfbyte.measure.checks import Accuracy, timed_attention_accuracy
 from halfbyte.ops.dequantize import dequantize_rows
 from halfbyte.paths import shipped_model
 from halfbyte.tensors import QuantTensor
@@ -241,7 +241,7 @@ def promise(layer: QkvLayer) -> Callable[[torch.Tensor], Accuracy]:
     wide = [w.dequantize(torch.float64) for w in layer.weights]
     ref = _eager(layer.shape, layer.x.double(), wide, [b.double() for b in layer.biases])
     base = _eager(layer.shape, layer.x, [w.to(layer.x.dtype) for w in wide], layer.biases)
-    return lambda out: attention_accuracy(out, base, ref)
+    return lambda out: timed_attention_accuracy(out, base, ref)
 
 
 def _eager(shape: AttentionShape, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:

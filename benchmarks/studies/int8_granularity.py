@@ -197,10 +197,10 @@ def slopes_of(heads: int, device: torch.device) -> torch.Tensor:
 
 
 def exactly(inputs: Inputs, slopes: torch.Tensor | None) -> torch.Tensor:
-    """float64 attention over the inputs themselves, sequence by sequence."""
-    q, held = inputs.q, given(inputs)
-    parts = [float64_attention(q[i : i + 1], *held(i), q.shape[-1] ** -0.5, slopes) for i in range(q.shape[0])]
-    return torch.cat(parts)
+    """float64 attention over the inputs themselves."""
+    held = list(given(inputs))
+    queries = inputs.q.split([k.shape[0] for k, _ in held])
+    return torch.cat([float64_attention(q, k, v, q.shape[-1] ** -0.5, slopes) for q, (k, v) in zip(queries, held, strict=True)])
 
 
 def free_bytes(session: Session) -> int:

@@ -120,8 +120,7 @@ def test_figures_stand_beside_those_of_their_own_case() -> None:
 
 
 def test_a_layer_is_measured_beside_its_peers() -> None:
-    s = quick()
-    measured = s.run([linear_cases.LayerJob(SMALL, ("auto",))])
+    measured = list(linear_cases.LayerJob(SMALL, ("auto",)).measure(quick()))
     assert not [r.refused for r in measured if r.refused]
     by = [(r.case, r.formats, r.implementation) for r in measured]
     assert by[:3] == [
@@ -144,7 +143,7 @@ def test_a_layer_is_measured_beside_its_peers() -> None:
 
 def test_prefill_is_held_against_dequantizing_first() -> None:
     layer = LinearCase(64, 256, "prefill", (128,), ("nf4",), (128,))
-    measured = quick().run([linear_cases.LayerJob(layer, ("auto",))])
+    measured = list(linear_cases.LayerJob(layer, ("auto",)).measure(quick()))
     assert [(r.formats, r.implementation) for r in measured] == [
         ("bf16", "cuBLAS"),
         ("nf4", linear_baselines.EXPANDED),
@@ -192,7 +191,7 @@ def test_weights_that_cannot_be_made_leave_their_bars_unmet(monkeypatch: pytest.
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(halfbyte, "quantize", fail)
-    measured = quick(pattern="int4_sym").run([linear_cases.LayerJob(SMALL, ("auto",))])
+    measured = list(linear_cases.LayerJob(SMALL, ("auto",)).measure(quick(pattern="int4_sym")))
     assert [r.case for r in measured] == ["64 x 256, 1 row", "64 x 256, 4 rows"]
     assert all("out of memory" in r.refused and r.bars[0].value is None for r in measured)
 
@@ -230,7 +229,8 @@ class Cuttable:
 
 def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "halfbyte", Cuttable())
-    measured = quick().run([w4a16_splitk.SizeJob(128, (1, 3)), w4a16_splitk.SummaryJob()])
+    s = quick()
+    measured = s.run([w4a16_splitk.SizeJob(128, (1, 3))])
     names = [r.implementation for r in measured if r.case == "split-k study, 128, 1 row"]
     assert names == [*(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16), "halfbyte auto"]  # the published one needs Triton
     assert measured[0].shape == {"M": 1, "N": 128, "K": 128, "programs": 8, "resident": 2, "SMs": 1}
@@ -238,7 +238,8 @@ def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatc
     assert [row[:2] for row in rows[:2]] == [("split-k study, 128, 1 row", "halfbyte"), ("split-k study, 128, 3 rows", "halfbyte")]
     assert all(len(row) == len(w4a16_splitk.HEADERS) for row in rows)
     assert rows[0][3] == "4.00"  # 8 programs, 2 at a time on one multiprocessor
-    assert [v.quantity for v in measured[-1].bars] == ["gain", "peak_gain"]
+    (summary,) = w4a16_splitk.SummaryJob().measure(s)
+    assert [v.quantity for v in summary.bars] == ["gain", "peak_gain"]
     assert [j.name for j in w4a16_splitk.jobs(quick())][-1] == w4a16_splitk.SUMMARY
 
 
@@ -302,7 +303,7 @@ def test_the_variants_give_the_same_numbers(fmt: str) -> None:
 
 def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     job = qkv_cases.VariantsJob(qkv_layers.shipped_weights(SHAPE), "auto", ("nf4",))
-    measured = quick().run([job])
+    measured = list(job.measure(quick()))
     assert [r.implementation for r in measured] == [v.name for v in qkv_layers.VARIANTS]
     assert all(r.seconds and r.seconds == r.chained and r.alone and not r.refused for r in measured)
     assert measured[0].note.startswith("weights of the shipped model")
@@ -313,7 +314,7 @@ def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch)
     assert all(len(row) == len(qkv_cases.HEADERS) for row in rows)
     # Seeded mutant: the fused projection takes the scales of q for k.
     monkeypatch.setattr(halfbyte, "qkv_projection", lambda x, w, b, impl: tuple(halfbyte.linear(x, one) * 1.1 for one in w))
-    measured = quick().run([job])
+    measured = list(job.measure(quick()))
     assert [bool(r.refused) for r in measured] == [False, False, False, True]
     assert measured[3].bars[0].value is None
 
@@ -369,7 +370,7 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
 
 
 def test_one_launch_for_three_is_measured() -> None:
-    measured = quick(pattern="nf4").run([qkv_cases.FusedJob(SHAPE, "auto", (1, 4))])
+    measured = list(qkv_cases.FusedJob(SHAPE, "auto", (1, 4)).measure(quick(pattern="nf4")))
     assert [(r.implementation, len(r.bars)) for r in measured] == [
         *(("three launches", 0), ("one launch", 1)),
         *(("three launches", 0), ("one launch", 0)),
@@ -387,7 +388,7 @@ def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytes
         return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
 
     monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
-    three, one = quick(pattern="nf4").run([qkv_cases.FusedJob(SHAPE, "auto", (1,))])
+    three, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))
     assert three.seconds
     assert one.seconds is None
     assert "one launch alone, as it was timed: relative L2 error" in one.refused
@@ -498,9 +499,8 @@ def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: p
     folder = tmp_path / tables.STUDIES
     folder.mkdir(parents=True)
     (folder / "memory-7.svg").touch()
-    variants = quick().run(
-        [qkv_cases.VariantsJob(qkv_layers.random_weights(SHAPE), "auto", ("nf4",))]
-    )  # as before they had a study's mark
+    # as before they had a study's mark
+    variants = list(qkv_cases.VariantsJob(qkv_layers.random_weights(SHAPE), "auto", ("nf4",)).measure(quick()))
     skipped = dataclasses.replace(
         rec("c", {}, "int4", "x", None), study="int8-splitk", refused="c: too large", op="int8 split-k study"
     )

@@ -19,6 +19,9 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),
     "experts_linear": ("triton", "cpu", "reference"),
     "dequantize": ("triton", "reference"),
+    "add_norm": ("triton", "reference"),
+    "norm_rows": ("triton", "reference"),
+    "gated": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).
 GPU_LEVELS = ("gluon", "triton")
