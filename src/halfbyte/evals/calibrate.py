@@ -42,7 +42,7 @@ class Divergence:
     """
 
     def __init__(self, model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> None:
-        from halfbyte.hf.cache import half_type
+        from halfbyte.hf.model_support import half_type
 
         check(chunk >= 1, f"chunk={chunk}; expected at least one token")
         check_exact(exact, windows.shape[1])
