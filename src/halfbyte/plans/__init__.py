@@ -18,7 +18,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "rotate_heads": ("triton", "reference"),
     "linear": ("gluon", "triton", "cpu", "reference"),
     "qkv_projection": ("gluon", "triton", "cpu", "reference"),
-    "experts_linear": ("triton", "cpu", "reference"),
+    "experts_linear": ("gluon", "triton", "cpu", "reference"),
     "dequantize": ("triton", "reference"),
     "add_norm": ("triton", "reference"),
     "norm_rows": ("triton", "reference"),
