@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.options import Output, ResultOptions, with_options
+from halfbyte.cli.options import EvalOptions, Output, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
@@ -25,6 +25,7 @@ from halfbyte.cli.shared import (
     print_table,
     words,
 )
+from halfbyte.cli.suite import card_path, run_suite
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def demo(
         append_records(results, output)
 
 
-@with_options(ResultOptions)
+@with_options(EvalOptions)
 def evaluate(
-    results_to: ResultOptions,
+    results_to: EvalOptions,
     model: Model,
     keys: Keys = "int8",
     values: Values = "int4_g32",
@@ -101,6 +102,9 @@ def evaluate(
     check_writable(results_to.output, "output")
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
+    if (card := card_path(results_to, model)) is not None:
+        run_suite(model, card, results_to, text, (windows, length, chunk, long), device)
+        return
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
     head = None if lm_head == "bf16" else lm_head
