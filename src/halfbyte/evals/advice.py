@@ -84,7 +84,7 @@ def find_gpu(name: str | None) -> tuple[str, Datasheet]:
     if name is None and gpu_count():
         here = describe("cuda")
         known = DATASHEETS.get(datasheet_name(here.name) or "")
-        return here.name, Datasheet(here.memory_bytes, known and known.bytes_per_second)
+        return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
     wanted = (name or "h200").lower()
     if wanted in DATASHEETS:
         return wanted, DATASHEETS[wanted]
