@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -29,9 +30,12 @@ from halfbyte.cli.suite import card_path, run_suite
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer
+
     import torch
 
     from halfbyte.cache_plan import CachePlan
+    from halfbyte.evals.demo import Shown
     from halfbyte.evals.quality import Setting
 
 Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
@@ -53,6 +57,8 @@ def demo(
     html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
     output: Output = None,
     quick: Annotated[bool, typer.Option("--quick", help="An eighth of the text, and no variants with outliers.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
+    port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
@@ -60,9 +66,32 @@ def demo(
 
     check_page(html, "html")
     check_writable(output, "output")
-    results = run(html, console(), console(stderr=True), quick)
+    server = _bound(port) if serve else None
+    shown = run(html, console(), console(stderr=True), quick)
     if output is not None:
-        append_records(results, output)
+        append_records(shown.results, output)
+    if server is not None:
+        _serve(server, shown)
+
+
+def _bound(port: int) -> ThreadingHTTPServer:
+    from halfbyte.evals.playground import bind
+
+    return bind(port)
+
+
+def _serve(server: ThreadingHTTPServer, shown: Shown) -> None:
+    """The report with the playground, in a browser where there is a screen."""
+    import webbrowser
+
+    from halfbyte.evals.demo import PROMPT
+    from halfbyte.evals.playground import HOST, Playground, form, serve
+
+    url = f"http://{HOST}:{server.server_address[1]}/"
+    print(f"Playground: {url}   (Ctrl-C ends it)", flush=True)
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(url)
+    serve(server, shown.report.form(form(PROMPT)).to_html(), Playground(shown.model, shown.tokenizer))
 
 
 @with_options(EvalOptions)
