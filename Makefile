@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite engine-test mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite engine-test trust mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -48,6 +48,10 @@ $(ENGINE)/.ready: pyproject.toml constraints.txt
 
 engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
 	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
+
+# Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.
+trust: $(VENV)/.ready-test ## the programme of drawn calls, damaged files, kills and soaks, for hours; goes on where it stopped
+	PYTHONPATH=src:. $(BIN)/python tests/trust/run.py
 
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants
@@ -105,8 +109,12 @@ pins:          ## write constraints.txt again from what is installed
 size:          ## the size of every source file, largest first
 	@find src -name '*.py' | xargs wc -l | sort -rn
 
-wheel: $(VENV)/.ready-dev  ## a pure-Python wheel in dist/
-	$(BIN)/python -m build --wheel
+# The sdist holds both distributions; the model's wheel is built from here alone.
+wheel: $(VENV)/.ready-dev  ## sdist and wheels of halfbyte and of its demo model in dist/, checked
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m build --wheel --outdir dist demo
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:         ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

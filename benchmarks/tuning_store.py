@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import InvalidArgument
+from halfbyte.paths import write_whole
 from halfbyte.plans.decode_attention import DecodeProblem
 from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, LinearProblem, Table, TunedEntry, check_gpu, key_of, read
 
@@ -21,13 +20,7 @@ def write(file: Path, table: Table) -> None:
     lines = [json.dumps(_plain(key, entry), sort_keys=True) for key, entry in sorted(table.entries.items())]
     head = {"halfbyte plans": VERSION, "gpu": table.gpu, "multiprocessors": table.num_sms, "made with": dict(table.made_with)}
     text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-        partial.write(text)
-        partial.flush()
-        os.fsync(partial.fileno())
-    os.chmod(partial.name, 0o644)
-    os.replace(partial.name, file)
+    write_whole(file, text)
 
 
 def _plain(key: str, entry: TunedEntry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfbyte import KVCache
-from halfbyte.ops import _decode_on_gpu, _linear_on_gpu, launch_cache
+from halfbyte.ops import _decode_on_gpu, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
@@ -111,7 +111,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(linear_op, "_level", lambda op, impl, x: impl)
     monkeypatch.setattr(append_op, "level", lambda op, impl, device: "triton")
     monkeypatch.setattr(append_op, "stream_of", lambda device: 7)
-    monkeypatch.setattr(append_op, "_supports_pdl", lambda device: True)
+    monkeypatch.setattr(_library, "_supports_pdl", lambda device: True)
     monkeypatch.setattr(KVCache, "_capturing", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which is the index of a CPU's tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import random
 import re
 from typing import Any
 
@@ -135,9 +136,8 @@ def test_queries_are_rotated_like_keys(paged: bool, dtype: torch.dtype) -> None:
     assert cache.lengths.tolist() == [41, 41]
 
 
-@settings(max_examples=60)
-@given(layout=layouts(), cuts=st.lists(st.integers(0, 40), max_size=5), paged=st.booleans(), seed=st.integers(0, 999))
-def test_any_cut_stores_the_same_bits(layout: dict[str, Any], cuts: list[int], paged: bool, seed: int) -> None:
+def check_cut(layout: dict[str, Any], cuts: list[int], paged: bool, seed: int) -> None:
+    """70 tokens at once, and cut at these places."""
     layout = {**layout, "rotate_keys": False}  # see test_rotated_keys_do_not_depend_on_the_cut
     one, many = make(paged, **layout), make(paged, **layout)
     k, v = tokens(layout["batch"], layout["heads"], 70, layout["dim"], seed)
@@ -148,6 +148,12 @@ def test_any_cut_stores_the_same_bits(layout: dict[str, Any], cuts: list[int], p
     assert_same(one, many)
     for a, b in zip(one.dequantized(), many.dequantized(), strict=True):
         assert torch.equal(a, b)
+
+
+@settings(max_examples=60)
+@given(layout=layouts(), cuts=st.lists(st.integers(0, 40), max_size=5), paged=st.booleans(), seed=st.integers(0, 999))
+def test_any_cut_stores_the_same_bits(layout: dict[str, Any], cuts: list[int], paged: bool, seed: int) -> None:
+    check_cut(layout, cuts, paged, seed)
 
 
 @settings(max_examples=60)
@@ -745,20 +751,25 @@ def test_what_does_not_fit_the_format_is_not_wrapped() -> None:
 # ------------------------------------------------------------------------------------------------------------ a long life
 
 
-@pytest.mark.parametrize("keys", [k for k in KEYS if not key_format(k).token_block and not k.endswith("_tensor")])
-@settings(max_examples=8)
-@given(data=st.data())
-def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None:
+ALONE = [
+    k for k in KEYS if not key_format(k).token_block and not k.endswith("_tensor")
+]  # whose tokens are quantized for themselves
+TOGETHER = [k for k in KEYS if k not in ALONE]
+
+
+def life_of_lists(keys: str, rng: random.Random, steps: int) -> None:
     """Contiguous and paged side by side against plain lists of tokens, each quantized for itself."""
     batch, heads, dim, capacity = 3, 2, head_dim(keys), 64
-    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values="int4_g32", rotate_keys=False) for paged in (False, True)]
-    model: list[torch.Tensor] = [torch.zeros(heads, 0, dim)] * batch
-    for step in range(data.draw(st.integers(1, 6))):
-        match data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder", "reset"])):
+    formats = (keys, "int4_g32")
+    caches = [make(paged, batch, heads, dim, capacity, keys=keys, values=formats[1], rotate_keys=False) for paged in (False, True)]
+    model: list[torch.Tensor] = [torch.zeros(2, heads, 0, dim)] * batch  # keys and values as they are read
+    for step in range(steps):
+        match rng.choice(["append", "append", "append", "crop", "reorder", "reset"]):
             case "append":
                 k = tokens(batch, heads, 25, dim, step)[0]
-                counts = data.draw(st.lists(st.integers(0, 25), min_size=batch, max_size=batch))
-                fits_in = all(m.shape[1] + n <= capacity for m, n in zip(model, counts, strict=True))
+                counts = [rng.randint(0, 25) for _ in range(batch)]
+                read = torch.stack([dequantize(quantize(k, key_format(name))) for name in formats], 1)
+                fits_in = all(m.shape[2] + n <= capacity for m, n in zip(model, counts, strict=True))
                 for cache in caches:
                     if fits_in:
                         cache.append(k, k, torch.tensor(counts))
@@ -766,47 +777,60 @@ def test_a_life_against_a_list_of_tokens(keys: str, data: st.DataObject) -> None
                         with pytest.raises(CapacityError):
                             cache.append(k, k, torch.tensor(counts))
                 if fits_in:
-                    model = [torch.cat([m, k[b, :, :n]], 1) for b, (m, n) in enumerate(zip(model, counts, strict=True))]
+                    model = [torch.cat([m, read[b, :, :, :n]], 2) for b, (m, n) in enumerate(zip(model, counts, strict=True))]
             case "crop":
-                keep = data.draw(st.lists(st.integers(0, 70), min_size=batch, max_size=batch))
+                keep = [rng.randint(0, 70) for _ in range(batch)]
                 for cache in caches:
                     cache.crop(torch.tensor(keep))
-                model = [m[:, :n] for m, n in zip(model, keep, strict=True)]
+                model = [m[:, :, :n] for m, n in zip(model, keep, strict=True)]
             case "reorder":
-                index = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+                index = [rng.randint(0, batch - 1) for _ in range(batch)]
                 for cache in caches:
                     cache.reorder(torch.tensor(index))
                 model = [model[i] for i in index]
             case "reset":
                 for cache in caches:
                     cache.reset()
-                model = [m[:, :0] for m in model]
+                model = [m[:, :, :0] for m in model]
         for cache in caches:
-            got_k, got_v = cache.dequantized()
+            got = torch.stack(cache.dequantized(), 1)
             for b, m in enumerate(model):
-                assert cache.lengths[b] == m.shape[1]
-                for got, name in ((got_k, keys), (got_v, "int4_g32")):
-                    expected = dequantize(quantize(m[None], key_format(name)))[0]
-                    assert torch.equal(got[b, :, : m.shape[1]], expected)
+                assert cache.lengths[b] == m.shape[2]
+                assert torch.equal(got[b, :, :, : m.shape[2]], m)
 
 
-@pytest.mark.parametrize("keys", ["int8_channel", "int4_channel"])
-@settings(max_examples=15)
-@given(data=st.data())
-def test_a_life_in_pages_is_a_life_in_one_piece(keys: str, data: st.DataObject) -> None:
-    caches = [make(paged, 3, 2, 64, 96, keys=keys) for paged in (False, True)]
-    for step in range(data.draw(st.integers(1, 6))):
-        action = data.draw(st.sampled_from(["append", "append", "append", "crop", "reorder"]))
-        numbers = torch.tensor(data.draw(st.lists(st.integers(0, 40), min_size=3, max_size=3)), dtype=torch.int32)
+def life_in_pages(keys: str, rng: random.Random, steps: int) -> None:
+    """Paged against contiguous, bit for bit."""
+    dim = head_dim(keys)
+    caches = [make(paged, 3, 2, dim, 96, keys=keys) for paged in (False, True)]
+    for step in range(steps):
+        action = rng.choice(["append", "append", "append", "crop", "reorder", "reset"])
+        numbers = torch.tensor([rng.randint(0, 40) for _ in range(3)], dtype=torch.int32)
         for cache in caches:
             if action == "append":
                 room = torch.minimum(numbers, 96 - cache.lengths)
-                cache.append(*tokens(3, 2, 40, 64, step), room)
+                cache.append(*tokens(3, 2, 40, dim, step), room)
             elif action == "crop":
                 cache.crop(numbers * 2)
-            else:
+            elif action == "reorder":
                 cache.reorder(numbers % 3)
+            else:
+                cache.reset()
         assert_same(*caches)
+
+
+@pytest.mark.parametrize("keys", ALONE)
+@settings(max_examples=8)
+@given(rng=st.randoms(use_true_random=False), steps=st.integers(1, 6))
+def test_a_life_against_a_list_of_tokens(keys: str, rng: random.Random, steps: int) -> None:
+    life_of_lists(keys, rng, steps)
+
+
+@pytest.mark.parametrize("keys", TOGETHER)
+@settings(max_examples=15)
+@given(rng=st.randoms(use_true_random=False), steps=st.integers(1, 6))
+def test_a_life_in_pages_is_a_life_in_one_piece(keys: str, rng: random.Random, steps: int) -> None:
+    life_in_pages(keys, rng, steps)
 
 
 @pytest.mark.parametrize("kind", [KVCache, PagedKVCache])

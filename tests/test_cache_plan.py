@@ -17,8 +17,10 @@ PLAN = CachePlan(
     SIZES,
     (LayerFormats("int8", "int4_g32"), LayerFormats("int4", "int4", True), LayerFormats("int4_channel", "bf16")),
     6.5,
-    {"kl": 0.001},
+    measured={"kl": 0.001},
 )
+#: Sink and recent tokens, in layers that are quantized on both sides or on none.
+EXACT = CachePlan(SIZES, (*PLAN.layers[:2], LayerFormats("bf16", "fp16")), 9.0, 4, 64)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -29,6 +31,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_plan(path).rotate_keys == (False, True, False)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     assert hash(PLAN) == hash(read_plan(path))
+
+
+def test_sink_and_recent_tokens(tmp_path: Path) -> None:
+    assert read_plan(EXACT.write(tmp_path / "plan.json")) == EXACT
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert (data.pop("sink_tokens"), data.pop("recent_tokens")) == (4, 64)
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert read_plan(tmp_path / "plan.json") == replace(EXACT, sink_tokens=0, recent_tokens=0)  # as earlier files are
+    assert EXACT.exact_tokens((0, 0)) == (4, 64)
+    assert PLAN.exact_tokens((2, 8)) == (2, 8)
+    with pytest.raises(InvalidArgument, match="plan has sink_tokens=4 and recent_tokens=64 itself"):
+        EXACT.exact_tokens((0, 8))
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -78,6 +92,13 @@ def layers(*numbers: int, **changes: Any) -> list[Any]:
         (edited(bits="many"), "bits='many'"),
         (edited(bits=float("nan")), "bits=nan"),
         (edited(measured=3), "measured=int"),
+        (edited(layers=layers(2, keys="int8", values="int8"), sink_tokens=-1), "sink_tokens=-1.*layers 0, 1 and 2"),
+        (edited(layers=layers(2, keys="int8", values="int8"), recent_tokens="64"), "recent_tokens='64'"),
+        (edited(layers=layers(2, keys="int8", values="int8"), recent_tokens=True), "recent_tokens=True"),
+        (edited(layers=layers(2, keys="int8", values="int8"), recent_tokens=2**31), "recent_tokens=2147483648"),
+        (edited(layers=layers(2, values="int8"), recent_tokens=64), r"keys='int4_channel' quantizes 32 tokens.*\(layer 2\)"),
+        (edited(layers=layers(0, 2, keys="int8", values="bf16"), sink_tokens=4), r"values='bf16' is a 16.*\(layers 0 and 2\)"),
+        (edited(layers=layers(0, 1, 2, keys="bf16", values="bf16"), sink_tokens=4), "keys='bf16' is a 16-bit format"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path: Path, data: Any, message: str) -> None:

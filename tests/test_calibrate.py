@@ -148,7 +148,7 @@ def test_measurements_of_something_else_are_refused(shipped: Any, ids: torch.Ten
     ]
     before = path.read_text()
     for other in others:
-        with pytest.raises(InvalidArgument, match="another model, text or cut"):
+        with pytest.raises(InvalidArgument, match="another model, text or cut, or with other"):
             Measurements(path, other)
     path.write_text(before + '{"layer": 1}\n')
     with pytest.raises(InvalidArgument, match="is damaged"):
@@ -168,6 +168,34 @@ def test_a_plan_is_no_worse_than_any_uniform_choice(shipped: Any, ids: torch.Ten
     for choice in Options(choices, store.known, 6).uniform(budget):
         assert choice.nbytes <= budget
         assert divergence.of(choice.layers) >= made.plan.measured["kl"]
+
+
+def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Every format is measured as it would be served: with these tokens, and the other side quantized too."""
+    exact, few = (2, 8), ("int8", "int2", "int4_channel", "bf16")
+    choices = candidates(shipped, few, windowed=True)
+    assert {side: [c.format for c in group] for side, group in choices.items()} == {
+        "keys": ["int8", "int8", "int2", "int2"],
+        "values": ["int8", "int2"],
+    }
+    divergence = Divergence(shipped, ids, 16, exact)
+    store = Measurements(tmp_path / "m.jsonl", fingerprint(shipped, ids, 16, exact))
+    (made,) = calibrate(divergence, choices, store, [5.5])
+    assert made.plan.exact_tokens((0, 0)) == exact
+    assert len(store.known) == 6 * 6
+    budget = int(5.5 * 6 * 2 * 64 * 128 / 8)
+    assert all(divergence.of(c.layers) >= made.plan.measured["kl"] for c in Options(choices, store.known, 6).uniform(budget))
+    window = {"sink_tokens": 2, "recent_tokens": 8}
+    (_, expected, bare) = evaluate(shipped, [Setting(), Setting("int2", "int2", **window), Setting("int2", "int2")], ids)
+    alike = divergence.of([LayerFormats("int2", "int2")] * 6)
+    assert alike == pytest.approx(expected.kl_mean, rel=0.2)
+    assert expected.kl_mean < 0.8 * bare.kl_mean
+    with pytest.raises(InvalidArgument, match="with other sink and recent tokens"):
+        Measurements(tmp_path / "m.jsonl", fingerprint(shipped, ids, 16))
+    with pytest.raises(InvalidArgument, match=r"none of int4_channel can be chosen .* with sink and recent tokens"):
+        candidates(shipped, ("int4_channel",), windowed=True)
+    with pytest.raises(InvalidArgument, match="sink_tokens=2, recent_tokens=30: nothing of a text of 32 tokens"):
+        Divergence(shipped, ids, 16, (2, 30))
 
 
 # -------------------------------------------------------------------------------------------------------- the command line
@@ -199,6 +227,26 @@ def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.C
     assert said["kv_bytes_per_token"] == cache.bytes_per_token
 
 
+def test_plans_with_sink_and_recent_tokens_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    options = ["--formats", "int8,int2", "--windows", "1", "--length", "32", "--sink-tokens", "4", "--recent-tokens", "16"]
+    assert run("calibrate", "demo", "--bits", "5", "-o", str(plan), *options) == 0
+    capsys.readouterr()
+    assert read_plan(plan).exact_tokens((0, 0)) == (4, 16)
+    model = hf.quantize(models.load("demo")[0], plan=plan)
+    layers = model._prepare_cache_for_generation.settings.make(model, 64).layers
+    assert [(layer.sink_tokens, layer.recent_tokens) for layer in layers] == [(4, 16)] * 6
+    assert run("eval", "demo", "--plan", str(plan), "--windows", "1", "--length", "48", "--json") == 0
+    (_, said) = json.loads(capsys.readouterr().out)["results"]
+    assert said["kv"] == f"plan, {read_plan(plan).bits:.2f} bits, 4 + 16 tokens 16-bit"
+    for options, says in (
+        (("--length", "20"), "nothing of a text of 20 tokens"),
+        (("--sink-tokens", "2"), "plan has sink_tokens=4"),
+    ):
+        assert run("eval", "demo", "--plan", str(plan), "--windows", "1", *options) == 1
+        assert says in capsys.readouterr().err
+
+
 def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short, output = tmp_path / "short.txt", tmp_path / "plan.json"
     short.write_text("x" * 100)
@@ -215,6 +263,9 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
         (*made, "--bits", "6,6"): "--bits '6,6'",
         (*made, "--bits", "few"): "--bits 'few'",
         (*made, "--bits", "6", "--formats", "int3"): "formats='int3' is not a format",
+        (*made, "--bits", "6", "--sink-tokens", "-1"): "--sink-tokens -1",
+        (*made, "--bits", "6", "--recent-tokens", "256"): "nothing of a text of 256 tokens",
+        (*made, "--bits", "6", "--sink-tokens", "4", "--formats", "int4_channel"): "can be chosen for heads of 64",
         ("calibrate", "demo", "--bits", "6", "-o", str(tmp_path)): "--output",
         ("calibrate", str(tmp_path), "--bits", "6", "-o", str(output)): "no config.json",
         ("eval", "demo", "--plan", str(plan)): "it is no plan",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from halfbyte import engine
+from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer, new_kv_buffer
@@ -16,6 +20,8 @@ from halfbyte.ops.append import append_
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.paging import PagedKVCache
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
+from halfbyte.reference import attention as reference
+from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -37,6 +43,20 @@ def test_formats_that_do_not_live_in_a_page_say_why() -> None:
             with pytest.raises(Unsupported, match=f"keys='{name}' cannot live in a page: .*; choose one of: fp16, bf16, int8,"):
                 engine.PageLayout(name, "int8", 64)
     assert set(KV_FORMATS) - set(engine.PAGE_FORMATS) >= {"int8_tensor", "int8_token", "int8_channel", "fp8_tensor", "int4_channel"}
+
+
+def test_the_pages_of_a_plan(tmp_path: Path) -> None:
+    """Formats and rotation of each layer; what does not live in a page is refused by the layer's number."""
+    layers = (LayerFormats("int4", "int2_g32", True), LayerFormats("int8", "bf16"))
+    plan = CachePlan(ModelSizes("llama", 2, 4, 64, 128, 256), layers, 8.0)
+    expected = [(engine.PageLayout("int4", "int2_g32", 64, 128), True), (engine.PageLayout("int8", "bf16", 64, 128), False)]
+    assert engine.page_layouts(plan) == engine.page_layouts(plan.write(tmp_path / "plan.json")) == expected
+    with pytest.raises(Unsupported, match="plan, layer 1: keys='int4_channel' cannot live in a page"):
+        engine.page_layouts(replace(plan, layers=(layers[0], LayerFormats("int4_channel", "int8"))))
+    with pytest.raises(Unsupported, match="sink_tokens=0, recent_tokens=64, which belong to a sequence"):
+        engine.page_layouts(replace(plan, recent_tokens=64))
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        engine.page_layouts(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
@@ -163,6 +183,38 @@ def test_tokens_go_where_slots_say(keys: str, values: str, rotate_keys: bool) ->
     assert torch.equal(got, expected)
     assert found is not None
     assert torch.equal(found[:80], rotated.transpose(1, 2).flatten(0, 1)[order[:80]])
+
+
+def life_in_slots(keys: str, values: str, rng: random.Random, steps: int) -> None:
+    """Appends to slots in any order, some of them again, against a table of what each slot should hold."""
+    layout = engine.PageLayout(keys, values, 64)
+    memory = memory_of(layout)
+    buffers, everything = layout.buffers(memory), (torch.tensor([192], dtype=torch.int32), torch.arange(12).int().view(1, -1))
+    untouched = memory.clone()
+    expected = [torch.zeros(2, 192, 64) for _ in buffers]
+    written = torch.zeros(192, dtype=torch.bool)
+    for step in range(steps):
+        slots = torch.tensor(rng.sample(range(192), rng.randint(0, 40)) + [-1] * rng.randint(0, 2), dtype=torch.int64)
+        rows = torch.randn(2, len(slots), 2, 64, generator=torch.Generator().manual_seed(step))
+        engine.append_slots(*rows, *buffers, slots)
+        real = slots[slots >= 0]
+        written[real] = True
+        for known, x, name in zip(expected, rows, (keys, values), strict=True):
+            known[:, real] = dequantize(quantize(x[: len(real)].transpose(0, 1), key_format(name)))
+    for buffer, known in zip(buffers, expected, strict=True):
+        assert torch.equal(reference.read(buffer, *everything)[0][:, written].float(), known[:, written])
+    pages, tokens = (~written).view(12, 16).nonzero(as_tuple=True)
+    for new, old in zip(buffers, layout.buffers(untouched), strict=True):
+        assert torch.equal(bits(new.codes[pages, :, tokens]), bits(old.codes[pages, :, tokens]))
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int8", "int4_g32"), ("fp8", "int2"), ("int4", "fp16")])
+def test_a_life_in_slots(keys: str, values: str) -> None:
+    life_in_slots(keys, values, random.Random(0), 8)
 
 
 def test_a_refused_append_by_slot_changes_nothing() -> None:

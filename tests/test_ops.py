@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +156,30 @@ def test_a_compiled_step_is_the_eager_step(layout: dict[str, Any], backend: str)
             assert torch.equal(got, expected)
     for got, expected in zip(a.tensors(), b.tensors(), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_compiled_code_appends_any_number_of_tokens(rotated: bool) -> None:
+    """One graph for a single token and one for all other numbers, with positions and without."""
+    torch._dynamo.reset()
+    compiled, graphs = KVCache(2, 2, 32, 256, keys="int8", values="int4_g32"), []
+    eager = copy.deepcopy(compiled)
+    cos, sin = rope_tables(torch.arange(64), 32)
+
+    def append(cache: KVCache, k: torch.Tensor) -> None:
+        cache.append(k, k, rope=(cos[: k.shape[2]], sin[: k.shape[2]]) if rotated else None)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(append, backend=backend, fullgraph=True)
+    for count in (1, 5, 6, 7, 9, 11, 13, 1, 20, 3, 4, 2):
+        k = torch.randn(2, 2, count, 32)
+        step(compiled, k)
+        append(eager, k)
+    assert len(graphs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(compiled.tensors(), eager.tensors(), strict=True))
 
 
 def test_a_compiled_linear_is_the_eager_linear() -> None:

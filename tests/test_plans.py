@@ -137,7 +137,9 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         ({"queries": 2, "group": 33}, (8, 0), 0),
         ({"queries": 512, "keys": "int8_channel"}, (9, 0), 8),  # nor have scales of channels
         ({"queries": 512, "deterministic_batch": True}, (9, 0), 0),
-        ({"queries": 512, "recent_tokens": 1}, (9, 0), 0),  # a prompt is left to the portable kernel
+        ({"queries": 512, "sink_tokens": 4, "recent_tokens": 64}, (9, 0), 8),  # nor has what is stored in 16 bits
+        ({"queries": 512, "recent_tokens": 1}, (8, 0), 8),
+        ({"queries": 2, "group": 33, "recent_tokens": 1}, (9, 0), 0),
     ],
 )
 def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
@@ -162,6 +164,9 @@ def test_explain_tells_of_sinks_and_recent_tokens() -> None:
     assert facts["window"] == "64 sink tokens and 256 recent ones in 16 bits, 21.0 MB"
     assert facts["tail"].startswith("5 chunks of 64 tokens in 16 bits")
     facts = explanation(128, 8, 1, 128, 8192, 5, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    assert facts["blocks"].startswith("2 a sequence, of 4 new tokens, 32 query rows")
+    assert facts["kernel"].startswith("gluon")
+    facts = explanation(128, 33, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
     assert "the tuned kernel reads them for 32 query rows" in facts["not gluon"]
 
 

@@ -3,8 +3,9 @@
 Of the whole model, on held-out text that is fed in chunks so that older keys and values come from the cache: perplexity, KL
 divergence from the 16-bit run, error of the hidden states behind each layer. Of the keys alone, layer by layer: attention of the
 newest token over the keys that a cache gives back, in float64, against attention over the 16-bit keys, so that nothing but the
-format is seen; the kernel on the same cache must keep its accuracy promise, or there is no figure. Keys come with and without
-Hadamard rotation, and as they are or with a large constant in two channels of each head, as Qwen2's key bias makes them.
+format is seen. The kernels must keep their accuracy promise on the model's own heads and weights, or there is no figure. Keys
+come with and without Hadamard rotation, and as they are or with a large constant in two channels of each head, as Qwen2's key bias
+makes them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from halfbyte.evals.quality import Quality, Setting, evaluate, every_kv_setting,
 from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS, weight_format
 from halfbyte.measure import charts
-from halfbyte.measure.checks import attention_accuracy, eager_attention, float64_attention
+from halfbyte.measure.checks import BenchmarkRefused, eager_attention, float64_attention, timed_attention_accuracy
+from halfbyte.measure.linear import promise
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session, reason
 from halfbyte.measure.tables import Table
 from halfbyte.measure.timing import fixed_threads
 from halfbyte.memory import quantized_bytes
 from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.linear import linear
+from halfbyte.reference.quantize import quantize
 
 QUALITY, KEYS = "quality", "attention over quantized keys"
 CACHES, WEIGHTS, PLAIN, BIASED = "KV cache", "weights", "keys", f"keys, bias {BIAS:.0f}"
@@ -98,9 +102,49 @@ class QualityJob:
         model, tokens = shipped(session.device.torch, self.outliers)
         cut = windows(tokens, self.length, self.count)
         with fixed_threads(session.threads):
-            results = evaluate(model, [Setting(), *wanted], cut, chunk=CHUNK, batch=self.count)
-        for result in results:
-            yield quality_record(session, self.op, self.name, (self.count, self.length), model, result, results[0])
+            yield from quality_records(session, self.op, self.name, model, cut, wanted)
+
+
+def quality_records(
+    session: Session, op: str, case: str, model: Any, cut: torch.Tensor, settings: Sequence[Setting]
+) -> Iterator[Record]:
+    """The record of the 16-bit run, then one for each setting; `cut` [windows, T]. One whose kernels break a promise is refused."""
+    layers, (count, length) = recorded_heads(model, cut), cut.shape
+    plain, *broken = [_broken(model, layers, s) for s in (Setting(), *settings)]
+    why = dict(zip(settings, [plain or mine for mine in broken], strict=True))
+    kept = [s for s in settings if not why[s]]
+    results = evaluate(model, [Setting(), *kept], cut, chunk=CHUNK, batch=count) if kept else []
+    for result in results:
+        yield quality_record(session, op, case, (count, length), model, result, results[0])
+    for s in (s for s in settings if why[s]):
+        blank = Record(op, {"windows": count, "T": length}, formats_of(s), "halfbyte", 0, session.environment, case=case)
+        yield replace(blank, refused=f"{case} {formats_of(s)}: {why[s]}")
+
+
+def _broken(model: Any, layers: Sequence[Heads], s: Setting) -> str:
+    """Which promise the kernels of a setting break on the heads and weights of this model, in words; "" where they keep all."""
+
+    def by_layer(value: Any) -> Sequence[Any]:
+        return value if isinstance(value, tuple) else (value,) * len(layers)
+
+    try:
+        for heads, *formats in zip(layers, by_layer(s.keys), by_layer(s.values), by_layer(s.rotate_keys), strict=True):
+            attended(heads, *formats)
+        if s.weights is not None:
+            _judge_products(model, s.weights)
+    except BenchmarkRefused as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def _judge_products(model: Any, weights: str) -> None:
+    """`linear` on the weights of one layer. Raises `BenchmarkRefused`."""
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, torch.nn.Linear):
+            x = torch.randn(CHUNK, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight)
+            weight = quantize(module.weight, weights)
+            promise(x, weight.dequantize)(linear(x, weight)).require(f"linear over {name} in {weights}")
 
 
 def quality_record(
@@ -174,15 +218,24 @@ def key_error(heads: Heads, keys: str, rotated: bool) -> tuple[float, float]:
 
     Raises `BenchmarkRefused` when what `decode_attention` makes of the same cache is outside of its accuracy promise.
     """
-    q, k, v = heads.q, heads.k, heads.v
-    cache = KVCache(k.shape[0], k.shape[1], k.shape[3], k.shape[2], keys=keys, values="bf16", rotate_keys=rotated, device=k.device)
-    cache.append(k, v)
-    held, scale = cache.dequantized(), q.shape[-1] ** -0.5
-    exact, over_held = float64_attention(q, k, v, scale), float64_attention(q, *held, scale)
-    out = decode_attention(q, cache)
+    exact = float64_attention(heads.q, heads.k, heads.v, heads.q.shape[-1] ** -0.5)
+    return float((attended(heads, keys, "bf16", rotated) - exact).norm()), float(exact.norm())
+
+
+def attended(heads: Heads, keys: str, values: str, rotated: bool) -> torch.Tensor:
+    """float64 attention [B, Hq, 1, D] over what a cache in these formats gives back.
+
+    Raises `BenchmarkRefused` when `decode_attention` over the same cache breaks its accuracy promise.
+    """
+    q, (batch, kv_heads, tokens, dim) = heads.q, heads.k.shape
+    cache = KVCache(batch, kv_heads, dim, tokens, keys=keys, values=values, rotate_keys=rotated, device=q.device)
+    cache.append(heads.k, heads.v)
+    held, scale = cache.dequantized(), dim**-0.5
+    ref, out = float64_attention(q, *held, scale), decode_attention(q, cache)
     assert isinstance(out, torch.Tensor)  # the pair with lse comes only on request
-    attention_accuracy(out, eager_attention(q, *held, scale), over_held).require(f"decode_attention over {_name(keys, rotated)}")
-    return float((over_held - exact).norm()), float(exact.norm())
+    accuracy = timed_attention_accuracy(out, eager_attention(q, *held, scale), ref)
+    accuracy.require(f"decode_attention over {_name(keys, rotated)} keys and {values} values")
+    return ref
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

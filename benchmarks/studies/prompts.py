@@ -2,14 +2,14 @@
 
 A layer of Llama-3-8B. The first token of an answer waits for this, and every further turn of a conversation reads the packed past
 with many queries at once. "halfbyte triton" is the portable kernel for both parts; 16 bits are torch's attention over what the
-cache holds, rounded to bf16. Results are held against float64 at some positions. On a CPU a small chunk.
+cache holds, rounded to bf16. All results are held against float64. On a CPU a small chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from benchmarks.studies import Study
 from halfbyte.cache import KVCache
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.measure import charts
-from halfbyte.measure.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
+from halfbyte.measure.checks import Accuracy, eager_attention, float64_attention, timed_attention_accuracy
 from halfbyte.measure.decode import parse_formats
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session
@@ -35,8 +35,8 @@ Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 #: Sequences, new tokens, tokens before them.
 CASES = ((1, 1024, 0), (1, 8192, 0), (8, 2048, 0), (1, 128, 32768), (1, 1024, 32768), (8, 512, 8192), (1, 8192, 8192))
 QUICK, CPU = CASES[3:4], ((1, 48, 0), (1, 48, 80))
-#: Positions of the chunk whose results are held against float64.
-_LOOKED_AT = 8
+#: Scores that are held in float64 at once.
+_SCORES = 2**27
 
 
 def jobs(session: Session) -> list[Job]:
@@ -140,13 +140,19 @@ class Chunk:
         return lambda _: F.scaled_dot_product_attention(self.q, k, v, enable_gqa=True, **how)
 
     def judge(self, outs: Sequence[torch.Tensor]) -> Accuracy:
-        """The promise at some positions of every sequence."""
-        scale, found = DIM**-0.5, []
-        for i in torch.linspace(0, self.q.shape[2] - 1, _LOOKED_AT).long().tolist():
-            q, (k, v) = self.q[:, :, i : i + 1], (x[:, :, : self.past + i + 1] for x in self.read)
-            base, truth = eager_attention(q, k, v, scale), float64_attention(q, k, v, scale)
-            found += [attention_accuracy(out[:, :, i : i + 1], base, truth) for out in outs]
-        return max(found, key=lambda one: one.error / one.allowed)
+        """The promise at every position of every sequence."""
+        return timed_attention_accuracy(torch.stack(list(outs)), *self._right)
+
+    @cached_property
+    def _right(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eager and float64 results [B, Hq, L, D], some positions at a time."""
+        scale, k, v = DIM**-0.5, *self.read
+        step, parts, end = max(1, _SCORES // (self.q.shape[0] * self.q.shape[1] * k.shape[2])), [], self.past
+        for q in self.q.split(step, 2):
+            end += q.shape[2]
+            seen = k[:, :, :end], v[:, :, :end]
+            parts.append((eager_attention(q, *seen, scale), float64_attention(q, *seen, scale)))
+        return torch.cat([base for base, _ in parts], 2), torch.cat([ref for _, ref in parts], 2)
 
 
 # ------------------------------------------------------------------------------------------------------------- how it is told

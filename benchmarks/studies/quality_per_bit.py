@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.studies import Study
-from benchmarks.studies.accuracy import CHUNK, KEYS, QUALITY, KeysJob, QualityJob, formats_of, front, quality_record, shipped
+from benchmarks.studies.accuracy import CHUNK, KEYS, QUALITY, KeysJob, QualityJob, formats_of, front, quality_records, shipped
 from halfbyte.evals.assignment import candidates
 from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
 from halfbyte.evals.outliers import PROFILES, Outliers
-from halfbyte.evals.quality import Setting, evaluate, every_kv_setting
+from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.evals.text import windows
 from halfbyte.formats import KV_FORMATS
 from halfbyte.hf.quantize_model import KEYS as DEFAULT_KEYS
@@ -106,9 +106,8 @@ class PlansJob:
             store = Measurements(Path(folder) / "measured.jsonl", fingerprint(model, cut[1::2], CHUNK))
             made = calibrate(Divergence(model, cut[1::2], CHUNK), candidates(model, FORMATS), store, self.bits)
             wanted = [replace(Setting.of_plan(m.plan), plan=f"within {b:g} bits") for m, b in zip(made, self.bits, strict=True)]
-            results = evaluate(model, [Setting(), *wanted], cut[::2], chunk=CHUNK, batch=self.count)
-        for result in results[1:]:
-            yield quality_record(session, self.op, self.name, (self.count, self.length), model, result, results[0])
+            found = list(quality_records(session, self.op, self.name, model, cut[::2], wanted))
+        yield from (r for r in found if r.formats != Setting().kv)
 
 
 # ------------------------------------------------------------------------------------------------------------------- the text

@@ -4,11 +4,12 @@
      "model": {"model_type": "llama", "layers": 2, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "hidden_size": 4096},
      "layers": [{"keys": "int8_channel", "values": "int4", "rotate_keys": false},
                 {"keys": "int4", "values": "int4", "rotate_keys": true}],
-     "bits": 5.375, "measured": {...}}
+     "bits": 5.375, "sink_tokens": 0, "recent_tokens": 0, "measured": {...}}
 
 `layers` has one entry for each layer, in order; formats are those of `halfbyte.KV_FORMATS`. `model` holds the sizes of the model
-that the plan was made for, and a reader must refuse any other. `bits` is the size of the cache per element, scales included.
-`measured` says how the plan was found; no reader needs it.
+that the plan was made for, and a reader must refuse any other. The first `sink_tokens` and the last `recent_tokens` of a sequence
+stay in 16 bits in every layer that is quantized; a reader that cannot do so must refuse a plan in which they are not 0. `bits` is
+the size of the cache per element, scales included and these tokens not. `measured` says how the plan was found; no reader needs it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import KV_FORMATS
+from halfbyte.errors import HalfbyteError, InvalidArgument, check
+from halfbyte.formats import KV_FORMATS, check_window
 from halfbyte.paths import write_whole
 
 KIND, VERSION = "halfbyte cache plan", 1
@@ -52,11 +53,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Formats of every layer for a model of these sizes; `bits` per element of the cache, `measured` says how it was found."""
+    """Formats of every layer for a model of these sizes, and how many tokens stay in 16 bits; `bits` per element of the cache,
+    `measured` says how it was found."""
 
     model: ModelSizes
     layers: tuple[LayerFormats, ...]
     bits: float
+    sink_tokens: int = 0
+    recent_tokens: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -73,6 +77,15 @@ class CachePlan:
     def rotate_keys(self) -> tuple[bool, ...]:
         """Whether the keys of each layer are rotated."""
         return tuple(layer.rotate_keys for layer in self.layers)
+
+    def exact_tokens(self, given: tuple[int, int]) -> tuple[int, int]:
+        """(sink tokens, recent tokens): those `given` where the plan has none. Raises `InvalidArgument` where both do."""
+        own = self.sink_tokens, self.recent_tokens
+        check(
+            not (any(own) and any(given)),
+            f"plan has sink_tokens={own[0]} and recent_tokens={own[1]} itself; leave these options out",
+        )
+        return own if any(own) else given
 
     def check_model(self, sizes: ModelSizes) -> None:
         """Raise `InvalidArgument`, naming every difference, when this plan was made for another model."""
@@ -127,7 +140,9 @@ def _parsed(data: Any, what: str) -> CachePlan:
         type(bits) in (int, float) and 0 < bits <= 64 and isinstance(data.get("measured", {}), dict),
         f"{what}: bits={bits!r}, measured={type(data.get('measured')).__name__}; expected a number of bits and an object",
     )
-    return CachePlan(ModelSizes(**sizes), _layers(layers, what), float(bits), data.get("measured", {}))
+    found, window = _layers(layers, what), (data.get("sink_tokens", 0), data.get("recent_tokens", 0))
+    _check_windows(window, found, what)
+    return CachePlan(ModelSizes(**sizes), found, float(bits), *window, data.get("measured", {}))
 
 
 def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
@@ -145,6 +160,21 @@ def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
     named = "; ".join(f"{name} ({_numbers(where)})" for name, where in unknown.items())
     check(not unknown, f"{what}: unknown formats: {named}; choose from {', '.join(KV_FORMATS)}, per-channel ones for keys only")
     return tuple(LayerFormats(**entry) for entry in entries)
+
+
+def _check_windows(window: tuple[Any, Any], layers: Sequence[LayerFormats], what: str) -> None:
+    """Sink and recent tokens: numbers that the formats of every layer allow; of a layer in 16 bits throughout, all are."""
+    formats = [(KV_FORMATS[layer.keys], KV_FORMATS[layer.values]) for layer in layers]
+    nothing = not any(k.is_quantized or v.is_quantized for k, v in formats)
+    refused: dict[str, list[int]] = {}
+    for i, (keys, values) in enumerate(formats):
+        if keys.is_quantized or values.is_quantized or nothing:
+            try:
+                check_window(*window, keys, values)
+            except HalfbyteError as error:
+                refused.setdefault(str(error), []).append(i)
+    named = "; ".join(f"{said} ({_numbers(where)})" for said, where in refused.items())
+    check(not refused, f"{what}: {named}")
 
 
 def _numbers(layers: Sequence[int]) -> str:

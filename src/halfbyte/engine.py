@@ -6,12 +6,14 @@ An engine owns the memory and the page tables, and decides which token goes wher
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from halfbyte.arguments import check_sizes
+from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.checkpoints.adapters import weight_from_tensors
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import KV_FORMATS, Format, key_format, value_format
@@ -28,6 +30,7 @@ __all__ = [
     "append_slots",
     "attention_varlen",
     "linear_of_parts",
+    "page_layouts",
     "weight_from_tensors",
 ]
 
@@ -123,3 +126,25 @@ class PageLayout:
         aligned = memory.data_ptr() % 16 == 0 and (pages <= 1 or step[0] % 16 == 0)
         check(aligned, "memory is not aligned to 16 bytes; start it, and each page, at a multiple of 16")
         return memory.view(torch.uint8).as_strided((pages, size), (step[0], 1))
+
+
+def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLayout, bool]]:
+    """Of each layer of a cache plan, or of its file: the layout of its pages, and whether its keys are stored rotated.
+
+    Raises `Unsupported`, naming the layer, for formats that do not live in a page, and for sink and recent tokens, which belong to
+    a sequence. `plan.check_model` says whether the plan is for the engine's model.
+    """
+    plan = read_plan(plan)
+    if any(plan.exact_tokens((0, 0))):
+        raise Unsupported(
+            f"plan has sink_tokens={plan.sink_tokens}, recent_tokens={plan.recent_tokens}, which belong to a sequence, and pages "
+            f"hold codes alone; calibrate without them"
+        )
+    found = []
+    for number, layer in enumerate(plan.layers):
+        try:
+            layout = PageLayout(layer.keys, layer.values, plan.model.head_dim, plan.model.value_dim)
+        except Unsupported as error:
+            raise Unsupported(f"plan, layer {number}: {error}") from None
+        found.append((layout, layer.rotate_keys))
+    return found

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.errors import CheckpointError, InvalidArgument, MissingPackage
 
-#: Words that name the model that comes with the library.
+#: Words that name the demo model.
 SHIPPED = ("demo", "tiny")
+#: Temporary folders are .NAME.*.partial next to what they become.
+_SUFFIX = ".partial"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def shipped_model() -> Path:
-    """The folder of the small trained model that comes with the library."""
-    return Path(__file__).parent / "data" / "tiny"
+    """The folder of the small trained model: of this checkout, or of the distribution halfbyte-demo. Raises `MissingPackage`."""
+    folder = Path(__file__).parent / "data" / "tiny"
+    if not folder.is_dir():
+        found = find_spec("halfbyte_demo")
+        if found is None or found.origin is None:
+            raise MissingPackage("the demo model is not installed; in a checkout of halfbyte: pip install ./demo")
+        folder = Path(found.origin).parent / "tiny"
+    return folder
 
 
 def is_hub_id(name: str) -> bool:
@@ -78,17 +88,11 @@ def write_whole(path: Path, text: str) -> Path:
     """Write `text` to `path`, its folder made if it is missing; a reader sees the old file or the whole new one, never a part."""
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp makes it private; these files are to be shown
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with _temporary_folder(path) as folder:
+            file = folder / path.name
+            file.write_text(text, encoding="utf-8")
+            _sync(file)
+            os.replace(file, path)
     return path
 
 
@@ -112,18 +116,58 @@ def append_line(path: Path, line: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `path` when the block ends; nothing is left of it when the block raises."""
-    with _naming(path):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
-        try:
-            yield temporary
-            os.chmod(temporary, 0o755)
-            for file in temporary.iterdir():
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
-            os.rename(temporary, path)  # fails if someone made the folder meanwhile and put something in it
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with _naming(path), _temporary_folder(path) as temporary:
+        folder = temporary / path.name
+        folder.mkdir()
+        yield folder
+        for file in folder.iterdir():
+            _sync(file)
+        os.rename(folder, path)  # fails if someone made the folder meanwhile and put something in it
+
+
+@contextlib.contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """A private folder next to `path`, gone at the end. What killed processes left of earlier writes to `path` goes first.
+
+    A writer holds a lock on its folder, which the system takes back however the process ends.
+    """
+    parent, prefix = path.absolute().parent, f".{path.name}."
+    for left in parent.glob(f"{glob.escape(prefix)}*{_SUFFIX}"):
+        if (lock := _lock(left, wait=False)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:
+        made = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
+        lock = _lock(made, wait=True)
+        if made.exists():  # else another process found it before it was locked
+            break
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the lock of a folder; None if another process holds it, or if the system has no such locks."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager

@@ -106,6 +106,14 @@ CASES = {
         Variant("int8_token", "int4", dim=96, group=16, queries=2, dtype="float16", exact=(1, 20)), 1, (130, 5)
     ),
     "sinks and recent tokens, 256 wide": Case(Variant("int4_g64", "int2", dim=256, group=16, exact=(2, 37)), 1, (120, 31)),
+    "a prompt over sinks and recent tokens": Case(
+        Variant("int4", "int8", dim=64, group=5, queries=30, exact=(4, 21), options=frozenset({"rotate", "starts"})), 1, (47, 130)
+    ),
+    "a prompt over recent tokens in pages": Case(
+        Variant("int8", "int4_g32", group=4, queries=20, page=16, exact=(0, 37), options=frozenset({"window", "alibi"})),
+        1,
+        (70, 24),
+    ),
     "a prompt of 16 bits": Case(Variant("bf16", "bf16", group=1, queries=70), 2, (70, 100)),
 }
 

@@ -83,7 +83,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `slack`: tokens of capacity behind the longest sequence. `early`: the queries are not the newest tokens."""
+    """One call. `slack`: tokens of capacity behind the longest sequence. `early`: the queries are not the newest tokens.
+
+    key_bias  what is added to the first dim of every key, as models with large biases do
+    """
 
     variant: Variant
     heads: int
@@ -94,6 +97,7 @@ class Case:
     k_scale: float = 1.0
     v_scale: float = 1.0
     seed: int = 0
+    key_bias: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -364,7 +368,9 @@ def build(case: Case, device: str) -> Call:
         return torch.randn(shape, generator=rng, device=device)
 
     tail = torch.float16 if v.dtype == "float16" else torch.bfloat16
-    keys = stored(normal(*rows, v.dim) * case.k_scale, v.keys, lengths, tail, v.exact)
+    k = normal(*rows, v.dim) * case.k_scale
+    k[..., 0] += case.key_bias
+    keys = stored(k, v.keys, lengths, tail, v.exact)
     values = stored(normal(*rows, v.value_dim or v.dim) * case.v_scale, v.values, lengths, tail, v.exact)
     table = None
     if v.page is not None:

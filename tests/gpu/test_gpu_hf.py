@@ -67,6 +67,17 @@ def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
         check_alike(steps(found), steps(found, custom_generate=hf.generate))
 
 
+@pytest.mark.parametrize("weights", ["nf4", "int4_g128"])
+def test_fused_blocks_give_logits_alike(weights: str) -> None:
+    """Recorded, and replayed by a second call: the logits of plain blocks but for rounding, and the same bits each time."""
+    found = model(weights, fuse_qkv=True)
+    plain = steps(found, custom_generate=hf.generate)
+    fused, again = (steps(found, custom_generate=hf.generate, fuse_blocks=True) for _ in range(2))
+    check_alike(plain, fused)
+    assert fused[0] == again[0]
+    assert torch.equal(fused[1], again[1])
+
+
 QUANTISED = [(None, False), ("nf4", False), ("nf4", True), ("int4_g128", False), ("int4_g128", True)]
 
 

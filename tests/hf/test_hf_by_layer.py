@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_a_plan_is_its_formats(build, prompt, greedy, tmp_path):
     by_lists = hf.quantize(build("llama"), keys=KEYS, values=VALUES, rotate_keys=ROTATED)
     assert formats(by_plan) == formats(by_lists) == BY_LAYER
     assert torch.equal(greedy(by_plan, ids)[1], greedy(by_lists, ids)[1])
+
+
+def test_sink_and_recent_tokens_of_a_plan(build, prompt, greedy, tmp_path):
+    """Those of the plan, or of the call where it has none; saved with the model; both at once, or formats that do not go, fail."""
+    ids, layers = prompt(1, 30), tuple(map(LayerFormats, KEYS, ["int4_g32", "int4"], ROTATED))
+    bare = CachePlan(sizes_of(build("llama")), layers, 6.0)
+    window = {"sink_tokens": 2, "recent_tokens": 9}
+    models = [hf.quantize(build("llama"), plan=replace(bare, **window)), hf.quantize(build("llama"), plan=bare, **window)]
+    models.append(hf.load(hf.save(models[0], tmp_path / "saved")))
+    for model in models:
+        cache = model._prepare_cache_for_generation.settings.make(model, 64)
+        assert [(layer.sink_tokens, layer.recent_tokens) for layer in cache.layers] == [(2, 9)] * 2
+        assert torch.equal(greedy(model, ids)[1], greedy(models[0], ids)[1])
+    model = build("llama")
+    with pytest.raises(InvalidArgument, match="leave these options out"):
+        hf.quantize(model, plan=replace(bare, **window), recent_tokens=9)
+    with pytest.raises(InvalidArgument, match="values='bf16' is a 16-bit format"):
+        hf.quantize(model, plan=replace(plan_for(model), **window))
+    assert not hasattr(model.config, "halfbyte_cache")
 
 
 @pytest.mark.parametrize("options", [{"weights": "int8_col"}, {}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.kernels.merge import launch
+from halfbyte.kernels.decode.merge import launch
 from halfbyte.reference.merge import merge_states
 
 #: numpy warns of what a GPU computes silently, and as meant: the logarithm of 0.

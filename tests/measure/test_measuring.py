@@ -584,8 +584,7 @@ def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("small_bars")
 def test_a_case_is_measured_and_judged() -> None:
-    s = quick()
-    measured = s.run([job(small(baselines=True, runs=()), "int8")])
+    measured = list(job(small(baselines=True, runs=()), "int8").measure(quick()))
     assert [(r.case, r.implementation) for r in measured] == [
         ("small", "torch sdpa"),
         ("small", "torch sdpa, folded heads"),
@@ -608,7 +607,7 @@ def test_a_case_is_measured_and_judged() -> None:
 @pytest.mark.usefixtures("small_bars")
 def test_a_wrong_kernel_meets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_cases, "attend", lambda q, cache, impl: decode.attend(q, cache, impl) * 1.5)
-    (_, record) = quick().run([job(small(), "int8")])
+    (_, record) = job(small(), "int8").measure(quick())
     assert record.seconds is None
     assert "exceeds the allowed" in record.refused
     assert [v.met for v in record.bars] == [False] * 3
@@ -647,7 +646,7 @@ def test_the_filter_leaves_cases_out_before_their_data_is_made(monkeypatch: pyte
 @pytest.mark.usefixtures("small_bars")
 def test_an_append_is_held_against_the_specification_and_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     appending = append_case.AppendJob(small(), ("int4",))
-    (record,) = quick().run([appending])
+    (record,) = appending.measure(quick())
     assert not record.refused
     assert record.op == "append"
     # k and v of 2 heads of 32 in bf16 are read, their codes, scales and offsets written, for 3 sequences.
@@ -657,7 +656,7 @@ def test_an_append_is_held_against_the_specification_and_a_copy(monkeypatch: pyt
     # Seeded mutant: the lengths advance, the values are those of another token.
     right = KVCache.append
     monkeypatch.setattr(KVCache, "append", lambda self, k, v: right(self, k, v + (k.shape[2] == 1)))
-    (record,) = quick().run([appending])
+    (record,) = appending.measure(quick())
     assert "unlike the specification" in record.refused
     assert not record.bars[0].met
 
@@ -670,7 +669,7 @@ def test_host_time_is_per_call() -> None:
     record = overhead._record(quick(), overhead._CALLED[0], times["call"], times["launch"].median)
     assert record.bars[0].value == pytest.approx(times["call"].median - times["launch"].median)
     assert not record.bars[0].met
-    refused = quick().run([overhead.CallJob()])
+    refused = list(overhead.CallJob().measure(quick()))
     assert [r.case for r in refused] == [called.case for called in overhead._CALLED]
     assert all("needs a GPU" in r.refused for r in refused)
     assert not refused[0].bars[0].met

@@ -21,6 +21,7 @@ INTEGERS = "checkpoints/integers.py"
 CPU_LINEAR = "cpu/linear.py"
 TAIL = "kernels/decode/tail.py"
 WORK_SPLIT = "kernels/decode/work_split.py"
+CHECKS = "measure/checks.py"
 
 attention = tests_of("test_attention_reference.py")
 bad_input = tests_of("test_bad_input.py")
@@ -31,8 +32,38 @@ tables = tests_of("test_formats.py")
 files = tests_of("test_checkpoints.py")
 cpu_linear = tests_of("test_cpu_linear.py")
 emulated = tests_of("emulated/test_tuned_attention.py")
+gate = tests_of("benchmarks/test_accuracy_gate.py")
 
 NUMERICS = [
+    # -- the accuracy gate of benchmarks
+    Mutant(
+        "heads not judged before a time",
+        CHECKS,
+        "timed_attention_accuracy",
+        Rewrite("_p if _h.ok or not _p.ok else _h", "_p"),
+        gate("test_what_is_wrong_is_refused[int4-gqa-too_large]"),
+    ),
+    Mutant(
+        "heads may be 4 % off",
+        CHECKS,
+        "HEAD_ERROR",
+        Rewrite("0.02", "0.04"),
+        gate("test_what_is_wrong_is_refused[int8-splitk-too_large]"),
+    ),
+    Mutant(
+        "the error of all heads together",
+        CHECKS,
+        "timed_attention_accuracy",
+        Rewrite("_w.max()", "_w.mean()"),
+        gate("test_all_sequences_are_judged_head_by_head[6]"),
+    ),
+    Mutant(
+        "times of a CPU judged by targets",
+        "measure/session.py",
+        "Session.keep",
+        Rewrite('_a.kind != "cuda"', "False"),
+        gate("test_times_of_a_cpu_are_not_judged_by_the_targets_of_a_gpu"),
+    ),
     # -- attention
     Mutant("no causal mask", ATTENTION, "visible", Rewrite("_a <= _b", "_a <= _b + 10**6"), attention("test_every_ratio_of_heads")),
     Mutant("one key too many", ATTENTION, "visible", Rewrite("_a < _b", "_a <= _b"), bad_input("test_positions_outside_the_cache")),

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Html, Model, Where, check_page, check_writable, console, print_table, words
+from halfbyte.cli.shared import (
+    Html,
+    Model,
+    RecentTokens,
+    SinkTokens,
+    Where,
+    check_page,
+    check_writable,
+    console,
+    print_table,
+    words,
+)
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -25,6 +36,8 @@ def calibrate(
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 4,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 16,
+    sink_tokens: SinkTokens = 0,
+    recent_tokens: RecentTokens = 0,
     device: Where = None,
     html: Html = None,
 ) -> None:
@@ -33,14 +46,18 @@ def calibrate(
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
     Measurements are kept next to the plan: an interrupted run goes on, and another size is quick.
     """
+    from halfbyte.evals.text import check_exact
     from halfbyte.formats import key_format
 
-    sizes = _sizes(bits)
+    sizes, exact = _sizes(bits), (sink_tokens, recent_tokens)
+    for option, count in (("--sink-tokens", sink_tokens), ("--recent-tokens", recent_tokens)):
+        check(count >= 0, f"{option} {count}; expected a number of tokens, 0 or more")
+    check_exact(exact, length)
     check_page(html, "html")
     check_writable(output, "output")
     for name in words(formats):
         key_format(name, "formats")
-    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), device)
+    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, device)
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
     for one, path in zip(made, paths, strict=True):
         one.plan.write(path)
@@ -66,6 +83,7 @@ def _calibrated(
     text: Path | None,
     formats: list[str],
     cut: tuple[int, int, int],
+    exact: tuple[int, int],
     device: str | None,
 ) -> list[Calibrated]:
     """Load, measure what is not known yet, choose."""
@@ -78,7 +96,7 @@ def _calibrated(
 
     written = read_text(text)
     loaded, tokenizer = load(model, device)
-    choices, (count, length, chunk) = candidates(loaded, formats), cut
+    choices, (count, length, chunk) = candidates(loaded, formats, any(exact)), cut
     ids = windows_of(tokenizer.encode(written), length, count, tokenizer.bos)
     if ids.shape[0] < count:
         raise InvalidArgument(
@@ -86,11 +104,11 @@ def _calibrated(
             f"--windows"
         )
     steps.check_sizes(loaded, choices, sizes)
-    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(loaded, ids, chunk))
+    store = steps.Measurements(steps.measurements_path(output), steps.fingerprint(loaded, ids, chunk, exact))
     layers = steps.sizes_of(loaded).layers
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("16-bit run", total=steps.runs(choices, store, layers, sizes))
-        divergence = steps.Divergence(loaded, ids, chunk)
+        divergence = steps.Divergence(loaded, ids, chunk, exact)
         return steps.calibrate(divergence, choices, store, sizes, lambda what: bar.update(task, advance=1, description=what))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, LmHead, Model, human_bytes, integers, print_table, words
+from halfbyte.cli.shared import Json, LmHead, Model, RecentTokens, SinkTokens, human_bytes, integers, print_table, words
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def memory(
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
     lm_head: LmHead = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
-    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
-    recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
+    sink_tokens: SinkTokens = 0,
+    recent_tokens: RecentTokens = 0,
     fit: Annotated[str, typer.Option("--memory", help="Also print how many tokens fit in this much memory, such as 24GB.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -115,8 +115,8 @@ def explain(
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
     page: Annotated[int, typer.Option(help="Page size in tokens; 0: contiguous.")] = 0,
-    sink_tokens: Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")] = 0,
-    recent_tokens: Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")] = 0,
+    sink_tokens: SinkTokens = 0,
+    recent_tokens: RecentTokens = 0,
     dtype: Annotated[str, typer.Option(help="dtype of the queries or of x: bf16 or fp16.")] = "bf16",
     deterministic_batch: Annotated[bool, typer.Option("--deterministic-batch", help="Batch-invariant attention.")] = False,
     sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.options import EvalOptions, Output, with_options
+from halfbyte.cli.options import CacheFormats, EvalOptions, Output, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
@@ -38,15 +38,8 @@ if TYPE_CHECKING:
     from halfbyte.evals.demo import Shown
     from halfbyte.evals.quality import Setting
 
-Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
-Values = Annotated[str, typer.Option(help="Format of the cached values.")]
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
-Rotate = Annotated[
-    bool | None,
-    typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
-]
 RotateValues = Annotated[bool, typer.Option("--rotate-values", help="Fold a rotation of values into v_proj and o_proj.")]
-Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 Clip = Annotated[str | None, typer.Option(help="search: per group, clip the range to the least squared error; slower.")]
 Plan = Annotated[
     Path | None, typer.Option(help="A cache plan, as halfbyte calibrate writes it; replaces --keys, --values and their options.")
@@ -94,17 +87,14 @@ def _serve(server: ThreadingHTTPServer, shown: Shown) -> None:
     serve(server, shown.report.form(form(PROMPT)).to_html(), Playground(shown.model, shown.tokenizer))
 
 
-@with_options(EvalOptions)
+@with_options(CacheFormats, EvalOptions)
 def evaluate(
+    cache: CacheFormats,
     results_to: EvalOptions,
     model: Model,
-    keys: Keys = "int8",
-    values: Values = "int4_g32",
     weights: Weights = "bf16",
     lm_head: LmHead = "bf16",
-    rotate_keys: Rotate = None,
     rotate_values: RotateValues = False,
-    skip_layers: Skip = "",
     clip: Clip = None,
     plan: Plan = None,
     every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
@@ -122,7 +112,7 @@ def evaluate(
     from halfbyte.evals.model import agreement, load
     from halfbyte.evals.present import HEADERS, LONG_HEADERS, append_records, long_rows, records, rows, write_report
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
-    from halfbyte.evals.text import read_text
+    from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
     from halfbyte.hf.cache import head_dims
     from halfbyte.hf.model_support import text_config
@@ -137,9 +127,10 @@ def evaluate(
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
     head = None if lm_head == "bf16" else lm_head
-    asked, config = _setting(model, keys, values, weights, rotate_keys, skip_layers, clip=clip, lm_head=head)
+    asked, config = _setting(model, cache, weights, clip=clip, lm_head=head)
     if plan is not None:
-        asked = Setting.of_plan(read_plan_of(plan, config), asked.weights, clip)
+        asked = Setting.of_plan(read_plan_of(plan, config), asked.weights, clip, asked.exact)
+    check_exact(asked.exact, min(length, long or length))
     asked = replace(asked, rotate_values=rotate_values, lm_head=head)
     wanted = [*every_kv_setting(head_dims(text_config(config))[0]), *every_weight_setting()] if every else [asked]
     _warn_of_positions(config, max(length, long or 0))
@@ -164,14 +155,12 @@ def evaluate(
         write_report(results, f"{model}: what the bits cost", results_to.html, longer)
 
 
+@with_options(CacheFormats)
 def generate(
+    cache: CacheFormats,
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
-    keys: Keys = "int8",
-    values: Values = "int4_g32",
     weights: Weights = "bf16",
-    rotate_keys: Rotate = None,
-    skip_layers: Skip = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the sampling.")] = 0,
@@ -182,7 +171,7 @@ def generate(
     from halfbyte.evals.quality import with_weights
 
     text = _text(prompt)
-    setting, _ = _setting(model, keys, values, weights, rotate_keys, skip_layers)
+    setting, _ = _setting(model, cache, weights)
     loaded, tokenizer = load(model, device)
     quantized = with_weights(loaded, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
@@ -192,9 +181,7 @@ def generate(
     print()
 
 
-def _setting(
-    model: str, keys: str, values: str, weights: str, rotate_keys: bool | None, skip_layers: str, **of_weights: str | None
-) -> tuple[Setting, Any]:
+def _setting(model: str, cache: CacheFormats, weights: str, **of_weights: str | None) -> tuple[Setting, Any]:
     """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded."""
     from halfbyte.evals.quality import Setting, parse_layers
     from halfbyte.formats import key_format
@@ -204,11 +191,12 @@ def _setting(
     from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated
 
-    asked = Setting(keys, values, None if weights == "bf16" else weights, **of_weights)  # type: ignore[arg-type]
+    keys, values, exact = cache.keys, cache.values, {"sink_tokens": cache.sink_tokens, "recent_tokens": cache.recent_tokens}
+    asked = Setting(keys, values, None if weights == "bf16" else weights, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
-    layers = parse_layers(skip_layers, text_config(config).num_hidden_layers)
+    layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
-    turned = rotated(rotate_keys, key_format(keys), head_dims(text_config(config))[0])
+    turned = rotated(cache.rotate_keys, key_format(keys), head_dims(text_config(config))[0])
     return replace(asked, rotate_keys=turned, skip_layers=layers), config
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from halfbyte.cli.shared import Html, Json, Where, Wide, check_appendable, check_page
+from halfbyte.cli.shared import Html, Json, RecentTokens, SinkTokens, Where, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
+Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
+Values = Annotated[str, typer.Option(help="Format of the cached values.")]
+Rotate = Annotated[
+    bool | None,
+    typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
+]
+Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
 
 
@@ -70,19 +77,39 @@ class EvalOptions(ResultOptions):
     tasks: Annotated[str, typer.Option(help="With --suite: tasks of lm-eval, separated by commas; needs lm-eval.")] = ""
 
 
-def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes `command(options, ...)` a command whose options are its own and, behind them, the fields of the dataclass `kind`."""
+@dataclass(frozen=True)
+class CacheFormats:
+    """What a command's packed cache is made of."""
+
+    keys: Keys = "int8"
+    values: Values = "int4_g32"
+    rotate_keys: Rotate = None
+    skip_layers: Skip = ""
+    sink_tokens: SinkTokens = 0
+    recent_tokens: RecentTokens = 0
+
+
+def with_options(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `command(options, ...)` a command whose options are its own and the fields of the dataclasses `kinds`, one object each.
+
+    Those of the last kind stand behind the command's own, those of others before them.
+    """
 
     def made(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command).parameters.values()
-        shared = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(kind)]
-        hints = {**get_type_hints(command, include_extras=True), **get_type_hints(kind, include_extras=True)}
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared)]
+        own = list(inspect.signature(command).parameters.values())[len(kinds) :]
+        shared = [
+            [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(kind)] for kind in kinds
+        ]
+        hints = get_type_hints(command, include_extras=True)
+        for kind in kinds:
+            hints |= get_type_hints(kind, include_extras=True)
+        order = [*(p for first in shared[:-1] for p in first), *own, *shared[-1]]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in order]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            options = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
-            command(options, **given)
+            options = [kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for kind in kinds]
+            command(*options, **given)
 
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

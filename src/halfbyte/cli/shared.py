@@ -52,6 +52,8 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of ta
 Html = Annotated[Path | None, typer.Option("--html", "--report", help="Also write the results as one HTML page.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: the GPU if there is one.")]
 LmHead = Annotated[str, typer.Option(help="Format of the output layer's weights; bf16 leaves them unquantized.")]
+SinkTokens = Annotated[int, typer.Option(help="Tokens at the start of a sequence that stay in 16 bits.")]
+RecentTokens = Annotated[int, typer.Option(help="Tokens at the end of a sequence that stay in 16 bits.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Tables with all columns, on lines as long as they need.")]
 
 

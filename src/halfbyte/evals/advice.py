@@ -122,9 +122,9 @@ def advise(
         raise InvalidArgument(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )
+    sizes = _Sizes(config, model, batch, context, sheet)
     card = card or card_of(config)
     check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
-    sizes = _Sizes(config, model, batch, context, sheet)
     asked = WEIGHTS if weights is None else ((weights,),)
     found = tuple(_judged(choice, card, method) for names in asked for choice in sizes.choices(names))
     if not found:

@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.cache_plan import LayerFormats
 from halfbyte.errors import InvalidArgument, check
-from halfbyte.formats import KV_FORMATS, Format, key_format
+from halfbyte.formats import KV_FORMATS, Format, key_format, plain_format
 
 #: Tokens that sizes are counted for: whole blocks of every per-channel format.
 TOKENS = 64
@@ -52,11 +52,12 @@ class Choice:
         return len(set(self.layers)) == 1
 
 
-def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candidate]]:
+def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) -> dict[str, list[Candidate]]:
     """The formats that each side may take, the 16-bit one first: all that fit the model, or those of `formats`.
 
     Per-tensor formats are left out: their scale is measured on whatever is appended first. So are formats that differ by name only,
-    such as groups as wide as a head. Keys come with and without rotation where they can be rotated.
+    such as groups as wide as a head. Keys come with and without rotation where they can be rotated. `windowed`: only formats that
+    go with sink and recent tokens, which are neither 16 bits nor per-channel ones.
     """
     from halfbyte.hf.cache import half_type, model_sizes
     from halfbyte.hf.model_support import text_config
@@ -64,12 +65,13 @@ def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candid
     for name in formats:
         key_format(name, "formats")
     sizes = model_sizes(text_config(model))
-    plain = "fp16" if half_type(model) is torch.float16 else "bf16"
+    plain = [] if windowed else [plain_format(half_type(model)).name]
     quantized = [name for name, fmt in KV_FORMATS.items() if fmt.is_quantized and name in (formats or KV_FORMATS)]
+    quantized = [name for name in quantized if not (windowed and KV_FORMATS[name].token_block)]
     found: dict[str, list[Candidate]] = {}
     for side, dim in zip(SIDES, (sizes.head_dim, sizes.value_dim), strict=True):
         groups: dict[object, list[Candidate]] = {}
-        for name in (plain, *quantized):
+        for name in (*plain, *quantized):
             fmt = KV_FORMATS[name]
             if fmt.granularity != "tensor" and not (side == "values" and fmt.token_block) and _fits(fmt, dim):
                 nbytes = fmt.nbytes((1, sizes.kv_heads, TOKENS, dim))
@@ -77,8 +79,10 @@ def candidates(model: Any, formats: Sequence[str] = ()) -> dict[str, list[Candid
                 alike = (fmt.code, nbytes, fmt.token_block, fmt.group_size(dim))
                 groups.setdefault(alike, [Candidate(name, rotated, nbytes) for rotated in (False, True)[: 1 + rotatable]])
         found[side] = [c for group in groups.values() for c in group]
-    fits = any(len(group) > 1 for group in found.values())
-    check(fits, f"formats: none of {', '.join(quantized)} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}")
+    fits = all(found.values()) and any(KV_FORMATS[c.format].is_quantized for group in found.values() for c in group)
+    along = " with sink and recent tokens" * windowed
+    named = ", ".join(formats) or "all formats"
+    check(fits, f"formats: none of {named} can be chosen for heads of {sizes.head_dim} and {sizes.value_dim}{along}")
     return found
 
 

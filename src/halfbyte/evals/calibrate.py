@@ -1,7 +1,8 @@
 """Formats by layer, chosen by measurement: `halfbyte calibrate`.
 
 1. Sensitivity. For each layer, side (keys, values) and candidate format, the KL divergence of the next-token distribution from the
-   16-bit run when that one side of that one layer changes and all else stays in 16 bits.
+   16-bit run when that one side of that one layer changes and all else stays in 16 bits. With sink and recent tokens, which a layer
+   has for both sides or none, the layer's other side takes its largest format.
 2. Assignment. Divergences of small, independent errors add up, so the plan has the least sum of sensitivities for its size. That is
    a knapsack with one choice for each side of each layer; sizes are whole numbers, and dynamic programming solves it exactly.
 3. Confirmation. The plan and the best uniform choices of no more bytes run as a whole, and the one that diverges least is taken: on
@@ -26,6 +27,8 @@ import torch
 from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensitivity
+from halfbyte.evals.text import check_exact
+from halfbyte.formats import KV_FORMATS, plain_format
 from halfbyte.paths import append_line, write_whole
 
 #: Uniform choices that a plan is compared with.
@@ -33,18 +36,27 @@ UNIFORM = 4
 
 
 class Divergence:
-    """Mean KL divergence, in nats a token, of runs with other caches from the 16-bit run over the same windows, int64 [n, T]."""
+    """Mean KL divergence, in nats a token, of runs with other caches from the 16-bit run over the same windows, int64 [n, T].
 
-    def __init__(self, model: Any, windows: torch.Tensor, chunk: int) -> None:
+    exact: how many sink and how many recent tokens of a sequence those caches keep in 16 bits.
+    """
+
+    def __init__(self, model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> None:
+        from halfbyte.hf.cache import half_type
+
         check(chunk >= 1, f"chunk={chunk}; expected at least one token")
-        self.model, self.windows, self.chunk = model, windows.to(model.device), chunk
-        self._base = list(self._log_probs(keys="bf16", values="bf16"))
+        check_exact(exact, windows.shape[1])
+        self.model, self.windows, self.chunk, self.exact = model, windows.to(model.device), chunk, exact
+        self.plain = plain_format(half_type(model)).name
+        self._base = list(self._log_probs(keys=self.plain, values=self.plain))
         self._known: dict[tuple[LayerFormats, ...], float] = {}
 
     def of(self, layers: Sequence[LayerFormats]) -> float:
         """For a cache with these formats by layer; measured once."""
         if (key := tuple(layers)) not in self._known:
-            options = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerFormats)}
+            options: dict[str, Any] = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerFormats)}
+            if any(KV_FORMATS[layer.keys].is_quantized or KV_FORMATS[layer.values].is_quantized for layer in layers):
+                options |= {"sink_tokens": self.exact[0], "recent_tokens": self.exact[1]}
             pairs = zip(self._base, self._log_probs(**options), strict=True)
             total = sum(float((p.exp() * (p - q)).sum(dtype=torch.float64)) for p, q in pairs)
             self._known[key] = max(total / self.windows.numel(), 0.0)
@@ -63,16 +75,20 @@ class Divergence:
 
 
 def missing(choices: dict[str, list[Candidate]], known: Sequence[Sensitivity], layers: int) -> list[tuple[int, str, Candidate]]:
-    """What is yet to be measured, in order; the 16-bit formats, which come first, need not be."""
+    """What is yet to be measured, in order; the 16-bit formats need not be."""
     have = {(s.layer, s.side, s.format, s.rotated) for s in known}
-    every = ((layer, side, c) for layer in range(layers) for side in SIDES for c in choices[side][1:])
-    return [(layer, side, c) for layer, side, c in every if (layer, side, c.format, c.rotated) not in have]
+    every = ((layer, side, c) for layer in range(layers) for side in SIDES for c in choices[side])
+    wanted = ((layer, side, c) for layer, side, c in every if KV_FORMATS[c.format].is_quantized)
+    return [(layer, side, c) for layer, side, c in wanted if (layer, side, c.format, c.rotated) not in have]
 
 
-def sensitivity(divergence: Divergence, layers: int, layer: int, side: str, candidate: Candidate, plain: str) -> Sensitivity:
-    """Measure one: `plain` is the 16-bit format of all else."""
-    one = LayerFormats(candidate.format, plain, candidate.rotated) if side == "keys" else LayerFormats(plain, candidate.format)
-    blank = LayerFormats(plain, plain)
+def sensitivity(
+    divergence: Divergence, choices: dict[str, list[Candidate]], layers: int, layer: int, side: str, candidate: Candidate
+) -> Sensitivity:
+    """Measure one: the layer's other side takes the largest of its choices, which is 16 bits where that is one."""
+    pair = {name: max(choices[name], key=lambda c: (c.nbytes, c.rotated)) for name in SIDES} | {side: candidate}
+    one = LayerFormats(pair["keys"].format, pair["values"].format, pair["keys"].rotated)
+    blank = LayerFormats(divergence.plain, divergence.plain)
     kl = divergence.of([one if i == layer else blank for i in range(layers)])
     return Sensitivity(layer, side, candidate.format, candidate.rotated, kl)
 
@@ -80,13 +96,13 @@ def sensitivity(divergence: Divergence, layers: int, layer: int, side: str, cand
 # ------------------------------------------------------------------------------------------------------- the file of measurements
 
 
-def fingerprint(model: Any, windows: torch.Tensor, chunk: int) -> dict[str, Any]:
-    """What measurements depend on: sizes and weights of the model, and the text as it was cut."""
+def fingerprint(model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """What measurements depend on: sizes and weights of the model, the text as it was cut, and sink and recent tokens."""
     weights, text = hashlib.sha256(), hashlib.sha256(windows.cpu().numpy().tobytes())
     for name, p in model.state_dict().items():
         some = p.flatten()[:: max(1, p.numel() // 64)].cpu().double()
         weights.update(f"{name} {list(p.shape)} {some.tolist()}".encode())
-    cut = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk}
+    cut = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk, "exact": list(exact)}
     return {"model": asdict(sizes_of(model)), "weights": weights.hexdigest()[:16], "text": text.hexdigest()[:16], **cut}
 
 
@@ -113,7 +129,8 @@ class Measurements:
         head, *lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         if head != self._head:
             raise InvalidArgument(
-                f"output: {self.path} holds measurements of another model, text or cut; remove it, or give the plan another name"
+                f"output: {self.path} holds measurements of another model, text or cut, or with other sink and recent tokens; "
+                f"remove it, or give the plan another name"
             )
         for line in lines[:-1]:  # the last one is empty, or was cut off while it was written
             try:
@@ -158,10 +175,9 @@ def calibrate(
     """
     check_sizes(divergence.model, choices, bits)
     sizes, elements = sizes_of(divergence.model), elements_of(divergence.model)
-    plain = choices["keys"][0].format
     for layer, side, candidate in missing(choices, store.known, sizes.layers):
         on_step(f"layer {layer}, {side} {candidate.format}{' rotated' * candidate.rotated}")
-        store.add(sensitivity(divergence, sizes.layers, layer, side, candidate, plain))
+        store.add(sensitivity(divergence, choices, sizes.layers, layer, side, candidate))
     options = Options(choices, store.known, sizes.layers)
     return [_plan(divergence, options, sizes, math.floor(size * elements / 8), elements, on_step) for size in bits]
 
@@ -205,4 +221,5 @@ def _plan(
     if uniform:
         alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))
         facts["best_uniform"] = {**asdict(alike), "bits": alike_bits, "kl": alike_kl}
-    return Calibrated(CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, facts), tuple(uniform))
+    plan = CachePlan(sizes, taken.layers, 8 * taken.nbytes / elements, *divergence.exact, facts)
+    return Calibrated(plan, tuple(uniform))

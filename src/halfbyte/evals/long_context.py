@@ -26,7 +26,7 @@ from rich.console import Console
 
 from halfbyte.errors import check
 from halfbyte.evals.quality import Setting, with_weights
-from halfbyte.evals.text import Tokenizer, windows
+from halfbyte.evals.text import Tokenizer, check_exact, windows
 from halfbyte.measure.progress import progress
 
 #: Keys that are looked for, and their characters; texts that are continued; the prompt's share of the context.
@@ -153,6 +153,8 @@ def _cache(model: Any, setting: Setting, tokens: int) -> Any:
 
 def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, console: Console) -> list[LongContext]:
     """`long_context` of every setting behind a progress bar; the first one must be the 16-bit run."""
+    for setting in settings:
+        check_exact(setting.exact, tasks.keyed.shape[1])
     results, base = list[LongContext](), None
     with progress(console) as bar:
         task = bar.add_task("", total=len(settings) * tasks.steps)

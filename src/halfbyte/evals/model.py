@@ -52,7 +52,7 @@ def write(
     check(temperature == 0 or 1e-3 <= temperature <= 1e3, f"temperature={temperature}; expected 0, or 0.001 to 1000")
     ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
     _check_room(model, setting, len(ids), tokens)
-    cache = PackedCache(model, len(ids) + tokens, **setting.cache_options())
+    cache = PackedCache(model, max(len(ids) + tokens, sum(setting.exact)), **setting.cache_options())
     return _pieces(model, tokenizer, ids, cache, tokens, temperature, seed)
 
 

@@ -21,7 +21,8 @@ from rich.console import Console
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.outliers import Outliers, with_outliers
-from halfbyte.formats import Format, key_format, value_format, weight_format
+from halfbyte.evals.text import check_exact
+from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.measure.progress import progress
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.hadamard import rotated
@@ -33,7 +34,8 @@ class Setting:
     """One row of an evaluation: the formats of keys, values, weights and lm_head ("bf16" or None: 16 bits), and the weights' clip.
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
-    values are rotated by the weights, as `halfbyte.hf.quantize` does it.
+    values are rotated by the weights, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and the last tokens
+    of a sequence, which stay in 16 bits.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -45,24 +47,43 @@ class Setting:
     plan: str = ""
     rotate_values: bool = False
     lm_head: str | None = None
+    sink_tokens: int = 0
+    recent_tokens: int = 0
 
     @classmethod
-    def of_plan(cls, plan: CachePlan, weights: str | None = None, clip: str | None = None) -> Setting:
-        """The cache of a plan."""
-        return cls(plan.keys, plan.values, weights, plan.rotate_keys, clip=clip, plan=f"plan, {plan.bits:.2f} bits")
+    def of_plan(
+        cls, plan: CachePlan, weights: str | None = None, clip: str | None = None, exact: tuple[int, int] = (0, 0)
+    ) -> Setting:
+        """The cache of a plan, with sink and recent tokens of its own or, where it has none, `exact`."""
+        sinks, recent = plan.exact_tokens(exact)
+        return cls(
+            *(plan.keys, plan.values, weights, plan.rotate_keys),
+            clip=clip,
+            plan=f"plan, {plan.bits:.2f} bits",
+            sink_tokens=sinks,
+            recent_tokens=recent,
+        )
 
     def __post_init__(self) -> None:
         for keys in (self.keys,) if isinstance(self.keys, str) else self.keys:
             key_format(keys)
         for values in (self.values,) if isinstance(self.values, str) else self.values:
             value_format(values)
+        if isinstance(self.keys, str) and isinstance(self.values, str):
+            check_window(*self.exact, key_format(self.keys), value_format(self.values))
         for weights in (self.weights, self.lm_head):
             if weights is not None:
                 check_clip(self.clip, weight_format(weights))
 
     def cache_options(self) -> dict[str, Any]:
         """The options of `halfbyte.hf.PackedCache`."""
-        return {name: getattr(self, name) for name in ("keys", "values", "rotate_keys", "skip_layers")}
+        names = ("keys", "values", "rotate_keys", "skip_layers", "sink_tokens", "recent_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def exact(self) -> tuple[int, int]:
+        """How many tokens stay in 16 bits: the first ones, and the last."""
+        return self.sink_tokens, self.recent_tokens
 
     @property
     def in_weights(self) -> tuple[str | None, str | None, bool, str | None]:
@@ -73,6 +94,7 @@ class Setting:
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
         turned = ", values rotated" if self.rotate_values else ""
+        turned += f", {self.sink_tokens} + {self.recent_tokens} tokens 16-bit" if any(self.exact) else ""
         if self.plan:
             return self.plan + turned
         keys, values = (x if isinstance(x, str) else "by layer" for x in (self.keys, self.values))
@@ -139,6 +161,8 @@ def evaluate(
         bool(settings) and settings[0] == Setting(),
         "settings must begin with the 16-bit run, Setting(), which the others are compared with",
     )
+    for setting in settings:
+        check_exact(setting.exact, windows.shape[1])
     models = {given: with_weights(model, *given) for given in dict.fromkeys(s.in_weights for s in settings)}
     tallies = [_Tally(s) for s in settings]
     for part in windows.split(batch):
@@ -284,7 +308,7 @@ def kv_bytes_per_token(model: Any, setting: Setting) -> float:
     """Bytes that one token of one sequence takes in the cache, over all layers."""
     from halfbyte.hf.cache import PackedCache
 
-    return float(PackedCache(model, 64, **setting.cache_options()).bytes_per_token)
+    return float(PackedCache(model, 64 + sum(setting.exact), **setting.cache_options()).bytes_per_token)
 
 
 def every_kv_setting(head_dim: int = 128) -> list[Setting]:

@@ -10,6 +10,15 @@ import torch
 from halfbyte.errors import CheckpointError, InvalidArgument, check
 
 
+def check_exact(exact: tuple[int, int], length: int) -> None:
+    """Raise where texts of `length` tokens are not longer than the sink and recent tokens that stay in 16 bits."""
+    sinks, recent = exact
+    check(
+        not (sinks or recent) or sinks + recent < length,
+        f"sink_tokens={sinks}, recent_tokens={recent}: nothing of a text of {length:,} tokens would be quantized; use longer ones",
+    )
+
+
 class Tokenizer(Protocol):
     """What is needed of a tokenizer.
 

@@ -59,10 +59,11 @@ class Handle:
     The attributes that raise are listed one by one: Dynamo fails on a `__getattr__` (InternalTorchDynamoError).
     """
 
-    __slots__ = ("layer", "new", "which")
+    __slots__ = ("layer", "new", "rotated", "which")
 
-    def __init__(self, layer: PackedLayerLike, new: torch.Tensor, which: str) -> None:
-        self.layer, self.new, self.which = layer, new, which
+    def __init__(self, layer: PackedLayerLike, new: torch.Tensor, which: str, rotated: torch.Tensor | None = None) -> None:
+        """rotated: queries that were rotated by position along with new keys."""
+        self.layer, self.new, self.which, self.rotated = layer, new, which, rotated
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         raise Unsupported(

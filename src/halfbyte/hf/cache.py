@@ -98,7 +98,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 torch._dynamo.mark_static_address(buffer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
-        """Append k, v [B, H, L, D] and return handles that only the attention function can open."""
+        """Append k, v [B, H, L, D] and return handles that only the attention function can open.
+
+        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated.
+        """
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
@@ -106,9 +109,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             options = (self.rotate_keys, self.measures, self.sink_tokens)
             append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
+            rotated = None
         else:
-            kv.append(key_states, value_states)
-        return Handle(self, key_states, "keys"), Handle(self, value_states, "values")
+            rotated = kv.append(key_states, value_states, rope=kwargs.get("rope"), q=kwargs.get("q"))
+        return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(capacity, PACKED): the second number tells the mask function that a packed cache is asking."""

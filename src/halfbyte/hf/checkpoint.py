@@ -42,8 +42,8 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
     """Write a model, quantized or not, as safetensors with its configuration; `load` gives the same bits again.
 
     tokenizer: a folder or Hub id whose tokenizer is saved along.
-    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused. A killed
-    process leaves the temporary folder, `.NAME.*`, which may be removed.
+    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused. What a killed
+    process leaves, `.NAME.*.partial`, the next save to the same name removes.
     """
     target = Path(folder)
     is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")

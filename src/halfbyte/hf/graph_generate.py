@@ -6,7 +6,8 @@ prompt as transformers does and then, for every token:
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> processors, sampling, stopping criteria
                                   one CUDA graph, replayed          a few launches that the host issues ahead of the GPU
 
-The forward is compiled where `generate()` would compile it, and Dynamo's guards are evaluated while warming up only.
+The forward is compiled where `generate()` would compile it, and Dynamo's guards are evaluated while warming up only. With
+`fuse_blocks=True` it is not compiled, and has blocks of few launches (`fused_blocks.py`).
 
 Nothing in it waits for the GPU. Whether every sequence has finished is read once in `EVERY` tokens, and tokens beyond the end are
 cut off. On other devices the recorded forward is an ordinary call, and everything else the same.
@@ -24,6 +25,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.parallel import ranks_of
 
 #: Tokens between two looks at whether all sequences have finished.
@@ -49,12 +51,14 @@ def generate(
     streamer: Any = None,
     inputs_tensor: Any = None,
     generator: torch.Generator | None = None,
+    fuse_blocks: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """The decode loop of `model.generate(..., custom_generate=halfbyte.hf.generate)`; transformers calls it, users do not.
 
     Tokens are those of `generate()` with the same cache; sampled ones too, with the same seed (`torch.manual_seed`, or
     generator=, a `torch.Generator` on the model's device). The model must have a packed cache (`hf.quantize(model, keys=...)`).
+    fuse_blocks=True: decoder blocks in fewer launches, whose rounding may change a token where two logits are nearly equal.
     Beam search, drafts and others run in transformers' own loop, after one warning that says why. After a call without
     return_dict_in_generate and without past_key_values, the memory of its cache is kept for the next.
     """
@@ -71,7 +75,7 @@ def generate(
     for name in _UNUSED:
         model_kwargs.pop(name, None)
     decode = getattr(model, "_optimize_model_for_decode", nullcontext)
-    return _Loop(model, *call, streamer, generator).run(model_kwargs, decode)
+    return _Loop(model, *call, streamer, generator, fuse_blocks).run(model_kwargs, decode)
 
 
 class KeptOptions:
@@ -188,19 +192,28 @@ def _alike(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
 
 
-def _key(model: Any, cache: PackedCache, batch: int, config: Any) -> tuple[Any, ...]:
+def _key(model: Any, cache: PackedCache, batch: int, config: Any, fuse_blocks: bool) -> tuple[Any, ...]:
     """What a recorded step depends on besides its inputs: the cache's layout, where the weights lie, and whether it is compiled."""
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.layers)
     weights = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
-    return batch, cache.capacity, layout, model.training, bool(config.disable_compile), weights
+    return batch, cache.capacity, layout, model.training, bool(config.disable_compile), fuse_blocks, weights
 
 
 class _Loop:
     """One call of `generate()`."""
 
     def __init__(
-        self, model: Any, input_ids: Any, processor: Any, criteria: Any, config: Any, streamer: Any, generator: Any
+        self,
+        model: Any,
+        input_ids: Any,
+        processor: Any,
+        criteria: Any,
+        config: Any,
+        streamer: Any,
+        generator: Any,
+        fuse_blocks: bool,
     ) -> None:
+        self.fuse_blocks = fuse_blocks
         self.model, self.processor, self.criteria, self.config = model, processor, criteria, config
         self.streamer, self.generator = streamer, generator
         batch, self.start = input_ids.shape
@@ -223,7 +236,7 @@ class _Loop:
         given = model._update_model_kwargs_for_generation(outputs, given)
         logits, every = outputs.logits[:, -1], 1 if seen or self.streamer is not None else EVERY
         del outputs
-        forward = torch.compile(model.__call__) if model._valid_auto_compile_criteria(given, self.config) else model.__call__
+        forward = self._forward(given)
         with decode():
             while self._take(logits, every):
                 if self.length == self.start + 1:
@@ -234,9 +247,17 @@ class _Loop:
             _kept[model] = step
         return self._result(step.cache)
 
+    def _forward(self, given: dict[str, Any]) -> Any:
+        """The forward of one token a sequence: with fused blocks, else compiled where `generate()` would compile it."""
+        view = fused_view(self.model) if self.fuse_blocks else None
+        if view is not None:
+            return view
+        compiles = self.model._valid_auto_compile_criteria(given, self.config)
+        return torch.compile(self.model.__call__) if compiles else self.model.__call__
+
     def _step(self, cache: PackedCache, seen: bool) -> Step:
         """The step of the last call, if it fits, with its cache emptied; else a new one."""
-        key, kept = _key(self.model, cache, self.ids.shape[0], self.config), _kept.pop(self.model, None)
+        key, kept = _key(self.model, cache, self.ids.shape[0], self.config, self.fuse_blocks), _kept.pop(self.model, None)
         if kept is None or seen or kept.key != key:
             return Step(cache, key)
         kept.cache.reset()

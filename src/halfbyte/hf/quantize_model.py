@@ -54,7 +54,8 @@ def quantize(
                   norms and routers stay as they are
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
                   other in 16 bits, neither leaves the cache
-    plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one)
+    plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one). Its sink and recent tokens
+                  are taken, if it has any
     rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
     sink_tokens   the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
     recent_tokens the last tokens of a sequence that stay in 16 bits
@@ -161,6 +162,7 @@ def _cache_settings(
         check(keys is None and values is None and not others, "plan sets formats, rotation and layers; leave these options out")
         plan = read_plan(plan)
         plan.check_model(model_sizes(text_config(model)))
+        window = plan.exact_tokens(window)
         settings = CacheSettings(plan.keys, plan.values, plan.rotate_keys, (), *window)
     else:
         plain = "fp16" if half_type(model) is torch.float16 else "bf16"

@@ -7,8 +7,9 @@ wrote gives a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from halfbyte.cache import KVCache
 from halfbyte.errors import check
 from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
-from halfbyte.measure.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
+from halfbyte.measure.checks import Accuracy, eager_attention, float64_attention, timed_attention_accuracy
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.reference.attention import read
 from halfbyte.reference.hadamard import rotate, rotated
@@ -26,12 +27,13 @@ PAGE = 64
 EVENLY = ", spread evenly"
 #: Elements appended in one piece while a cache is filled; bounds the memory that quantizing takes.
 _FILL = 2**27
-#: Sequences whose results are compared with float64; all the others go through the same code.
-_SAMPLED = 4
+#: Elements of keys that are held in float64 at once.
+_WIDE = 2**24
 #: Lengths of one cache begin at multiples of so many, which is where an allocation of its own would begin.
 _LENGTHS_APART = 64
 
-Read = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+#: All sequences in order, some at a time: k, v [n, H, T, D], float64 or 16-bit.
+Held = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -205,42 +207,45 @@ class Rotation:
 
 
 class Promise:
-    """The accuracy promise for one case: float64 and eager results of some sequences, computed now, before a cache can change.
+    """The accuracy promise for one case: float64 and eager results of all sequences, computed now, before a cache can change.
 
-    `held` gives one sequence's keys and values as they are stored: k [1, H, T, D], v [1, H, T, Dv], float64 or 16-bit.
-    `slopes` [Hq]: ALiBi's.
+    `held` gives keys and values as they are stored; `slopes` [Hq]: ALiBi's.
     """
 
-    def __init__(self, q: torch.Tensor, held: Read, slopes: torch.Tensor | None = None) -> None:
-        scale, batch = q.shape[-1] ** -0.5, q.shape[0]
-        picks = sorted({i * (batch - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
-
-        def both(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            k, v = held(i)
-            return eager_attention(q[i : i + 1], k, v, scale, slopes), float64_attention(q[i : i + 1], k, v, scale, slopes)
-
-        pairs = [both(i) for i in picks]
-        self._picks = torch.tensor(picks, device=q.device)
+    def __init__(self, q: torch.Tensor, held: Held, slopes: torch.Tensor | None = None) -> None:
+        scale, pairs, first = q.shape[-1] ** -0.5, [], 0
+        for k, v in held:
+            some = q[first : first + k.shape[0]]
+            pairs.append((eager_attention(some, k, v, scale, slopes), float64_attention(some, k, v, scale, slopes)))
+            first += k.shape[0]
+        assert first == q.shape[0], f"{first} of {q.shape[0]} sequences"
         self._base, self._ref = torch.cat([base for base, _ in pairs]), torch.cat([ref for _, ref in pairs])
 
     def judge(self, outs: Iterable[torch.Tensor]) -> Accuracy:
         """The worst of several results [B, Hq, 1, D] of the same case."""
-        return attention_accuracy(torch.stack([out[self._picks] for out in outs]), self._base, self._ref)
+        return timed_attention_accuracy(torch.stack(list(outs)), self._base, self._ref)
 
 
-def held_by(cache: KVCache) -> Read:
-    """Reads one sequence of a full cache, dequantized in float64, without what lies beyond its length."""
-    lengths = cache.lengths.tolist()
+def held_by(cache: KVCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The sequences of a full cache, dequantized in float64, without what lies beyond their length."""
+    first = 0
+    for length, alike in groupby(cache.lengths.tolist()):
+        end = first + len(list(alike))
+        step = _at_once(cache.kv_heads * cache.capacity * cache.head_dim)
+        for start in range(first, end, step):
+            view = sequences(cache, start, min(start + step, end))
+            k, v = (read(plane, view.lengths, view.page_table)[:, :, :length] for plane in (view.keys, view.values))
+            yield rotate(k) if cache.rotate_keys else k, v
+        first = end
 
-    def one(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        view = sequences(cache, i, i + 1)
-        k, v = (read(plane, view.lengths, view.page_table)[:, :, : lengths[i]] for plane in (view.keys, view.values))
-        return rotate(k) if cache.rotate_keys else k, v
 
-    return one
+def given(inputs: Inputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The sequences of the inputs, as 16-bit attention sees them."""
+    for k, v in inputs.spans:
+        step = _at_once(k[0].numel())
+        yield from zip(k.split(step), v.split(step), strict=True)
 
 
-def given(inputs: Inputs) -> Read:
-    """Reads one sequence of the inputs, as 16-bit attention sees it; for problems whose sequences are all of one length."""
-    ((k, v),) = inputs.spans
-    return lambda i: (k[i : i + 1], v[i : i + 1])
+def _at_once(numel: int) -> int:
+    """How many sequences of so many key elements are widened together."""
+    return max(1, _WIDE // numel)

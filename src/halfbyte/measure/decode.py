@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import halfbyte
 from halfbyte.errors import check
 from halfbyte.formats import Format, key_format, value_format
-from halfbyte.measure.checks import Accuracy, attention_accuracy, eager_attention, float64_attention
+from halfbyte.measure.checks import Accuracy, eager_attention, float64_attention, timed_attention_accuracy
 from halfbyte.measure.session import Candidate, Case, Session
 from halfbyte.plans import plan
 
@@ -171,6 +171,6 @@ def _judge(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch
     def judge(out: torch.Tensor) -> Accuracy:
         if not known:
             known.append((eager_attention(q, k, v, scale), float64_attention(q, k, v, scale)))
-        return attention_accuracy(out, *known[0])
+        return timed_attention_accuracy(out, *known[0])
 
     return judge

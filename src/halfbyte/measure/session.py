@@ -257,7 +257,9 @@ class Session:
         return replace(record, gb_per_s=rate, roof_gb_per_s=roof, roof_share=rate / roof)
 
     def keep(self, record: Record) -> None:
-        """Remember a record, and write it where the options say."""
+        """Remember a record, and write it where the options say. Targets are those of GPUs and judge no times of a CPU."""
+        if self.device.kind != "cuda":
+            record = replace(record, bars=())
         if self.study:
             record = replace(record, study=self.study)
         self.records.append(record)

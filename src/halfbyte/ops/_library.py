@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad as _forward
 
+from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import Unsupported, warn_once
 from halfbyte.plans import GPU_LEVELS, LEVELS, plan
-from halfbyte.settings import default_impl, interpreted
+from halfbyte.settings import default_impl, interpreted, pair_launches
 from halfbyte.transforms import RefusingLibrary, refuse_transform
 
 NAMESPACE = "halfbyte"
@@ -68,6 +69,16 @@ def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cuda or _forward._current_level >= 0:
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
+
+
+def pairs_launches(device: torch.device) -> bool:
+    """Whether launches on `device` are paired (programmatic dependent launch): where it can, unless HALFBYTE_PDL says not to."""
+    return pair_launches() and _supports_pdl(device)
+
+
+@functools.cache
+def _supports_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and supports_pdl(gpu(device.index).capability)
 
 
 def refuse_capture(name: str, device: torch.device) -> None:

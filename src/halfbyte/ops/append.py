@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,17 +9,15 @@ import torch
 from torch.autograd import forward_ad
 
 from halfbyte.arguments import as_int32, check_tensor
-from halfbyte.device import gpu, supports_pdl
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Shape, key_format, value_format
 from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
-from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops._library import define, level, pairs_launches, refuse_capture
 from halfbyte.ops.launch_cache import Signature, layout, replay, signature
 from halfbyte.ops.launch_cache import store as store_launch
 from halfbyte.ops.workspace import stream_of
 from halfbyte.reference import append as reference
 from halfbyte.reference.rope import apply_rope
-from halfbyte.settings import pair_launches
 from halfbyte.transforms import refuse_transforms
 
 # ------------------------------------------------------------------------------------------------- the torch.library op
@@ -172,18 +169,13 @@ def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signatu
         c = c._replace(counts=c.counts.contiguous())
     if c.rope is not None:
         c = c._replace(rope=(c.rope[0].contiguous(), c.rope[1].contiguous()))
-    made = launches(c, q_out, amax, advance, pair_launches() and _supports_pdl(c.k.device))
+    made = launches(c, q_out, amax, advance, pairs_launches(c.k.device))
     with torch.cuda.device_of(c.k):
         compiled = [launch() for launch in made]
     advanced = made[-1].advances
     if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c)):
         store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
     return advanced
-
-
-@functools.cache
-def _supports_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and supports_pdl(gpu(device.index).capability)
 
 
 #: Where q is among `_tensors`.
@@ -244,7 +236,9 @@ def check_new(c: AppendCall) -> None:
         refuse_transforms("append", (k, v, q, c.rope))
     check_tensor("k", k, (batch, keys.heads, "L", keys.dim), device=keys.codes.device)
     check_tensor("v", v, (batch, values.heads, "L", values.dim), device=keys.codes.device)
-    check(k.shape[2] == v.shape[2], f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
+    # Messages are built only when raised: formatting a dynamic size would make compiled code specialize on it.
+    if k.shape[2] != v.shape[2]:
+        raise InvalidArgument(f"k has {k.shape[2]} tokens and v {v.shape[2]}; they must have the same number")
     if c.counts is not None:
         check_tensor("counts", c.counts, (batch,), "integer", lengths.device)
     if c.rope is not None:
@@ -279,4 +273,5 @@ def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:
         shape = next((s for s in shapes if isinstance(t, torch.Tensor) and t.ndim == len(s) + 1), shapes[-1])
         check_tensor(name, t, (*shape, dim // 2), device=k.device)
         check(t.dtype is torch.float32, f"{name} is {t.dtype}; expected torch.float32: halfbyte rotates in fp32")
-    check(rope[0].shape == rope[1].shape, f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")
+    if rope[0].shape != rope[1].shape:
+        raise InvalidArgument(f"rope: cos has shape {list(rope[0].shape)} and sin {list(rope[1].shape)}")

@@ -44,7 +44,7 @@ def merged(
     plain = known and all(map(can_bypass_dispatcher, given)) and outs[0].numel() > 0
     if not plain or level("merge_states", "auto", outs[0].device) != "triton":
         return reference.merge_states(outs, lses, sinks)
-    from halfbyte.kernels.merge import launch
+    from halfbyte.kernels.decode.merge import launch
 
     out = outs[0].new_empty(outs[0].shape)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)

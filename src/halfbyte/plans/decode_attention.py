@@ -190,10 +190,10 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
 def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     """New tokens whose query rows a tuned kernel holds, of a call that has more of them; 0: take the call as it is.
 
-    On Hopper as many as wgmma takes, if they take these keys and values at all.
+    On Hopper as many as wgmma takes, if they take these keys and values at all: not with sink or recent tokens, for instance.
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
-    if p.rows <= narrow or p.sink_tokens or p.recent_tokens:
+    if p.rows <= narrow:
         return 0
     for rows in (MOST_ROWS, narrow) if supports_wgmma(capability) else (narrow,):
         queries = min(p.queries, rows // p.group)

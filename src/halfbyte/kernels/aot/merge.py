@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.merge import launch
+from halfbyte.kernels.decode.merge import launch
 
 
 def configurations() -> list[Configuration]:

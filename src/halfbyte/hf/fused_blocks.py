@@ -1,0 +1,271 @@
+"""A decoder's blocks in few launches: `model.generate(..., custom_generate=halfbyte.hf.generate, fuse_blocks=True)`.
+
+    q, k, v = projections(x)                                  one launch
+    rotate by position, append                                one; before it one more for norms of q and k
+    attention, o_proj                                         two
+    hidden += o; x = norm(hidden)                             one, the norm behind the branch (Gemma 2, OLMo 2) included
+    gate, up = projections(x); act(gate) * up; down           three
+    hidden += down; x = norm(hidden) of the block behind      one
+
+What a family's block has is in `FAMILIES`, everything else is found by structure: projections fused in the checkpoint (Phi-3),
+norms of q and k (Qwen 3, OLMo 2), sinks, layers without positions (SmolLM3). A part without a description, such as a mixture of
+experts or a partial rotary embedding, is called as it is.
+
+`fused_view` makes a shallow copy of the model with other blocks: forwards of the family's own classes, over the same parameters.
+The model is not changed. Blocks are for decoding, of a model with a packed cache, without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from halfbyte.hf.attention import attention
+from halfbyte.hf.model_support import blocks, layer_window
+from halfbyte.kv_buffer import Rope
+from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
+from halfbyte.ops.block import add_norm, gated, norm_rows
+from halfbyte.ops.linear import projections
+from halfbyte.reference.block import Norm
+
+
+class Description(NamedTuple):
+    """A family's block.
+
+    kind                                its norms, see `Norm`
+    before_attention, after_attention   norms by name; None where a branch has none there
+    before_mlp, after_mlp
+    """
+
+    kind: str
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+#: By the class of a block, among transformers' own.
+FAMILIES = {
+    **{
+        f"{family}DecoderLayer": Description("rounded")
+        for family in ("Granite", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
+    },
+    "GptOssDecoderLayer": Description("exact"),
+    "Olmo2DecoderLayer": Description("exact", None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "Gemma2DecoderLayer": Description(
+        "offset", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}
+#: Classes of activations that `gated` knows.
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
+
+
+def fused_view(model: Any) -> Any | None:
+    """`model` with fused blocks, over the same parameters; None for a family without a description, or where hooks want to run."""
+    layers = blocks(model)
+    path = next((name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == layers), "")
+    parent = model.get_submodule(path.rpartition(".")[0])
+    known = bool(layers) and all(map(_is_described, layers)) and path.endswith("layers") and hasattr(parent, "norm")
+    if not known or model.training or any(map(_is_watched, _running(model, path))):
+        return None
+    kind, norms = FAMILIES[type(layers[0]).__name__].kind, [_norms_of(layer) for layer in layers]
+    last, tables, ahead, rotary_dim = _norm(parent.norm, kind), _Tables(), _Ahead(), _rotary_dim(parent)
+    made = [
+        FusedBlock(layer, (*own, following), ahead, _heads_of(layer.self_attn, kind, tables, rotary_dim))
+        for layer, own, following in zip(layers, norms, [*(n[0] for n in norms[1:]), last], strict=True)
+    ]
+    inner: dict[str, nn.Module] = {"layers": nn.ModuleList(made), "norm": _FinalNorm(last, ahead)}
+    return _viewed(model, path.split(".")[:-1], inner)
+
+
+def _viewed(module: nn.Module, path: list[str], children: dict[str, nn.Module]) -> nn.Module:
+    """A copy of `module` that shares everything, but for the `children` of the module at `path`."""
+    if path:
+        children = {path[0]: _viewed(module.get_submodule(path[0]), path[1:], children)}
+    view: nn.Module = object.__new__(type(module))
+    vars(view).update({**vars(module), "_modules": {**module._modules, **children}})
+    return view
+
+
+def _running(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules whose forwards run, or would have run, in a view: those around the blocks, and all within them."""
+    parts = path.split(".")[:-1]
+    yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
+    yield from (m for layer in model.get_submodule(path).children() for m in layer.modules())
+
+
+def _is_described(layer: nn.Module) -> bool:
+    kind = type(layer)
+    return kind.__name__ in FAMILIES and kind.__module__.startswith("transformers.models.")
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def _norm(module: Any, kind: str) -> Norm:
+    return Norm(module.weight, module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps, kind)
+
+
+def _norms_of(layer: Any) -> list[Norm | None]:
+    """The norms of a block, in the order of `Description`."""
+    kind, *names = FAMILIES[type(layer).__name__]
+    return [None if name is None else _norm(getattr(layer, name), kind) for name in names]
+
+
+class _Ahead:
+    """What a block has normalized for the next one, along with its own result."""
+
+    held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def take(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """norm(hidden), which was computed with `hidden`, unless this is the first block."""
+        held, self.held = self.held, None
+        if norm is None:
+            return hidden
+        return held[1] if held is not None and held[0] is hidden else norm_rows([hidden], [norm])[0]
+
+
+class _FinalNorm(nn.Module):
+    """The norm behind the last block."""
+
+    def __init__(self, norm: Norm | None, ahead: _Ahead) -> None:
+        super().__init__()
+        self.norm, self.ahead = norm, ahead
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.ahead.take(hidden, self.norm)
+
+
+class FusedBlock(nn.Module):
+    """A decoder block with its `norms` in the order of `Description`, then that of what comes behind it.
+
+    heads: how its attention finds q, k and v; None: it is called as it is.
+    """
+
+    def __init__(self, layer: Any, norms: Sequence[Norm | None], ahead: _Ahead, heads: _Heads | None) -> None:
+        super().__init__()
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
+        self.ahead, self.multiplier = ahead, float(getattr(layer, "residual_multiplier", 1.0))
+        self.attend: Callable[..., Any] = layer.self_attn if heads is None else heads.attend
+        self.mlp: Callable[[torch.Tensor], Any] = _mlp(layer.mlp)
+
+    def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
+        """hidden [B, L, N] and what the family's block is given, by keyword."""
+        x = self.ahead.take(hidden, self.before_attention)
+        branch, _ = self.attend(hidden_states=x, **given)
+        hidden, x = self._sum(branch, hidden, self.after_attention, self.before_mlp)
+        made = self.mlp(x)
+        branch = made[0] if isinstance(made, tuple) else made  # a mixture returns the scores of its router, too
+        hidden, x = self._sum(branch, hidden, self.after_mlp, self.following)
+        self.ahead.held = hidden, x
+        return hidden
+
+    def _sum(
+        self, branch: torch.Tensor, hidden: torch.Tensor, after: Norm | None, before: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, x = add_norm(branch, hidden, before, after=after, multiplier=self.multiplier)
+        return hidden, hidden if x is None else x
+
+
+def _mlp(module: Any) -> Callable[[torch.Tensor], Any]:
+    """A gated MLP in three launches; any other as it is."""
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
+    if activation is None or not hasattr(module, "down_proj"):
+        return module  # type: ignore[no-any-return]
+
+    def forward(x: torch.Tensor) -> Any:
+        if hasattr(module, "gate_up_proj"):
+            gate, up = module.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = _project(x, (module.gate_proj, module.up_proj))
+        return module.down_proj(gated(gate, up, activation))
+
+    return forward
+
+
+def _project(x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """x [..., K] by each of two or three layers: in one launch where all are quantized, fused before or not; else one by one.
+
+    So are weights in act-order, each of which has an order of its own.
+    """
+    quantized: list[Any] = [layer for layer in layers if type(layer) in (QuantLinear, FusedProjections, FusedSlot)]
+    weights = [layer.weight for layer in quantized]
+    if len(weights) < len(layers) or any(weight.perm is not None for weight in weights):
+        return [layer(x) for layer in layers]
+    return projections(x, weights, [layer.bias for layer in quantized])
+
+
+# ---------------------------------------------------------------------------------------------------------------- attention
+
+
+class _Tables:
+    """cos and sin of a step as `append` takes them, made once for all blocks."""
+
+    of: torch.Tensor | None = None
+    made: Rope | None = None
+
+    def __call__(self, embeddings: Rope, batch: int, dim: int) -> Rope:
+        """float32 [B, L, D/2], or [L, D/2] where all sequences are alike, from cos and sin [1 or B, L, D or D/2]."""
+        if self.made is None or self.of is not embeddings[0]:
+            cos, sin = (t[..., : dim // 2].float().contiguous() for t in embeddings)
+            self.of, self.made = embeddings[0], (cos, sin) if len(cos) == batch else (cos[0], sin[0])
+        return self.made
+
+
+def _rotary_dim(model: Any) -> int:
+    """How many dimensions of a head are rotated; 0 where that is not known."""
+    frequencies = getattr(getattr(model, "rotary_emb", None), "inv_freq", None)
+    return 0 if frequencies is None else 2 * len(frequencies)
+
+
+def _heads_of(module: Any, kind: str, tables: _Tables, rotary_dim: int) -> _Heads | None:
+    """How an attention finds its heads; None where it must be called as it is, as it rotates a part of a head only."""
+    rotates = bool(getattr(module, "use_rope", True))
+    return None if rotates and rotary_dim != module.head_dim else _Heads(module, kind, tables if rotates else None)
+
+
+class _Heads:
+    """An attention layer: projections, norms of q and k, positions, the cache, and the output projection."""
+
+    def __init__(self, module: Any, kind: str, tables: _Tables | None) -> None:
+        self.module, self.tables, self.dim = module, tables, module.head_dim
+        self.window = layer_window(module.config, module.layer_idx)
+        self.norms = [_norm(getattr(module, name), kind) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+        self.options = {
+            "softcap": getattr(module, "attn_logit_softcapping", None),
+            "s_aux": getattr(module, "sinks", None),
+            "scaling": module.scaling,
+            "sliding_window": self.window,
+        }
+
+    def attend(
+        self, hidden_states: torch.Tensor, position_embeddings: Rope, past_key_values: Any, attention_mask: Any = None, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        """What the module's forward returns. The cache is a `PackedCache`."""
+        batch, tokens, _ = hidden_states.shape
+        q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in self._projected(hidden_states))
+        rotated: dict[str, Any] = {}
+        if self.tables is not None:
+            rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q}
+        keys, values = past_key_values.update(k, v, self.module.layer_idx, **rotated)
+        q = q if keys.rotated is None else keys.rotated
+        out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)
+        return self.module.o_proj(out.reshape(batch, tokens, -1)), None
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
+        module = self.module
+        if hasattr(module, "qkv_proj"):
+            sizes = module.config.num_attention_heads * self.dim, module.config.num_key_value_heads * self.dim
+            q, k, v = module.qkv_proj(x).split((*sizes, sizes[1]), -1)
+        else:
+            q, k, v = _project(x, (module.q_proj, module.k_proj, module.v_proj))
+        if self.norms:
+            widths = [len(norm.weight) for norm in self.norms]
+            q, k = norm_rows([t.unflatten(-1, (-1, n)) for t, n in zip((q, k), widths, strict=True)], self.norms)
+        return q, k, v

@@ -1,0 +1,43 @@
+"""The variants of the kernels around a block's projections: each kind of norm, each activation."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.block.gate import launch as launch_gated
+from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
+from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+
+#: Architectures with programmatic dependent launch.
+_PAIRED = (90, 100)
+
+
+def configurations() -> list[Configuration]:
+    """Sums with a norm before the next branch, behind the last, or both; norms of heads and of rows; activations."""
+    found = [c for kind in KINDS for paired in (False, True) for c in _sums(kind, paired)]
+    wide, norm = empty(8, 16384, dtype=torch.bfloat16), Norm(empty(16384, dtype=torch.bfloat16), 1e-6, "offset")
+    found += recorded("widest", lambda: launch_add_norm(wide, wide, norm, 1.0, norm, wide, wide, False))
+    return found + [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
+
+
+def _sums(kind: str, paired: bool) -> list[Configuration]:
+    dtype, width = (torch.float16, 896) if kind == "exact" else (torch.bfloat16, 4096)
+    norm = Norm(empty(width, dtype=dtype), 1e-6, kind)
+    x, name = empty(8, width, dtype=dtype), f"{kind}{'-paired' * paired}"
+    more = {"targets": _PAIRED} if paired else {}
+    found = []
+    for place, (after, before) in {"before": (None, norm), "both": (norm, norm), "after": (norm, None)}.items():
+        out = x if before else None
+        found += recorded(
+            f"{name}-{place}", lambda a=after, b=before, o=out: launch_add_norm(x, x, a, 1.0, b, x, o, paired), **more
+        )
+    head, heads = Norm(empty(128, dtype=dtype), 1e-6, kind), empty(256, 128, dtype=dtype)
+    found += recorded(f"{name}-heads", lambda: launch_norm_rows([heads, heads], [head, head], [heads, heads], paired), **more)
+    return found + recorded(f"{name}-rows", lambda: launch_norm_rows([x], [norm], [x], paired), **more)
+
+
+def _gates(activation: str, paired: bool) -> list[Configuration]:
+    gate, out = empty(8, 2 * 14336, dtype=torch.bfloat16)[:, :14336], empty(8, 14336, dtype=torch.bfloat16)
+    more = {"targets": _PAIRED} if paired else {}
+    return recorded(f"{activation}{'-paired' * paired}", lambda: launch_gated(gate, gate, activation, out, paired), **more)

@@ -1,0 +1,50 @@
+"""What surrounds the projections of a decoder block, rounded as modules of transformers round it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+#: Gated activations, by what the gate goes through.
+ACTIVATIONS = ("silu", "gelu_tanh")
+#: Where a family's RMSNorm rounds to 16 bits, and what multiplies: see `Norm.kind`.
+KINDS = ("rounded", "exact", "offset")
+
+
+class Norm(NamedTuple):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32.
+
+    weight  [N]
+    kind    "rounded": x / sqrt(...) is rounded to the type of x, and again once weight has multiplied it (Llama);
+            "exact": rounded once, at the end (OLMo 2); "offset": the same with 1 + weight (Gemma)
+    """
+
+    weight: torch.Tensor
+    eps: float
+    kind: str
+
+
+def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x [..., N] normalized, in its own type."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.kind == "rounded":
+        return norm.weight * scaled.to(x.dtype)
+    weight = norm.weight.float() + 1.0 if norm.kind == "offset" else norm.weight
+    return (scaled * weight).to(x.dtype)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, after: Norm | None, multiplier: float, before: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """hidden = residual + multiplier * after(x), and before(hidden); a norm that is None leaves its input, or makes nothing."""
+    x = x if after is None else rms_norm(x, after)
+    hidden = residual + (x if multiplier == 1 else x * multiplier)
+    return hidden, None if before is None else rms_norm(hidden, before)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up."""
+    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up

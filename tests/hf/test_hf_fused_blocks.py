@@ -1,0 +1,248 @@
+"""`fuse_blocks=True`: the blocks of a decoder in few launches, the same tokens.
+
+On a CPU the fused ops are torch code in the modules' order of rounding, and what is tested is how a block is put together; the
+kernels themselves are in tests/interpreted/.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import CONFIGS, LLAMA
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import halfbyte.hf as hf
+from halfbyte import KVCache
+from halfbyte.errors import InvalidArgument
+from halfbyte.hf import fused_blocks
+from halfbyte.hf.fused_blocks import FusedBlock, fused_view
+
+CACHE = {"keys": "int8", "values": "int4_g32"}
+DESCRIBED: dict[str, Any] = {
+    **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_oss")},
+    "granite": lambda: tf.GraniteConfig(
+        **LLAMA, residual_multiplier=0.22, attention_multiplier=0.1, embedding_multiplier=3.0, logits_scaling=2.0
+    ),
+    "olmo2": lambda: tf.Olmo2Config(**LLAMA),
+    "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
+    "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
+    "llama biases": lambda: tf.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
+}
+
+
+@functools.cache
+def base(family: str) -> Any:
+    torch.manual_seed(3)
+    config = DESCRIBED[family]()
+    config.initializer_range = 0.3
+    config.eos_token_id = config.bos_token_id = None
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name or name.endswith(("bias", "sinks")):
+                p.add_(0.3 * torch.randn(p.shape))  # norms are 1 or 0 otherwise
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def packed(family: str, weights: str | None = "int4_g32", **options: Any) -> Any:
+    return hf.quantize(copy.deepcopy(base(family)), weights, **{**CACHE, **options})
+
+
+def tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "custom_generate": hf.generate}
+    found: torch.Tensor = model.generate(ids, **{**given, **options})
+    return found
+
+
+def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.fixture
+def blocks_ran(monkeypatch: pytest.MonkeyPatch) -> list[FusedBlock]:
+    """The fused blocks that were called."""
+    ran: list[FusedBlock] = []
+    forward = FusedBlock.forward
+    monkeypatch.setattr(FusedBlock, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k))
+    return ran
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_the_same_tokens(family, batch, prompt, blocks_ran):
+    model, ids = packed(family), prompt(batch)
+    given = padded(ids) if batch > 1 else {}
+    plain = tokens(model, ids, **given)
+    assert not blocks_ran
+    assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)
+    assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)  # by the step that was kept
+    assert len(blocks_ran) == 2 * 19 * model.config.num_hidden_layers  # the first token is the prompt's
+    assert len(set(plain[:, 21:].flatten().tolist())) > 5
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_hidden_states_within_the_promise_in_16_bits(family, prompt):
+    """Against the same weights and cache in 32 bits, the error is at most twice that of the plain modules."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, ids = packed(family).to(dtype), prompt(2)
+        for fused in (False, True):
+            cache = hf.PackedCache(model, 64, **CACHE)
+            with torch.no_grad():
+                model(ids[:, :-1], past_key_values=cache)
+                step = fused_view(model) if fused else model
+                found[dtype, fused] = step(ids[:, -1:], past_key_values=cache).logits.double()
+    truth = found[torch.float32, False]
+    assert torch.allclose(found[torch.float32, True], truth, rtol=1e-4, atol=1e-4 * float(truth.abs().max()))
+    plain, fused = ((found[torch.bfloat16, which] - truth).norm() for which in (False, True))
+    assert fused < 2 * plain
+
+
+@pytest.mark.parametrize(
+    "options", [{"fuse_qkv": True, "fuse_gate_up": True}, {"weights": None}, {"skip_modules": ("k_proj", "up_proj")}]
+)
+def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
+    model, ids = packed("llama", **options), prompt(2)
+    assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=True))
+    assert blocks_ran
+
+
+def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
+    calls = []
+    project = fused_blocks._project
+    monkeypatch.setattr(fused_blocks, "_project", lambda x, layers: calls.append(len(layers)) or project(x, layers))
+    tokens(packed("qwen3"), prompt(1), fuse_blocks=True, max_new_tokens=2)
+    assert calls == [3, 2, 3, 2]
+
+
+def test_a_view_changes_nothing(prompt):
+    model = packed("gemma2")
+    modules, keys = dict(model.named_modules()), list(model.state_dict())
+    view = fused_view(model)
+    assert view.model.embed_tokens is model.model.embed_tokens
+    assert view.lm_head is model.lm_head
+    assert all(isinstance(block, FusedBlock) for block in view.model.layers)
+    assert dict(model.named_modules()) == modules
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_family_without_a_description_runs_as_before_and_says_nothing(build, family, prompt):
+    model, ids = hf.quantize(build(family), "int4_g32", **CACHE), prompt(2)
+    assert fused_view(model) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(tokens(model, ids), tokens(model, ids, fuse_blocks=True))
+
+
+def test_whoever_watches_or_changes_a_forward_keeps_the_plain_blocks(prompt):
+    model, seen = packed("llama"), []
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *a: seen.append(1))
+    assert fused_view(model) is None
+    tokens(model, prompt(1), fuse_blocks=True, max_new_tokens=3)
+    assert len(seen) == 3
+    hook.remove()
+    assert fused_view(model) is not None
+    model.model.forward = model.model.forward  # as accelerate does it
+    assert fused_view(model) is None
+    del model.model.forward
+    assert fused_view(model.train()) is None
+
+
+def test_a_block_of_somebody_else_is_not_taken_for_the_familys():
+    model = packed("llama")
+    first = type(model.model.layers[0])
+    model.model.layers[0].__class__ = type("LlamaDecoderLayer", (first,), {"__module__": "somewhere.modeling"})
+    assert fused_view(model) is None
+
+
+def test_an_error_in_a_step_leaves_a_cache_that_can_be_restored(prompt):
+    """Positions are rotated and appended in one call, which is checked like any other."""
+    model, ids = packed("llama"), prompt(1)
+    cache = hf.PackedCache(model, 64, **CACHE)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        view = fused_view(model)
+        with pytest.raises(InvalidArgument, match="NaN or infinite"):
+            view(inputs_embeds=torch.full((1, 1, 64), torch.nan), past_key_values=cache)
+    cache.restore()
+    assert int(cache.get_seq_length()) == 21
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops that a GPU would launch something for: neither views nor empty tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [result.alias_info for result in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not (view or "empty" in func._schema.name or "_unsafe_view" in func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+#: Launches of one block in a decode step: of the modules one by one, with fused projections where a family has several, and fused.
+LAUNCHES = {
+    "llama": (36, 9),
+    "mistral": (36, 9),
+    "qwen2": (36, 9),
+    "phi3": (38, 9),
+    "smollm3": (36, 9),
+    "granite": (38, 9),
+    "gemma2": (60, 9),
+    "qwen3": (52, 10),
+    "olmo2": (54, 10),
+}
+
+
+@pytest.mark.parametrize("family", LAUNCHES)
+def test_launches_of_a_block(family, prompt, monkeypatch):
+    """Registered ops of halfbyte are one launch each; so are an append and the ops around projections, which are not registered."""
+
+    def as_one(owner, name):
+        inner = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            torch.zeros(1)  # counted
+            with _disable_current_modes():
+                return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    def counted(owner):
+        forward = owner.forward
+
+        def run(self, *args, **kwargs):
+            with Launches() as launches:
+                out = forward(self, *args, **kwargs)
+            found.append(launches.count)
+            return out
+
+        monkeypatch.setattr(owner, "forward", run)
+
+    own = family == "phi3"  # whose projections are fused in the checkpoint
+    model, found = packed(family, fuse_qkv=not own, fuse_gate_up=not own).bfloat16(), []
+    for name in ("add_norm", "norm_rows", "gated"):
+        as_one(fused_blocks, name)
+    as_one(KVCache, "append")
+    cache = hf.PackedCache(model, 64, **CACHE)
+    ids = prompt(2)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        counted(type(model.model.layers[0]))
+        counted(FusedBlock)
+        for step in (model, fused_view(model)):
+            step(ids[:, -1:], past_key_values=cache)
+    layers = model.config.num_hidden_layers
+    which = -2 if family == "smollm3" else -1  # the last of its layers has no positions
+    assert (found[:layers][which], found[layers:][which]) == LAUNCHES[family]
+    assert found[layers] <= LAUNCHES[family][1] + 3  # the first block normalizes its own input, and makes cos and sin for all

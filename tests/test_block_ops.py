@@ -1,0 +1,74 @@
+"""`add_norm`, `norm_rows`, `gated`: results against float64, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.ops.block import add_norm, gated, norm_rows
+from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def norm(width: int = 8, kind: str = "exact") -> Norm:
+    return Norm(r(width) + 0.5, 1e-5, kind)
+
+
+def exactly(x: torch.Tensor, by: Norm) -> torch.Tensor:
+    return x.double() / (x.double().pow(2).mean(-1, keepdim=True) + by.eps).sqrt() * (by.weight.double() + (by.kind == "offset"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_and_norms(kind: str) -> None:
+    x, residual, after, before = r(2, 3, 8), r(2, 3, 8) + 1, norm(8, kind), norm(8, kind)
+    hidden, out = add_norm(x, residual, before, after=after, multiplier=0.5)
+    truth = residual.double() + 0.5 * exactly(x, after)
+    torch.testing.assert_close(hidden.double(), truth, rtol=1e-5, atol=1e-6)
+    assert out is not None
+    torch.testing.assert_close(out.double(), exactly(truth, before), rtol=1e-5, atol=1e-6)
+    hidden, out = add_norm(x, residual, None)
+    assert torch.equal(hidden, x + residual)
+    assert out is None
+    heads, rows = norm_rows([r(2, 4, 8), r(2, 32)], [norm(8, kind), norm(32, kind)])
+    torch.testing.assert_close(heads.double(), exactly(r(2, 4, 8), norm(8, kind)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rows.double(), exactly(r(2, 32), norm(32, kind)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates(activation: str) -> None:
+    gate, up = r(3, 14).chunk(2, -1)
+    x = gate.double()
+    inner = x if activation == "silu" else 2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    torch.testing.assert_close(gated(gate, up, activation).double(), x * torch.sigmoid(inner) * up, rtol=1e-5, atol=1e-6)
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "residual of another shape": (lambda: add_norm(r(2, 8), r(3, 8), None), InvalidArgument, "residual has shape"),
+    "residual of another type": (lambda: add_norm(r(2, 8), r(2, 8).half(), None), InvalidArgument, "residual is torch.float16"),
+    "residual elsewhere": (lambda: add_norm(r(2, 8), r(2, 8).to("meta"), None), InvalidArgument, "residual is on meta"),
+    "a norm of another width": (lambda: add_norm(r(2, 8), r(2, 8), norm(4)), InvalidArgument, r"before.weight has shape \[4\]"),
+    "an unknown norm": (lambda: add_norm(r(2, 8), r(2, 8), None, after=norm(8, "mean")), InvalidArgument, "after.kind='mean'"),
+    "x of integers": (lambda: add_norm(r(2, 8).int(), r(2, 8).int(), None), InvalidArgument, "x is torch.int32"),
+    "a norm too few": (lambda: norm_rows([r(2, 8), r(2, 8)], [norm()]), InvalidArgument, "2 tensors and 1 norms"),
+    "three tensors": (lambda: norm_rows([r(2, 8)] * 3, [norm()] * 3), InvalidArgument, "one or two of each"),
+    "rows of another width": (lambda: norm_rows([r(2, 4)], [norm()]), InvalidArgument, r"norms\[0\].weight"),
+    "up of another shape": (lambda: gated(r(2, 8), r(2, 4), "silu"), InvalidArgument, "up has shape"),
+    "up of another type": (lambda: gated(r(2, 8), r(2, 8).half(), "silu"), InvalidArgument, "up is torch.float16"),
+    "an unknown activation": (lambda: gated(r(2, 8), r(2, 8), "relu"), InvalidArgument, "activation='relu'; choose one of: silu"),
+    "an unknown level": (lambda: gated(r(2, 8), r(2, 8), "silu", impl="cuda"), InvalidArgument, "impl='cuda'"),
+    "a kernel on a CPU": (lambda: gated(r(2, 8), r(2, 8), "silu", impl="triton"), Unsupported, "runs on an NVIDIA GPU"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()

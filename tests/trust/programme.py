@@ -1,0 +1,280 @@
+"""The programme of `make trust`: what is tried, how often, and with which promise in mind.
+
+A row draws from a seed with the generators of the ordinary suites, and raises where a promise does not hold. Importing this module
+imports none of them: a row runs in a process of its own (see run.py), some with Triton's interpreter, some only with a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+#: Environment of the processes of a place.
+PLACES = {"cpu": {"HALFBYTE_GPU_TESTS": "dry"}, "gpu": {"HALFBYTE_GPU_TESTS": "1"}}
+PLACES["interpreter"] = {**PLACES["cpu"], "TRITON_INTERPRET": "1"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`check(seed, folder)` tries some of `unit`, says how many, and raises if one of them breaks the promise.
+
+    goal       how many are wanted
+    seconds    most that one seed may take
+    megabytes  most that the memory of a process may grow by after its first seed
+    """
+
+    name: str
+    promise: str
+    unit: str
+    goal: int
+    check: Callable[[int, Path], int]
+    place: str = "cpu"
+    seconds: int = 300
+    megabytes: int = 1000
+
+
+def attention(levels: tuple[str, ...], count: int, longest: int, elements: int) -> Callable[[int, Path], int]:
+    """`count` calls and a few more, a quarter of them with keys, values or queries at the ends of what their types hold."""
+
+    def check(seed: int, folder: Path) -> int:
+        import gpu_cases as cases
+        from gpu_place import PLACE
+
+        rng, size = random.Random(seed), {"longest": longest, "elements": elements, "seed": seed}
+        grids = cases.variants(count, seed), cases.narrow_variants(2, seed), cases.exact_variants(2, seed)
+        drawn = [case for grid in grids for case in cases.draw(len(grid), grid, **size)]
+        judged = 0
+        for i, case in enumerate(drawn):
+            case = replace(case, seed=100 * seed + i)
+            if rng.random() < 0.25:
+                case = replace(case, key_bias=rng.choice((30.0, -300.0, 1000.0)), v_scale=rng.choice((1.0, 1e-6, 3e3)))
+                case = replace(case, k_scale=rng.choice((1.0, 1e-6, 30.0)))
+            call = cases.build(case, PLACE.device)
+            for level in levels:
+                outcome = accepted(lambda call=call, level=level: call.run(level))
+                if outcome is not None:
+                    wrong = call.wrong(*outcome)
+                    assert not wrong, f"{level}: {wrong}: {case}"
+                    judged += 1
+        return judged
+
+    return check
+
+
+def products(levels: tuple[str, ...]) -> Callable[[int, Path], int]:
+    """24 products: every weight format alone, some three at once."""
+
+    def check(seed: int, folder: Path) -> int:
+        import test_gpu_linear as linear
+        from gpu_cases import poisoned
+
+        judged = 0
+        for i, case in enumerate(linear.drawn(24, seed)):
+            call = linear.build(replace(case, seed=100 * seed + i))
+            for level in levels:
+                with poisoned():
+                    outs = accepted(lambda call=call, level=level: call.run(level))
+                if outs is not None:
+                    call.check(outs)
+                    judged += 1
+        return judged
+
+    return check
+
+
+def accepted(run: Callable[[], Any]) -> Any:
+    """The result; None for what a level refuses."""
+    from halfbyte.errors import InvalidArgument, Unsupported
+
+    try:
+        return run()
+    except (Unsupported, InvalidArgument):
+        return None
+
+
+def cache_lives(seed: int, folder: Path) -> int:
+    """One format after the other, contiguous and paged."""
+    import test_cache as cache
+
+    keys, steps = cache.KEYS[seed % len(cache.KEYS)], 100
+    life = cache.life_of_lists if keys in cache.ALONE else cache.life_in_pages
+    life(keys, random.Random(seed), steps)
+    return 2 * steps
+
+
+def slots(seed: int, folder: Path) -> int:
+    import test_engine as engine
+
+    pairs, steps = engine.PAIRS, 50
+    engine.life_in_slots(*pairs[seed % len(pairs)], random.Random(seed), steps)
+    return steps
+
+
+def cuts(seed: int, folder: Path) -> int:
+    import test_cache as cache
+
+    rng = random.Random(seed)
+    for _ in range(10):
+        dim = rng.choice(cache.DIMS)
+        keys, values = (rng.choice([name for name in known if cache.fits(name, dim)]) for known in (cache.KEYS, cache.VALUES))
+        scales = {f"{side}_scale": 0.1 for side, name in (("k", keys), ("v", values)) if name.endswith("_tensor")}
+        layout = {"batch": rng.randint(0, 4), "heads": rng.randint(1, 3), "dim": dim, "capacity": 70}
+        places = [rng.randint(0, 40) for _ in range(rng.randint(0, 5))]
+        cache.check_cut(layout | scales | {"keys": keys, "values": values}, places, rng.random() < 0.5, seed)
+    return 10
+
+
+def batch_invariance(seed: int, folder: Path) -> int:
+    """8 sequences, each alone and in another batch with memory of another capacity."""
+    import torch
+
+    import test_trust_determinism as determinism
+    from halfbyte.formats import KV_FORMATS
+
+    rng = random.Random(seed)
+    values = [name for name, fmt in KV_FORMATS.items() if not fmt.token_block]
+    kind, keys = rng.choice(("contiguous", "paged")), rng.choice(list(KV_FORMATS))
+    heads, dim, group = rng.choice((1, 2, 3)), rng.choice((64, 128)), rng.choice((1, 3, 4))
+    cache = determinism.filled(kind, heads, dim, keys, rng.choice(values))
+    q = torch.randn(8, heads * group, rng.choice((1, 2)), dim, generator=torch.Generator().manual_seed(seed)).half()
+    determinism.check_alone(cache, q, window=rng.choice((None, 100, 900)), softcap=rng.choice((None, 20.0)), impl="cpu")
+    return 16
+
+
+def repeats(seed: int, folder: Path) -> int:
+    """One call of attention and one product, 20 times each."""
+    import gpu_cases as cases
+    import test_gpu_linear as linear
+    from gpu_place import PLACE
+
+    case = cases.draw(1, cases.variants(1, seed), longest=PLACE.size(8192, 512), elements=PLACE.size(2**25, 2**17), seed=seed)[0]
+    calls = (cases.build(case, PLACE.device), linear.build(linear.drawn(1 + seed % 24, seed)[-1]))
+    for call in calls:
+        first, *others = [call.run("auto") for _ in range(21)]
+        assert all(cases.same_bits(a, b) for again in others for a, b in zip(again, first, strict=True)), call
+    return 20 * len(calls)
+
+
+def damaged_layers(seed: int, folder: Path) -> int:
+    return _fuzzed("test_checkpoints", "test_fuzzed_layers", seed, folder, 500)
+
+
+def damaged_folders(seed: int, folder: Path) -> int:
+    return _fuzzed("test_hf_external", "test_fuzzed_folders", seed, folder, 60)
+
+
+def _fuzzed(module: str, test: str, seed: int, folder: Path, count: int) -> int:
+    os.environ |= {"HALFBYTE_FUZZ": str(count), "HALFBYTE_FUZZ_SEED": str(1000 + seed)}
+    getattr(__import__(module), test)(folder)
+    return count
+
+
+def kills(seed: int, folder: Path) -> int:
+    """A writer, killed in several processes, each of which begins with what the last has left; then one that is not."""
+    import time
+
+    from writers import WRITERS, files, finished, killed
+
+    rng, name = random.Random(seed), list(WRITERS)[seed % len(WRITERS)]
+    undisturbed, work = folder / "undisturbed", folder / "work"
+    undisturbed.mkdir()
+    work.mkdir()
+    start = time.perf_counter()
+    expected = finished(name, undisturbed)
+    took, count = time.perf_counter() - start, 0
+    for _ in range(5):
+        ends = time.perf_counter() + rng.uniform(0, took)
+        count += killed(lambda: WRITERS[name](work), lambda ends=ends: time.perf_counter() > ends)
+    WRITERS[name](work)
+    assert files(work) == expected
+    assert not list(work.rglob("*.partial"))
+    return count
+
+
+def soak(seed: int, folder: Path) -> int:
+    """Two threads decode with a cache each, which grows and is cropped: the same bits in every round."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from gpu_place import PLACE
+
+    import halfbyte as hb
+
+    def decode(thread: int) -> list[torch.Tensor]:
+        rng = torch.Generator().manual_seed(thread)
+        k, v, q = torch.randn(3, 1, 1, 1, 64, generator=rng).half().to(PLACE.device).unbind(0)
+        cache, last = hb.KVCache(1, 1, 64, 128, keys="int8", values="int4_g32", device=PLACE.device), []
+        for _ in range(5):
+            for step in range(100):
+                cache.append(k * (step + 1) / 100, v)
+                out = hb.decode_attention(q, cache)
+            last.append(out)
+            cache.crop(0)
+        return last
+
+    with ThreadPoolExecutor(2) as pool:
+        rounds = list(pool.map(decode, range(2)))
+    for outs in rounds:
+        assert all(torch.equal(out, outs[0]) for out in outs)
+    return 1000
+
+
+def mutants(seed: int, folder: Path) -> int:
+    """All of them, each in a process of its own: an hour or more."""
+    return _passed(f"{ROOT}/tests/mutants/test_mutants.py")
+
+
+def sanitizers(seed: int, folder: Path) -> int:
+    subprocess.run(["make", "gpu-sanitize", f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
+    return 4
+
+
+def _passed(path: str) -> int:
+    done = subprocess.run([sys.executable, "-m", "pytest", path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return int(done.stdout.split(" passed")[0].split()[-1])
+
+
+_ACCURATE = "Within twice the error of eager 16-bit PyTorch, whatever lies beyond a length"
+_PRODUCT = "Within twice the error of a 16-bit GEMM"
+_DAMAGED = "Finite weights or the library's own error, in bounded time and memory"
+_REPEATS = "The same inputs give the same bits"
+_SOAK = "The same bits in every round, no drift of memory"
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("attention, CPU", _ACCURATE, "calls", 20_000, attention(("cpu",), 16, 512, 2**17)),
+        Row("attention, interpreter", _ACCURATE, "calls", 2_000, attention(("triton",), 3, 40, 2**12), "interpreter"),
+        Row("attention, GPU", _ACCURATE, "calls", 10_000, attention(("auto", "triton"), 16, 8192, 2**25), "gpu", 600, 20_000),
+        Row("linear, CPU", _PRODUCT, "GEMMs and projections", 20_000, products(("cpu",))),
+        Row("linear, interpreter", _PRODUCT, "GEMMs and projections", 1_000, products(("triton",)), "interpreter"),
+        Row("linear, GPU", _PRODUCT, "GEMMs and projections", 10_000, products(("auto", "triton")), "gpu", 600, 20_000),
+        Row("cache", "A cache is a list of tokens, contiguous and in pages", "operations", 800_000, cache_lives),
+        Row("cache, slots", "A token is where its slot says, nothing else changes", "appends", 200_000, slots),
+        Row("cut prompts", "Stored bits do not depend on how tokens are split into appends", "prompts", 5_000, cuts),
+        Row(
+            "batch invariance",
+            "`deterministic_batch`: a sequence has the same bits in every batch",
+            "comparisons",
+            5_000,
+            batch_invariance,
+        ),
+        Row("repeats, CPU", _REPEATS, "repeats", 20_000, repeats),
+        Row("repeats, GPU", _REPEATS, "repeats", 20_000, repeats, "gpu", 600, 20_000),
+        Row("damaged layers", _DAMAGED, "layers of every checkpoint kind", 100_000, damaged_layers, megabytes=300),
+        Row("damaged folders", _DAMAGED, "folders through `hf.load`", 20_000, damaged_folders, megabytes=500),
+        Row("kills", "A killed writer loses no old file and leaves no trace after the next run", "kills", 500, kills),
+        Row("soak, CPU", _SOAK, "decode steps", 1_000_000, soak, megabytes=10),
+        Row("soak, GPU", _SOAK, "decode steps", 1_000_000, soak, "gpu", 600, 10),
+        Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 100, mutants, seconds=4 * 3600),
+        Row("sanitizers", "memcheck, racecheck, initcheck and synccheck report nothing", "tools", 4, sanitizers, "gpu", 4 * 3600),
+    )
+}

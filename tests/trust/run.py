@@ -1,0 +1,164 @@
+"""Run the programme: `make trust`, or `python tests/trust/run.py [ROW ...] [--minutes M]`.
+
+Rows take turns until their goals are reached or the time is up. Each turn is a process with a record in results/trust.jsonl, so an
+interrupted run goes on where it was; records of another version of halfbyte do not count. A failure keeps its seed:
+`--seed N ROW` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from programme import PLACES, ROOT, ROWS, Row
+
+from halfbyte import __version__
+from halfbyte.device import describe
+from halfbyte.measure import records
+from halfbyte.paths import append_line
+
+RECORDS = ROOT / "results" / "trust.jsonl"
+FOLDERS = ("src", ".", "tests", "tests/gpu", "tests/hf", "tests/trust")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which rows; default: all ({'; '.join(ROWS)})")
+    parser.add_argument("--minutes", type=float, default=600, help="how long in all")
+    parser.add_argument("--turn", type=float, default=60, help="seconds of one turn of a row")
+    parser.add_argument("--output", type=Path, default=RECORDS)
+    parser.add_argument("--seed", type=int, help="only this seed, here, without a record")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := set(given.rows) - set(ROWS):
+        parser.error(f"no row is called {', '.join(sorted(unknown))}; there are: {'; '.join(ROWS)}")
+    rows = [ROWS[name] for name in given.rows or ROWS]
+    if given.worker:
+        return work(rows[0], given.seed, given.turn)
+    if given.seed is not None:
+        return max(subprocess.call(command(row, given.seed, 0), env=environment(row)) for row in rows)
+    return programme(rows, given.output, given.turn, time.monotonic() + 60 * given.minutes)
+
+
+def programme(rows: list[Row], output: Path, turn: float, until: float) -> int:
+    """Turns until nothing is left to do. 1 if a record of this version holds a failure, of this run or of an earlier one."""
+    devices = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
+    made = {device: asdict(records.environment(describe(device), 1)) for device in devices}  # before a file of results changes
+    waiting = [row for row in rows if row.place != "gpu" or "cuda" in made]
+    for row in rows:
+        if row not in waiting:
+            print(f"{row.name}: not run, needs a GPU")
+    while waiting and time.monotonic() < until:
+        row = waiting.pop(0)
+        before = totals(row.name, output)
+        if before["count"] < row.goal:
+            record = one_turn(row, before["seeds"], min(turn, until - time.monotonic()))
+            append_line(output, json.dumps(record | {"environment": made["cuda" if row.place == "gpu" else "cpu"]}))
+            waiting.append(row)
+        after = totals(row.name, output)
+        print(f"{row.name}: {after['count']:,} of {row.goal:,} {row.unit}, {after['failures']} failures", flush=True)
+    return int(any(totals(row.name, output)["failures"] for row in rows))
+
+
+def totals(name: str, output: Path) -> dict[str, int]:
+    """Seeds, counts and failures of a row in the records of this version."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+    mine = [r for r in map(json.loads, lines) if r["row"] == name and r["version"] == __version__]
+    sums = {key: sum(r[key] for r in mine) for key in ("seeds", "count")}
+    return {**sums, "failures": sum(len(r["failures"]) for r in mine)}
+
+
+def one_turn(row: Row, first: int, seconds: float) -> dict[str, Any]:
+    """A record of what one process did from seed `first` on."""
+    start, progress = time.monotonic(), list(reported(row, first, seconds))
+    failures = [{"seed": p["seed"], "error": p["error"]} for p in progress if p["error"]]
+    return {
+        "row": row.name,
+        "first": first,
+        "seeds": len(progress),
+        "count": sum(p["count"] for p in progress),
+        "failures": failures,
+        "seconds": round(time.monotonic() - start, 1),
+        "megabytes": max((p["megabytes"] for p in progress), default=0),
+        "version": __version__,
+    }
+
+
+def reported(row: Row, first: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """What a process says of each seed; the one at which it died has failed."""
+    seed = first
+    with subprocess.Popen(command(row, first, seconds), env=environment(row), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"seed"'):
+                yield json.loads(line)
+                seed += 1
+    if process.returncode < 0:
+        yield {"seed": seed, "count": 0, "megabytes": 0, "error": f"the process died: {process.returncode}"}
+
+
+def command(row: Row, seed: int, seconds: float) -> list[str]:
+    return [sys.executable, "-W", "ignore", __file__, row.name, "--worker", "--seed", str(seed), "--turn", str(seconds)]
+
+
+def environment(row: Row) -> dict[str, str]:
+    path = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
+    return {**os.environ, **PLACES[row.place], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+# ------------------------------------------------------------------------------------------------------------ in the process
+
+
+def work(row: Row, seed: int, seconds: float) -> int:
+    """Seeds from this one on until the time is up, at least one; a line of JSON for each. 1 if one of them failed."""
+    until, failed, first = time.monotonic() + seconds, False, 0
+    while True:
+        count, error = attempt(row, seed)
+        first = first or peak()
+        if not error and peak() > first + row.megabytes:
+            error = f"the memory of the process grew by {peak() - first} MB since its first seed"
+        print(json.dumps({"seed": seed, "count": count, "megabytes": peak(), "error": error}), flush=True)
+        seed, failed = seed + 1, failed or bool(error)
+        if time.monotonic() >= until:
+            return int(failed)
+
+
+def attempt(row: Row, seed: int) -> tuple[int, str]:
+    """How many were tried with one seed, and what went wrong."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {row.seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(row.seconds)
+    try:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            return row.check(seed, Path(folder)), ""
+    except BaseException as error:  # pytest.fail raises no Exception
+        traceback.print_exc()
+        return 0, f"{type(error).__name__}: {error}"[:2000]
+    finally:
+        signal.alarm(0)
+
+
+def peak() -> int:
+    """The largest memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The first seed of every row of the programme that needs no GPU; what the programme records, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import run
+from programme import ROWS, Row
+
+SAMPLE = [row for row in ROWS.values() if row.place != "gpu" and row.name != "mutants"]  # which `make mutants` runs
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.name)
+def test_the_first_seed(row: Row) -> None:
+    done = subprocess.run(run.command(row, 0, 0), env=run.environment(row), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["count"] > 0
+
+
+def failing(seed: int, folder: Path) -> int:
+    assert seed != 3, "as expected"
+    return 10
+
+
+ROW = Row("row", "promise", "things", 60, failing)
+
+
+def test_a_seed_that_fails_is_named() -> None:
+    assert run.attempt(ROW, 2) == (10, "")
+    count, error = run.attempt(ROW, 3)
+    assert count == 0
+    assert "as expected" in error
+
+
+def test_a_seed_that_takes_too_long_has_failed() -> None:
+    slow = replace(ROW, check=lambda seed, folder: time.sleep(60) or 1, seconds=1)
+    assert "more than 1 s" in run.attempt(slow, 0)[1]
+
+
+def test_a_row_that_hoards_memory_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = []
+    hoarding = replace(ROW, check=lambda seed, folder: len(kept.append(b"x" * (64 << 20)) or kept), megabytes=100)
+    assert run.work(hoarding, 0, 1) == 1
+    assert "the memory of the process grew" in capsys.readouterr().out
+
+
+def test_an_interrupted_programme_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three turns of two seeds; the process of the second turn dies in its second seed."""
+    turns: list[int] = []
+
+    def command(row: Row, seed: int, seconds: float) -> list[str]:
+        turns.append(seed)
+        says = [json.dumps({"seed": s, "count": 15, "megabytes": 1, "error": ""}) for s in (seed, seed + 1)]
+        died = f"print({says[0]!r}, flush=True); import os; os.kill(os.getpid(), 9)"
+        return [sys.executable, "-c", died if len(turns) == 2 else f"print({says[0]!r}); print({says[1]!r})"]
+
+    monkeypatch.setattr(run, "command", command)
+    output, forever = tmp_path / "trust.jsonl", time.monotonic() + 100
+    assert run.programme([replace(ROW, goal=30)], output, 1, forever) == 0
+    assert run.programme([ROW], output, 1, forever) == 1
+    assert turns == [0, 2, 4]
+    assert run.totals("row", output) == {"seeds": 6, "count": 75, "failures": 1}
+    failures = [failure for line in output.read_text().splitlines() for failure in json.loads(line)["failures"]]
+    assert failures == [{"seed": 3, "error": "the process died: -9"}]
+
+
+def test_gpu_rows_are_not_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    assert run.programme([replace(ROW, place="gpu")], tmp_path / "trust.jsonl", 1, time.monotonic() + 100) == 0
+    assert "row: not run, needs a GPU" in capsys.readouterr().out
+    assert not os.listdir(tmp_path)
