@@ -191,8 +191,7 @@ class Suite:
 
 def settings(model: Any) -> list[Setting]:
     """Every cache with every weight format that fits the model, rotated as `halfbyte.hf.quantize` does; the 16-bit run first."""
-    from halfbyte.hf.cache import head_dims
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import head_dims, text_config
 
     dim = head_dims(text_config(model))[0]
     quantized = any(isinstance(m, QuantLayer) for m in model.modules())

@@ -78,8 +78,7 @@ class Playground:
     """What answers requests, one at a time: a model, and what was found of it so far."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer) -> None:
-        from halfbyte.hf.cache import head_dims
-        from halfbyte.hf.model_support import text_config
+        from halfbyte.hf.model_support import head_dims, text_config
 
         self.model, self.tokenizer = model, tokenizer
         self._head_dim = head_dims(text_config(model))[0]
