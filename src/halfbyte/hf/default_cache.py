@@ -15,8 +15,9 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.attention import NAME
-from halfbyte.hf.cache import BUCKET, PackedCache
+from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
+from halfbyte.hf.layer_options import BUCKET
 from halfbyte.hf.quantization_config import HalfbyteConfig
 
 #: The entry of config.json that holds the settings.
