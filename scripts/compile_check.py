@@ -65,6 +65,7 @@ class Job:
     configuration: str
     target: Target
     tuned: bool
+    recorded: bool
 
 
 def kernel_modules() -> list[str]:
@@ -119,7 +120,7 @@ def check(job: Job) -> Result:
     try:
         configuration = configurations(job.module)[job.configuration]
         binary = build(configuration, job.target)
-        entry = entry_of(job, binary)
+        entry = entry_of(job, binary) if job.recorded else None
         found = tuple(problems(binary, configuration, job.target, job.tuned))
     except Exception as error:
         found = (explained(error),)
@@ -150,34 +151,38 @@ def spread(items: list[str], count: int) -> list[str]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def jobs_of(targets: list[Target], sample: int, only: str) -> list[Job]:
-    """Everything to compile."""
+def complete(targets: list[Target], sample: int) -> list[Target]:
+    """The targets of which every variant is compiled. Only these are recorded: a sample changes with every new variant."""
     import triton
 
+    return [t for t in targets if not sample or (triton.__version__, t.capability) == MEASURED]
+
+
+def jobs_of(targets: list[Target], sample: int, only: str) -> list[Job]:
+    """Everything to compile."""
     jobs = []
+    whole = complete(targets, sample)
     for module in kernel_modules():
         found = configurations(module)
         names = [name for name in found if only in f"{module} {name}"]
         sampled = set(spread(names, sample))
         for name, target in ((name, target) for name in names for target in targets):
-            wanted = name in sampled or (triton.__version__, target.capability) == MEASURED
-            if wanted and target.capability in found[name].targets:
-                jobs.append(Job(module, name, target, not sample))
+            if (name in sampled or target in whole) and target.capability in found[name].targets:
+                jobs.append(Job(module, name, target, not sample, target in whole))
     return jobs
 
 
-def compare(results: list[Result], everything: bool, console: Console) -> bool:
-    """Whether all that compiled is what the manifest says, for the versions of Triton it has. `everything`: nothing is left out."""
+def compare(results: list[Result], whole: set[tuple[str, str]], console: Console) -> bool:
+    """Whether what compiled is what the manifest says, for the versions of Triton and targets it has. `whole`: those of which no
+    variant is left out."""
     recorded = manifest.read()
-    entries = [result.entry for result in results if result.entry is not None]
-    versions = {entry.triton for entry in entries} & {version for version, _, _ in recorded}
+    known = {key[:2] for key in recorded}
     wrong = {}
-    for entry in (entry for entry in entries if entry.triton in versions):
+    for entry in (r.entry for r in results if r.entry is not None and r.entry.key[:2] in known):
         old = recorded.get(entry.key)
         wrong[entry.key] = manifest.difference(old, entry) if old else "not in the manifest"
-    if everything:
-        gone = {key for key in recorded if key[0] in versions} - wrong.keys()
-        wrong |= dict.fromkeys(gone, "in the manifest, but no kernel has it")
+    gone = {key for key in recorded if key[:2] in whole} - wrong.keys()
+    wrong |= dict.fromkeys(gone, "in the manifest, but no kernel has it")
     wrong = {key: why for key, why in wrong.items() if why}
     for key, why in sorted(wrong.items()):
         console.print(*key, why, style="red", markup=False)
@@ -186,7 +191,7 @@ def compare(results: list[Result], everything: bool, console: Console) -> bool:
     return not wrong
 
 
-def update(results: list[Result], everything: bool, console: Console) -> None:
+def update(results: list[Result], whole: set[tuple[str, str]], console: Console) -> None:
     """Write the manifest again, and report what changed and by how much machine code did."""
     recorded = manifest.read()
     entries = [result.entry for result in results if result.entry is not None]
@@ -195,9 +200,7 @@ def update(results: list[Result], everything: bool, console: Console) -> None:
     for old, new in large:
         console.print(*new.key, manifest.difference(old, new), markup=False)
     console.print(f"{len(changed)} of {len(entries)} differ from the manifest, {len(large)} by more than 1 % of their machine code")
-    seen = {entry.triton for entry in entries}
-    kept = {key: entry for key, entry in recorded.items() if not (everything and key[0] in seen)}
-    manifest.write(entries, kept)
+    manifest.write(entries, {key: entry for key, entry in recorded.items() if key[:2] not in whole})
 
 
 def run(jobs: list[Job], processes: int, console: Console) -> list[Result]:
@@ -298,11 +301,11 @@ def main(
     console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
     results = run(jobs, processes, console)
     good = report(results, targets, console)
-    everything = not (sample or only or target)
+    whole = set() if only else {(triton.__version__, t.name) for t in complete(targets, sample)}
     if record:
-        update(results, everything, console)
+        update(results, whole, console)
     else:
-        good &= compare(results, everything, console)
+        good &= compare(results, whole, console)
     failed = [] if good else [triton.__version__]
     others = [] if here_only else [v for v in VERSIONS if v != triton.__version__]
     failed += [version for version in others if not check_with(version, processes, only, record)]

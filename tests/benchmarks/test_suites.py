@@ -151,7 +151,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
     assert not s.records
     assert [(70 < count < 110, *rest) for count, *rest in asked] == [(True, (9, 0), suite_module._WORTH)]
     precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Precompiled)}
-    assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob"}
+    assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob", "CapacityJob"}
 
 
 def test_all_has_every_command_and_every_study() -> None:
@@ -263,7 +263,7 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     assert listed["torch sdpa"] == listed["flex attention"] == listed["tinygemm"] == "yes"
     assert listed["torch sdpa cudnn"] == "no: needs an NVIDIA GPU"
     assert listed["humming"] == "no: not installed: pip install humming-kernels; needs an NVIDIA GPU"
-    assert {"flashinfer", "fbgemm", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
+    assert {"flashinfer", "row-wise fbgemm, 8 splits", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
     absent = Baseline("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
     assert absent.missing(FAKE) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"

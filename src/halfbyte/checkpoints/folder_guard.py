@@ -53,7 +53,8 @@ def check_configuration(file: Path) -> None:
             raw = stream.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise CheckpointError(f"{file}: more than {MAX_BYTES} bytes, which no configuration is")
-        if raw.count(b"{") + raw.count(b"[") > 4 * MAX_CONTAINERS:  # before they are made; strings may hold some too
+        # Before they are made; strings may hold some too.
+        if raw.count(b"{") + raw.count(b"[") > 4 * MAX_CONTAINERS or raw.count(b",") > MAX_VALUES:
             raise _too_much(file)
         data = json.loads(raw.decode("utf-8"))
     except OSError as error:

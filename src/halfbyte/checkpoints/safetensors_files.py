@@ -21,11 +21,12 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import INT4_SYM, INT8, Format, Shape
 from halfbyte.tensors import expected_parts
 
-#: The format's own limit on a header.
-MAX_HEADER = 100_000_000
+#: The format's own limit on a header. In memory a header takes about 20 times its size, so one beyond `SMALL_HEADER` may be an
+#: eighth of its file at most.
+MAX_HEADER, SMALL_HEADER = 100_000_000, 4_000_000
 #: Real models have a few axes; torch stops at 64.
 MAX_RANK = 16
-MAX_INDEX = 256_000_000
+MAX_INDEX = 64_000_000
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,6 +74,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 _damaged(file, f"its header claims {length} bytes, the file has {size}; download it again")
+            if length > max(SMALL_HEADER, size // 8):
+                _damaged(file, f"its header takes {length} of its {size} bytes, which no model's does")
             raw = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from error
