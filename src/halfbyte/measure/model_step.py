@@ -23,8 +23,8 @@ import halfbyte.hf as hf
 from halfbyte.device import Device
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
-from halfbyte.hf.cache import half_type, layer_formats
-from halfbyte.hf.model_support import text_config
+from halfbyte.hf.cache import layer_formats
+from halfbyte.hf.model_support import half_type, text_config
 from halfbyte.hf.weights import check_fits, find_lm_head, select
 from halfbyte.measure.cupti import kernels_of
 from halfbyte.measure.records import Environment, Record, environment
