@@ -94,7 +94,10 @@ def evaluate(
     model: Model,
     weights: Weights = "bf16",
     lm_head: LmHead = "bf16",
-    rotate_values: RotateValues = False,
+    rotate_values: Annotated[
+        bool,
+        typer.Option("--rotate-values", help="Hadamard-rotate values: by v_proj and o_proj or, where these cannot, by the cache."),
+    ] = False,
     clip: Clip = None,
     plan: Plan = None,
     every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
