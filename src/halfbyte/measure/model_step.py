@@ -23,7 +23,7 @@ import halfbyte.hf as hf
 from halfbyte.device import Device
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
-from halfbyte.hf.cache import layer_formats
+from halfbyte.hf.layer_options import layer_formats
 from halfbyte.hf.model_support import half_type, text_config
 from halfbyte.hf.weights import check_fits, find_lm_head, select
 from halfbyte.measure.cupti import kernels_of
