@@ -14,8 +14,8 @@ import typer
 from halfbyte.cli.bench_model import show
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
+from halfbyte.hf.model_step import SIZES, Formats, Steps, measure, of_sizes
 from halfbyte.measure import records
-from halfbyte.measure.model_step import SIZES, Formats, Steps, measure, of_sizes
 
 #: The same in every case.
 FORMATS = Formats("int4_g128", "int8", "int4_g32", "int8_col")

@@ -14,7 +14,7 @@ import copy
 from pathlib import Path
 
 from halfbyte.device import describe
-from halfbyte.measure.model_step import SIZES, Formats, Steps, load, measure, of_sizes
+from halfbyte.hf.model_step import SIZES, Formats, Steps, load, measure, of_sizes
 from halfbyte.measure.records import append
 
 parser = argparse.ArgumentParser()

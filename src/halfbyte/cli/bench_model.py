@@ -40,9 +40,9 @@ def bench_model(
     """Tokens a second of a whole model: transformers in 16 bits, halfbyte in several ways, and where a step's time goes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints lines of its own to stderr
     from halfbyte.device import describe
+    from halfbyte.hf.model_step import Formats, Steps, load, measure, of_sizes
     from halfbyte.hf.model_support import read_config
     from halfbyte.measure import records
-    from halfbyte.measure.model_step import Formats, Steps, load, measure, of_sizes
     from halfbyte.paths import resolve_model
 
     check_appendable(output, "output")

@@ -19,12 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.utils import logging
 
-import halfbyte.hf as hf
 from halfbyte.device import Device
 from halfbyte.errors import check
 from halfbyte.formats import key_format, value_format, weight_format
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.checkpoint import load as load_folder
+from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.layer_options import layer_formats
 from halfbyte.hf.model_support import half_type, text_config
+from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.weights import check_fits, find_lm_head, select
 from halfbyte.measure.cupti import kernels_of
 from halfbyte.measure.records import Environment, Record, environment
@@ -70,8 +73,8 @@ PLAIN = Way("transformers", {"cache_implementation": "static"})
 #: With a packed cache.
 PACKED = (
     Way("halfbyte", {}),
-    Way("halfbyte, one graph a step", {"custom_generate": hf.generate}),
-    Way("halfbyte, fused blocks", {"custom_generate": hf.generate, "fuse_blocks": True}),
+    Way("halfbyte, one graph a step", {"custom_generate": generate}),
+    Way("halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
 )
 
 
@@ -130,7 +133,7 @@ def load(name: str, machine: Device, formats: Formats) -> Any:
     """
     logging.disable_progress_bar()
     with machine.torch:
-        model = hf.load(resolve_model(name), dtype=_dtype(machine)).to(machine.torch).eval()
+        model = load_folder(resolve_model(name), dtype=_dtype(machine)).to(machine.torch).eval()
     quantized = getattr(model, "hf_quantizer", None) is not None or any(isinstance(m, QuantLayer) for m in model.modules())
     check(not quantized, f"model={name!r} is quantized already; give one of 16-bit weights, to compare with")
     return checked(model, formats)
@@ -166,7 +169,7 @@ def measure(
     """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
 
     `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by
-    count and name. `said` is told what is being done.
+    count and name. `said` is called with what is being done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
@@ -185,7 +188,7 @@ def measure(
     wider = model.dtype.itemsize // 2
     yield record(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
     torch.compiler.reset()
-    hf.quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
+    quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
     for way in PACKED:
         yield record(way, str(formats), bytes_read(model, steps, formats.keys, formats.values))
 
@@ -202,7 +205,7 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     lookup = 0 if getattr(head, "weight", None) is embedding.weight else embedding.weight.nbytes
-    cache = hf.PackedCache(model.config, steps.context, keys=keys, values=values)
+    cache = PackedCache(model.config, steps.context, keys=keys, values=values)
     return int(weights - lookup + steps.batch * steps.context * cache.bytes_per_token * wider)
 
 

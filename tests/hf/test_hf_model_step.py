@@ -12,8 +12,8 @@ import halfbyte.hf as hf
 from halfbyte import cli
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
-from halfbyte.measure import model_step
-from halfbyte.measure.model_step import PACKED, PLAIN, Formats, Part, Steps, bytes_read, load, of_sizes, parts_of, short_name, timed
+from halfbyte.hf import model_step
+from halfbyte.hf.model_step import PACKED, PLAIN, Formats, Part, Steps, bytes_read, load, of_sizes, parts_of, short_name, timed
 
 FORMATS = Formats("int4_g64", "int8", "int4_g32")
 
