@@ -1,15 +1,17 @@
 """Decode steps of a whole model, in 16 bits and quantized: how long one takes, what it must read, and where its time goes.
 
 The first token is timed by itself and subtracted, so a step is what every further token costs. A trace of a long call less one of
-a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting.
+a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting. On a CPU,
+which other programs share, all sides are timed in turn; a GPU holds one side at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -54,7 +56,7 @@ SIZES: dict[str, PretrainedConfig] = {
     "qwen3-1.7b": Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN),
 }
 #: Calls whose median is taken, behind so many that compile and record.
-_REPEATS, _WARM_UP = 3, 2
+_REPEATS, _WARM_UP = 5, 2
 #: Parts below this share of a step are left out of its record.
 _LEAST = 1e-3
 #: Letters of a kernel's name.
@@ -87,6 +89,19 @@ class Part:
 
     def __add__(self, other: Part) -> Part:
         return Part(self.seconds + other.seconds, self.times + other.times)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the first token, and of a decode step by each call."""
+
+    first: float
+    steps: tuple[float, ...]
+
+    @property
+    def step(self) -> float:
+        """Of a decode step: the median."""
+        return statistics.median(self.steps)
 
 
 @dataclass(frozen=True)
@@ -168,36 +183,45 @@ def measure(
 ) -> Iterator[Record]:
     """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
 
-    `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by
-    count and name. `said` is called with what is being done.
+    `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call; `kernels`, where it is
+    `traced`, are its parts, seconds by count and name. `said` is called with what is being done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
     rate = roof.read(2**28 if machine.kind == "cuda" else 2**24).gb_per_s
     where = environment(machine, torch.get_num_threads())
 
-    def record(way: Way, names: str, nbytes: int) -> Record:
-        said(f"{way.name}: timing")
-        made = _record(shape, names, way.name, nbytes, where, *timed(model, steps, way), rate)
-        if not traced:
-            return made
-        said(f"{way.name}: tracing")
-        parts, least = parts_of(model, steps, way), _LEAST * (made.seconds or 0)
-        return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
+    def records(sides: Sequence[tuple[Any, Way]]) -> Iterator[Record]:
+        said(f"{', '.join(way.name for _, way in sides)}: timing")
+        for (side, way), times in zip(sides, timed_in_turn(sides, steps), strict=True):
+            wider = side.dtype.itemsize // 2 if way is PLAIN else 1
+            held = ("bf16", "bf16") if way is PLAIN else (formats.keys, formats.values)
+            names = ("fp32" if wider > 1 else "bf16") if way is PLAIN else str(formats)
+            made = _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
+            if not traced:
+                yield made
+                continue
+            said(f"{way.name}: tracing")
+            parts, least = parts_of(side, steps, way), _LEAST * times.step
+            yield replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
 
-    wider = model.dtype.itemsize // 2
-    yield record(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
+    in_turn = machine.kind == "cpu"
+    plain = copy.deepcopy(model) if in_turn else model
+    if not in_turn:
+        yield from records([(plain, PLAIN)])
     torch.compiler.reset()
     quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
-    for way in PACKED:
-        yield record(way, str(formats), bytes_read(model, steps, formats.keys, formats.values))
+    packed = [(model, way) for way in PACKED]
+    for sides in [[(plain, PLAIN), *packed]] if in_turn else [[side] for side in packed]:
+        yield from records(sides)
 
 
-def _record(
-    shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, first: float, step: float, rate: float
-) -> Record:
+def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
+    step = times.step
     rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
-    return Record("generate", shape, formats, name, nbytes, where, step, **rates, note=f"first token {1e3 * first:.1f} ms")  # type: ignore[arg-type]
+    spread = {"p10": min(times.steps), "p90": max(times.steps), "repeats": len(times.steps)}
+    note = f"first token {1e3 * times.first:.1f} ms"
+    return Record("generate", shape, formats, name, nbytes, where, step, **rates, **spread, note=note)  # type: ignore[arg-type]
 
 
 def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1) -> int:
@@ -211,17 +235,28 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
     """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
-    once, whole = (_call(model, steps, way, new) for new in (1, steps.new))
+    (found,) = timed_in_turn([(model, way)], steps)
+    return found.first, found.step
+
+
+def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]:
+    """`timed` of several models and ways, a call of each after the other: what else runs here then slows all of them."""
+    calls = [(_call(model, steps, way, 1), _call(model, steps, way, steps.new)) for model, way in sides]
 
     def seconds(run: Callable[[], None]) -> float:
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
 
-    for run in [whole] * _WARM_UP:
-        run()
-    first = statistics.median(seconds(once) for _ in range(_REPEATS))
-    return first, max(statistics.median(seconds(whole) for _ in range(_REPEATS)) - first, 1e-9) / (steps.new - 1)
+    for _, whole in calls:
+        for _ in range(_WARM_UP):
+            whole()
+    samples = [[(seconds(once), seconds(whole)) for once, whole in calls] for _ in range(_REPEATS)]
+    found = []
+    for mine in zip(*samples, strict=True):
+        first = statistics.median(once for once, _ in mine)
+        found.append(Times(first, tuple(max(whole - first, 1e-9) / (steps.new - 1) for _, whole in mine)))
+    return found
 
 
 def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
