@@ -117,7 +117,8 @@ def command(row: Row, seed: int, seconds: float) -> list[str]:
 
 def environment(row: Row) -> dict[str, str]:
     path = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
-    return {**os.environ, **PLACES[row.place], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    quiet = {"TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **PLACES[row.place], **quiet, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 # ------------------------------------------------------------------------------------------------------------ in the process
