@@ -120,8 +120,12 @@ pins:          ## write constraints.txt again from what is installed
 size:          ## the size of every source file, largest first
 	@find src -name '*.py' | xargs wc -l | sort -rn
 
-wheel: $(VENV)/.ready-dev  ## a pure-Python wheel in dist/
-	$(BIN)/python -m build --wheel
+# The sdist holds both distributions; the model's wheel is built from here alone.
+wheel: $(VENV)/.ready-dev  ## sdist and wheels of halfbyte and of its demo model in dist/, checked
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m build --wheel --outdir dist demo
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:         ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

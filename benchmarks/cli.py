@@ -72,6 +72,20 @@ def run_qkv(
     run_suites(options, "q, k, v", lambda _: [suites.qkv(weights, impl)], report_sections.section_of)
 
 
+@app.command("evaluate")
+@measures
+def run_evaluate(
+    options: RunOptions,
+    model: Annotated[str, typer.Argument(help="A model folder, a Hub id such as gpt2, or demo.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    layer: Annotated[int, typer.Option(help="The attention layer; negative numbers count from the end.")] = 0,
+) -> None:
+    """One attention layer of a model through all variants and formats: weights, records, table and plots as files."""
+    from benchmarks.qkv_evaluation import evaluate
+
+    evaluate(options, model, folder, layer)
+
+
 @app.command("study")
 @measures
 def run_study(

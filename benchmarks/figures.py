@@ -24,7 +24,8 @@ def of_attention(measured: Sequence[Record]) -> list[str]:
     label = "% of the read roofline at the same number of bytes"
     shares = [charts.marked_bars(reached, asked, x_label=label, title="Share of the read roofline")] if reached else []
     attention = [r for r in measured if r.op == "decode_attention"]
-    return [*shares, *speedups(attention), *rooflines(attention), *by_size(attention)]
+    even = [r for r in attention if r.case != targets.SKEWED.name]  # of whose lengths the shape knows the longest
+    return [*shares, *speedups(attention), *rooflines(even), *by_size(attention)]
 
 
 def of_linear(measured: Sequence[Record]) -> list[str]:
@@ -60,7 +61,13 @@ def of_variants(measured: Sequence[Record]) -> list[str]:
     return [charts.stacked_bars(stacks, x_label=label, title=f"{case}: launch by launch") for case, stacks in by_case.items()]
 
 
-# -------------------------------------------------------------------------------------------------------------------------- figures
+def end_to_end(measured: Sequence[Record]) -> list[str]:
+    """Microseconds of whole variants, calls back to back: a chart for each layer."""
+    by_case: dict[str, dict[str, float]] = {}
+    for r in measured:
+        if r.chained and launches(r):
+            by_case.setdefault(r.case, {})[f"{r.formats}, {r.implementation}"] = 1e6 * r.chained
+    return [charts.bars(times, x_label="us, end to end", title=f"{case}: end to end") for case, times in by_case.items()]
 
 
 # ------------------------------------------------------------------------------------------------------------ figures of one record

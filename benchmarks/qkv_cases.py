@@ -1,4 +1,5 @@
-"""`python -m benchmarks qkv`: the four published variants launch by launch, and one launch for q, k and v against three alike.
+"""`python -m benchmarks qkv`: the four published variants launch by launch, and one launch for q, k and v against three alike; both
+beside the same with 16-bit weights.
 
 A variant is timed whole and each of its launches alone, over a rotation of layers larger than the L2 cache. On a GPU CUPTI then
 gives the kernels of a variant: their own times where they stand, between the launches whose results they find in the cache, which a
@@ -15,11 +16,12 @@ from statistics import median
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 
 import halfbyte
 from benchmarks import qkv_layers
 from benchmarks.linear_targets import INT4
-from benchmarks.qkv_layers import GPT2, LLAMA, NAIVE, TWO_KERNEL, VARIANTS, AttentionShape, QkvLayer, Variant, Weights
+from benchmarks.qkv_layers import GPT2, LLAMA, MEASURED, NAIVE, SIXTEEN, TWO_KERNEL, AttentionShape, QkvLayer, Variant, Weights
 from benchmarks.targets import Target, judge, verdict_text
 from halfbyte.measure import precompile
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused
@@ -52,6 +54,7 @@ ONE, THREE = "one launch", "three launches"
 _SECOND_HALF = "splitKreduce"
 #: Our own kernel that puts x in the order in which wgmma read it.
 _AHEAD = "order"
+_ORDERS = "a launch ahead of the fused projection, in its time, puts x in order"
 
 
 def jobs(layers: Sequence[Weights], impl: str, kind: str, quick: bool = False) -> list[Job]:
@@ -83,13 +86,13 @@ class VariantsJob:
         """The fused projection of the two-kernel variant."""
         s, half = self.given.shape, "fp16" if self.given.shape.dtype == torch.float16 else "bf16"
         for fmt in self.formats if self.impl != "triton" else ():
-            if any(session.wants(self.name, fmt, v.name) for v in VARIANTS):
+            if any(session.wants(self.name, fmt, v.name) for v in MEASURED):
                 yield from precompile.products(session.device, fmt, s.rows, s.tokens, s.hidden, half, biased=True)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each variant, whose note has the time of each launch."""
         for fmt in self.formats:
-            if any(session.wants(self.name, fmt, v.name) for v in VARIANTS):
+            if any(session.wants(self.name, fmt, v.name) for v in MEASURED):
                 with torch.no_grad(), fixed_threads(session.threads):
                     yield from self._format(session, fmt)
                 session.free()
@@ -98,9 +101,9 @@ class VariantsJob:
         first = qkv_layers.build(self.given, fmt, session.device.torch, self.impl)
         rotation = _rotation(session, first)
         right = qkv_layers.promise(first)
-        records = {v.name: self._checked(session, v, rotation, right, fmt) for v in VARIANTS}
+        records = {v.name: self._checked(session, v, rotation, right, fmt) for v in MEASURED}
         samplers: dict[tuple[str, str], Sampler] = {}
-        for v in VARIANTS:
+        for v in MEASURED:
             if not records[v.name].refused:
                 try:
                     samplers |= _samplers(session, v, rotation)
@@ -110,8 +113,8 @@ class VariantsJob:
         taken = sample_in_turn({name: samplers[key] for name, key in names.items()}, session.effort) if names else {}
         warm = _warm(session, rotation)
         times = {key: summary(taken[name], samplers[key].method + warm) for name, key in names.items()}
-        traced = session.traced({v.name: _whole(v, rotation, paired=False) for v in VARIANTS if (v.name, "alone") in times})
-        for v in VARIANTS:
+        traced = session.traced({v.name: _whole(v, rotation, paired=False) for v in MEASURED if (v.name, "alone") in times})
+        for v in MEASURED:
             try:
                 for how in ("alone", "chained") if (v.name, "alone") in times else ():
                     for out in samplers[v.name, how].run():
@@ -127,7 +130,8 @@ class VariantsJob:
     ) -> Record:
         """A record without a time: right on every layer of the rotation, else refused."""
         shape = self.given.shape.sizes | {"launches": len(v.launches)}
-        blank = Record(OP, shape, fmt, v.name, rotation[0].nbytes, session.environment, case=self.name)
+        nbytes = rotation[0].sixteen.nbytes if v.name == SIXTEEN else rotation[0].nbytes
+        blank = Record(OP, shape, fmt, v.name, nbytes, session.environment, case=self.name)
         try:
             for layer in rotation:
                 accuracy = right(v.run(layer))
@@ -225,7 +229,7 @@ def _on_top(kernels: Sequence[Kernel]) -> str:
     """What a call launches beside what is counted, in words."""
     halves, ahead = sum(_SECOND_HALF in kernel.name for kernel in kernels), any(kernel.name == _AHEAD for kernel in kernels)
     told = [f"cuBLAS splits {halves} of the products along K, with a second kernel each"] if halves else []
-    return "; ".join(told + ["a launch ahead of the fused projection, in its time, puts x in order"] * ahead)
+    return "; ".join(told + [_ORDERS] * ahead)
 
 
 # ------------------------------------------------------------------------------------------------------------- one launch for three
@@ -257,7 +261,7 @@ class FusedJob:
                 yield from precompile.products(session.device, fmt, features, rows, self.shape.hidden)
 
     def measure(self, session: Session) -> Iterator[Record]:
-        """Two records for each number of rows and format."""
+        """Three records for each number of rows and format."""
         for fmt in self.formats:
             rows = [m for m in self.rows if session.wants(self.case(m), fmt, ONE)]
             if not rows:
@@ -273,11 +277,10 @@ class FusedJob:
         first = rotation[0]
         x, case = first.x[:rows].contiguous(), self.case(rows)
         shape = {"M": rows, "K": self.shape.hidden, "N": sum(self.shape.rows)}
-        blanks = {
-            name: Record(FUSED_OP, shape, first.weights[0].format.name, name, first.nbytes, session.environment, case=case)
-            for name in (THREE, ONE)
-        }
-        calls = {THREE: [partial(_three, x, layer) for layer in rotation], ONE: [partial(_one, x, layer) for layer in rotation]}
+        ways, fmt = {THREE: _three, SIXTEEN: _sixteen, ONE: _one}, first.weights[0].format.name
+        nbytes = {name: first.sixteen.nbytes if name == SIXTEEN else first.nbytes for name in ways}
+        blanks = {name: Record(FUSED_OP, shape, fmt, name, nbytes[name], session.environment, case=case) for name in ways}
+        calls = {name: [partial(way, x, layer) for layer in rotation] for name, way in ways.items()}
         rights = [promise_of_linear(x, w.dequantize) for w in first.weights]
         trials = {
             f"{name} {how}": Trial(f"{name} {how}", Work(fns, paired=how == "chained"), partial(_judged, rights))
@@ -294,7 +297,7 @@ class FusedJob:
         three, one = made[THREE], made[ONE]
         ratio = three.seconds / one.seconds if three.seconds and one.seconds and NOT_CAPTURED not in one.method else None
         bars = [Target(case, one.formats, "times_three", TIMES_THREE)] if rows == 1 else []
-        yield three
+        yield from (three, made[SIXTEEN])
         yield replace(one, peer=THREE, peer_seconds=three.seconds, bars=judge(bars, {"times_three": ratio}))
 
 
@@ -304,6 +307,10 @@ def _one(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
 
 def _three(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
     return tuple(halfbyte.linear(x, weight, impl=layer.impl) for weight in layer.weights)
+
+
+def _sixteen(x: torch.Tensor, layer: QkvLayer) -> tuple[torch.Tensor, ...]:
+    return tuple(F.linear(x, layer.sixteen).split(layer.shape.rows, 1))
 
 
 def _judged(rights: Sequence[Callable[[torch.Tensor], Accuracy]], outs: Iterable[Sequence[torch.Tensor]]) -> Accuracy:
@@ -345,12 +352,12 @@ def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _row(r: Record) -> tuple[str, ...]:
-    launches = r.shape.get("launches") or {ONE: 1, THREE: 3}.get(r.implementation, 0)
+    launches = r.shape.get("launches") or {ONE: 1, THREE: 3, SIXTEEN: 1}.get(r.implementation, 0)
     return (
         r.case,
         r.formats,
         r.implementation,
-        str(launches),
+        f"{launches}" + " + 1" * (_ORDERS in r.note),
         us(r.alone),
         us(r.chained),
         us(r.kernel_seconds),

@@ -5,7 +5,8 @@
     semi-fused        dequantize into one [Nq + Nk + Nv, K]; one product; attention            3
     two-kernel        `halfbyte.qkv_projection`: dequantization and products in one; attention 2
 
-Attention is torch's own scaled_dot_product_attention, unmodified and causal, and the same in all four; products are torch's.
+Attention is torch's own scaled_dot_product_attention, unmodified and causal, and the same in all; products are torch's. Beside them
+stands the layer with its weights in 16 bits: one product, attention.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def _read(info: TensorInfo) -> torch.Tensor:
 class QkvLayer:
     """One quantized attention layer with everything that a variant reads and writes; a rotation has several.
 
-    x [L, K] and biases [N] in 16 bits; `whole` [Nq + Nk + Nv, K] holds dequantized weights; q, k, v [L, N] are what launches leave
-    for the next.
+    x [L, K] and biases [N] in 16 bits; `whole` [Nq + Nk + Nv, K] is where variants put dequantized weights, which `sixteen` holds
+    from the start; q, k, v [L, N] are what launches leave for the next.
     """
 
     shape: AttentionShape
@@ -123,6 +124,7 @@ class QkvLayer:
     biases: Three
     impl: str = "auto"
     whole: torch.Tensor = field(init=False)
+    sixteen: torch.Tensor = field(init=False)
     bias: torch.Tensor = field(init=False)
     q: torch.Tensor = field(init=False)
     k: torch.Tensor = field(init=False)
@@ -130,6 +132,7 @@ class QkvLayer:
 
     def __post_init__(self) -> None:
         self.whole = self.x.new_empty(sum(self.shape.rows), self.shape.hidden)
+        self.sixteen = torch.cat([w.dequantize(self.x.dtype) for w in self.weights])
         self.bias = torch.cat(self.biases)
 
     @property
@@ -211,7 +214,15 @@ def _product(i: int) -> Launch:
 
 
 def _one_product(layer: QkvLayer) -> torch.Tensor:
-    y = F.linear(layer.x, layer.whole, layer.bias)
+    return _product_with(layer, layer.whole)
+
+
+def _product_in_16_bits(layer: QkvLayer) -> torch.Tensor:
+    return _product_with(layer, layer.sixteen)
+
+
+def _product_with(layer: QkvLayer, weights: torch.Tensor) -> torch.Tensor:
+    y = F.linear(layer.x, weights, layer.bias)
     layer.q, layer.k, layer.v = y.split(layer.shape.rows, 1)
     return y
 
@@ -224,13 +235,15 @@ def _fused(layer: QkvLayer) -> torch.Tensor:
 _ATTENTION = Launch("attention", QkvLayer.attend)
 _EACH, _PRODUCTS = tuple(_dequantize_one(i) for i in range(3)), tuple(_product(i) for i in range(3))
 _ALL = Launch("dequantize q, k, v", _dequantize_all)
-NAIVE, TWO_KERNEL = "naive", "two-kernel"
+NAIVE, TWO_KERNEL, SIXTEEN = "naive", "two-kernel", "16-bit weights"
 VARIANTS = (
     Variant(NAIVE, (*_EACH, *_PRODUCTS, _ATTENTION)),
     Variant("projection-fused", (_ALL, *_PRODUCTS, _ATTENTION)),
     Variant("semi-fused", (_ALL, Launch("product q, k, v", _one_product), _ATTENTION)),
     Variant(TWO_KERNEL, (Launch("fused projection", _fused), _ATTENTION)),
 )
+#: The published variants, and the layer without quantization.
+MEASURED = (*VARIANTS, Variant(SIXTEEN, (Launch("product q, k, v", _product_in_16_bits), _ATTENTION)))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is right

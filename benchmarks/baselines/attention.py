@@ -22,8 +22,8 @@ from benchmarks.baselines import Baseline, Copies, Prepared
 
 #: Tokens of a page of FlashInfer's cache.
 _PAGE = 64
-#: FBGEMM's parts of a sequence, of which 16 to 32 are fastest on an H200; numbers with a scale of their own in a vector of 128.
-_SPLITS, _GROUPS = 32, 4
+#: FBGEMM's parts of a sequence, of which the fastest counts; groups with a scale of their own in a vector of 128, by format.
+_SPLITS, _GROUPS = (2, 4, 8, 16, 32, 64, 128), {"int4": ("row-wise fbgemm", 1), "int4_g32": ("grouped fbgemm", 4)}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -146,19 +146,19 @@ def _flashinfer(dtype: torch.dtype) -> Callable[..., Prepared]:
     return prepare
 
 
-def _fbgemm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, copies: Copies) -> Prepared:
-    """FBGEMM's `gqa_attn_splitk` on int4 caches with four groups, one KV head a batch entry as it asks."""
+def _fbgemm(groups: int, splits: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, copies: Copies) -> Prepared:
+    """FBGEMM's `gqa_attn_splitk` on int4 caches, one KV head a batch entry as it asks."""
     found = find_spec("fbgemm_gpu")
     for folder in (found.submodule_search_locations if found else None) or ():
         # The library alone: importing the package asks for much else.
         torch.ops.load_library(str(Path(folder) / "experimental" / "gen_ai" / "fbgemm_gpu_experimental_gen_ai.so"))
     batch, heads, tokens, dim = k.shape
-    (k_stored, k_held), (v_stored, v_held) = (fbgemm_int4(x.reshape(batch * heads, tokens, dim), _GROUPS) for x in (k, v))
+    (k_stored, k_held), (v_stored, v_held) = (fbgemm_int4(x.reshape(batch * heads, tokens, dim), groups) for x in (k, v))
     rows = q.reshape(batch * heads, 1, -1, dim)
     last = torch.full((batch * heads,), tokens - 1, dtype=torch.int32, device=q.device)
 
     def run(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        out = torch.ops.fbgemm.gqa_attn_splitk(rows, keys, values, last, dim**-0.5, _SPLITS, _GROUPS, True, 2)[0]
+        out = torch.ops.fbgemm.gqa_attn_splitk(rows, keys, values, last, dim**-0.5, splits, groups, True, 2)[0]
         return out.reshape(q.shape)  # type: ignore[no-any-return]
 
     rotation = _rotation(k_stored, v_stored, copies)
@@ -199,5 +199,14 @@ BASELINES = (
     ),
     Baseline("flashinfer", "attention", "bf16", _flashinfer(torch.bfloat16), **_FLASHINFER),
     Baseline("flashinfer fp8", "attention", "fp8", _flashinfer(torch.float8_e4m3fn), **_FLASHINFER),
-    Baseline("fbgemm", "attention", "int4", _fbgemm, ("fbgemm_gpu",), "fbgemm-gpu-genai", gpu=True),
+    *(
+        Baseline(
+            *(f"{name}, {splits} splits", "attention", formats, partial(_fbgemm, groups, splits)),
+            packages=("fbgemm_gpu",),
+            install="fbgemm-gpu-genai",
+            gpu=True,
+        )
+        for formats, (name, groups) in _GROUPS.items()
+        for splits in _SPLITS
+    ),
 )

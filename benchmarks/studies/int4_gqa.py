@@ -19,12 +19,13 @@ from benchmarks.baselines.run import attention_baselines
 from benchmarks.decode_cases import measure_baselines
 from benchmarks.decode_variants import DecodeVariant, fastest, measure_variants
 from benchmarks.studies import Study
-from benchmarks.studies.published_gqa import BASELINE, BATCHES, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
+from benchmarks.studies.published_gqa import BASELINE, BATCHES, BEFORE, CONTEXT, DIM, KV_HEADS, QUERY_HEADS, TIMES, published
 from halfbyte.cache import KVCache
 from halfbyte.errors import Unsupported
 from halfbyte.measure import charts, precompile
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
+from halfbyte.measure.figures import flop, rooflines
 from halfbyte.measure.precompile import Pair
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Candidate, Case, Job, Session
@@ -34,9 +35,11 @@ from halfbyte.ops import by_plan
 from halfbyte.plans.decode_attention import DecodePlan
 
 OP = "gqa study"
-#: Peers by name: what compiles for each batch, and what the published figures are of.
-COMPILES, THEIRS = "flex attention", "fbgemm"
+#: The peer that compiles for each batch.
+COMPILES = "flex attention"
 ROW_WISE = "int4"
+#: What the published figures are of: how it is called, and its groups. The first is that of records with 32 splits alone.
+THEIRS = {"fbgemm": "four groups and 32 splits", "grouped fbgemm": "four groups", "row-wise fbgemm": "one group"}
 FORMATS = ("bf16", ROW_WISE, "int4_g32")
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: (batch, context) of each job, and with --quick; on a CPU.
@@ -155,9 +158,9 @@ HEADERS = (
     "us",
     "GB/s",
     "of roofline",
+    "FLOP/byte",
     "x 16-bit",
-    "A100 published, us",
-    "H100 published, us",
+    *(f"{gpu} published, {what}" for gpu in TIMES for what in ("us", "us before", "GB/s")),
     f"x {BASELINE}",
 )
 #: The published kernel that each of ours is nearest to.
@@ -169,7 +172,9 @@ _BESIDE = {
     (ROW_WISE, "halfbyte triton"): "FD INT4",
     ("int4_g32", "halfbyte gluon"): "CU INT4, 4 groups",
     ("int4_g32", "halfbyte triton"): "FD INT4, 4 groups",
-    ("int4", THEIRS): "CU INT4, 4 groups",
+    ("int4", "fbgemm"): "CU INT4, 4 groups",
+    ("int4_g32", "grouped fbgemm"): "CU INT4, 4 groups",
+    (ROW_WISE, "row-wise fbgemm"): "CU INT4",
 }
 
 
@@ -204,21 +209,26 @@ def _fastest_16_bit(found: Sequence[Record], case: str) -> Record | None:
 
 def _row(r: Record, sixteen: Record | None) -> tuple[str, ...]:
     kernel, shape = _BESIDE.get((r.formats, _kernel(r)), ""), _shape(r)
-    a100, h100, base = (published(gpu, k, shape) for gpu, k in (("A100", kernel), ("H100", kernel), ("H100", BASELINE)))
     return (
         r.case,
         r.formats,
         _kernel(r),
-        kernel if a100 else "",
+        kernel if published("A100", kernel, shape) else "",
         _splits(r),
         us(r.seconds),
         rate_text(r.gb_per_s),
         f"{100 * (r.roof_share or 0):.1f} %",
+        f"{flop(r) / r.nbytes:.1f}",
         times_text(sixteen.seconds if sixteen else None, r.seconds),
-        str(a100 or ""),
-        str(h100 or ""),
-        times_text(base, h100),
+        *(cell for gpu in TIMES for cell in _published_cells(gpu, kernel, r)),
+        times_text(published("H100", BASELINE, shape), published("H100", kernel, shape)),
     )
+
+
+def _published_cells(gpu: str, kernel: str, r: Record) -> tuple[str, str, str]:
+    """Microseconds after the optimisations and before them, and the bytes of our case a second in the former."""
+    after, before = published(gpu, kernel, _shape(r)), published(gpu, kernel, _shape(r), BEFORE)
+    return str(after or ""), str(before or ""), f"{r.nbytes / after / 1e3:,.0f}" if after else ""
 
 
 def _splits(r: Record) -> str:
@@ -235,7 +245,9 @@ _LINES = (
     ("torch, BF16", "bf16", "torch"),
     ("flex attention, BF16", "bf16", "flex"),
     ("FlashInfer, BF16", "bf16", "flashinfer"),
-    ("FBGEMM, INT4 in 4 groups", "int4", THEIRS),
+    ("FBGEMM, INT4 in 4 groups, 32 splits", "int4", "fbgemm"),
+    ("FBGEMM, INT4 in 4 groups", "int4_g32", "grouped fbgemm"),
+    ("FBGEMM, INT4", ROW_WISE, "row-wise fbgemm"),
 )
 
 
@@ -259,7 +271,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if by_case:
         title = "Time by the number of splits, over the best of its batch and kernel"
         made.append(charts.panels(by_case, x_label="splits", y_label="times the best", title=title))
-    return made
+    return [*made, *rooflines(found)[1:]]
 
 
 def _by_splits(measured: Sequence[Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -295,17 +307,31 @@ def says(measured: Sequence[Record]) -> list[str]:
     times = [published("H100", "CU INT4", shape) or 0 for shape in shapes]
     faster = [(published("H100", BASELINE, shape) or 0) / t for shape, t in zip(shapes, times, strict=True)]
     theirs = f"Published for an H100, not measured here: {_listed([str(t) for t in times])} us"
-    return [told, *_theirs_said(found), f"{theirs}, {_between(faster)} times as fast as Flash-Decoding in BF16."]
+    beside = f"{theirs}, {_between(faster)} times as fast as Flash-Decoding in BF16."
+    return [told, *_short_of_four(found, ours), *_theirs_said(found), beside]
+
+
+def _short_of_four(found: Sequence[Record], ours: Sequence[Record]) -> list[str]:
+    """Where the rest of the 4x of the codes goes: to scales and offsets, and to a smaller share of the roofline."""
+    r = ours[-1]
+    sixteen = _fastest_16_bit(found, r.case)
+    if not (sixteen and sixteen.seconds and r.seconds and sixteen.roof_share and r.roof_share):
+        return []
+    return [
+        f"4-bit codes are a quarter of BF16; with scales and offsets the bytes are {sixteen.nbytes / r.nbytes:.2f} times fewer, "
+        f"and {100 * r.roof_share:.0f} % of the roofline instead of {100 * sixteen.roof_share:.0f} % "
+        f"leave {sixteen.seconds / r.seconds:.2f}x at batch {r.shape['B']}."
+    ]
 
 
 def _theirs_said(found: Sequence[Record]) -> list[str]:
     """The kernel of the published figures, where it was measured, too."""
-    theirs = [r for r in found if r.implementation == THEIRS and r.seconds]
-    if not theirs:
-        return []
-    batches = _listed([str(r.shape["B"]) for r in theirs])
-    times = _listed([us(r.seconds) for r in theirs])
-    return [f"FBGEMM's own kernel, with four groups, takes {times} us at batch {batches}."]
+    told = []
+    for kernel, groups in THEIRS.items():
+        if theirs := [r for r in found if _kernel(r) == kernel]:
+            batches, times = _listed([str(r.shape["B"]) for r in theirs]), _listed([us(r.seconds) for r in theirs])
+            told.append(f"FBGEMM's own kernel, with {groups}, takes {times} us at batch {batches}.")
+    return told
 
 
 def _is_ours(r: Record) -> bool:

@@ -26,6 +26,7 @@ from halfbyte.measure import charts, precompile
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, fill, given, held_by
 from halfbyte.measure.checks import float64_attention
 from halfbyte.measure.decode import Attend, DecodeShape, sdpa_variants
+from halfbyte.measure.figures import flop
 from halfbyte.measure.precompile import Pair
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session, reason
@@ -212,11 +213,16 @@ def free_bytes(session: Session) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "format", "a scale per", "implementation", "us", "x FP16", "GB/s", "MB", "error over codes", "error over inputs")
+HEADERS = (
+    *("case", "format", "a scale per", "implementation", "us", "x FP16", "x fastest 16 bits", "GB/s", "TFLOP/s", "MB"),
+    *("error over codes", "error over inputs"),
+)
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """A row for each case, format and implementation. "x FP16": how many times faster than halfbyte itself over FP16."""
+    """A row for each case, format and implementation. "x FP16": how many times faster than halfbyte itself over FP16; "x fastest
+    16 bits": than whatever is fastest over FP16 in the case.
+    """
     return HEADERS, [_row(r, measured) for r in measured if r.op == OP and r.shape]
 
 
@@ -229,7 +235,9 @@ def _row(r: Record, measured: Sequence[Record]) -> tuple[str, ...]:
         r.implementation,
         us(r.seconds) or ("skipped" if "skipped:" in r.refused else "refused"),
         times_text(base.seconds if base else None, r.seconds),
+        times_text(_fastest_16_bit(measured, r.case), r.seconds),
         rate_text(r.gb_per_s),
+        f"{flop(r) / r.seconds / 1e12:.3g}" if r.seconds else "",
         f"{r.nbytes / 1e6:,.1f}",
         "" if r.error is None else f"{r.error:.2g}",
         "" if error is None else f"{error:.2g}",
@@ -240,6 +248,11 @@ def _ours(measured: Sequence[Record], case: str, formats: str) -> Record | None:
     """halfbyte's time on a case in a format."""
     of = (OP, case, formats, OURS)
     return next((r for r in measured if (r.op, r.case, r.formats, r.implementation) == of and r.seconds), None)
+
+
+def _fastest_16_bit(measured: Sequence[Record], case: str) -> float | None:
+    """Seconds of the fastest attention over FP16, ours or torch's."""
+    return min((r.seconds for r in measured if (r.op, r.case, r.formats) == (OP, case, FP16) and r.seconds), default=None)
 
 
 def error_of(measured: Sequence[Record], case: str, formats: str) -> float | None:
@@ -303,8 +316,27 @@ def says(measured: Sequence[Record]) -> list[str]:
         parts = [f"{(r.seconds or 0.0) / (base.seconds or 1.0):.2f} ({SCALES[f]})" for f, r in ours.items()]
         of_bytes = [r.nbytes / base.nbytes for r in ours.values()]
         first += f" and INT8 {', '.join(parts)} of that, in {min(of_bytes):.2f} to {max(of_bytes):.2f} of the bytes"
-    told = [f"{first}; the published kernel (RTX 3090) is a little slower with INT8.", _errors_said(measured, base.case)]
+    first += "; the published kernel (RTX 3090) is a little slower with INT8."
+    told = [first, _losses_said(measured), _errors_said(measured, base.case)]
     return [sentence for sentence in told if sentence]
+
+
+def _losses_said(measured: Sequence[Record]) -> str:
+    """Where INT8 with a scale per token and head is slower than the fastest FP16 kernel, worst first; "" where nowhere."""
+    ours = [
+        (r.case, best / r.seconds) for r in measured if _is_int8(r) and r.seconds and (best := _fastest_16_bit(measured, r.case))
+    ]
+    slower = sorted(((ratio, case) for case, ratio in ours if ratio < 1))
+    if not slower:
+        return ""
+    listed = ", ".join(f"{ratio:.2f}x at {_short(case)}" for ratio, case in slower)
+    return (
+        f"Against the fastest FP16 kernel of each case, INT8 (token and head) is slower in {len(slower)} of {len(ours)}: {listed}."
+    )
+
+
+def _is_int8(r: Record) -> bool:
+    return (r.op, r.formats, r.implementation) == (OP, "int8", OURS)
 
 
 def _short(case: str) -> str:

@@ -2,7 +2,7 @@
 
 "INT4 Decoding GQA CUDA Optimizations for LLM Inference", PyTorch blog, 2024; the kernels are in FBGEMM. One query token, 8 query
 heads on one KV head of 128, 8,192 tokens, BF16 queries; 2 to 128 splits, of which the best counts. FD: Flash-Decoding, in Triton.
-FA: FlashAttention 2.3.3. CU: their CUDA kernel after ten optimisations.
+FA: FlashAttention 2.3.3. CU: their CUDA kernel after ten optimisations; of four groups, before the last four of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def _by_batch(*us: int) -> dict[int, int]:
 
 
 #: Microseconds by GPU, kernel and batch.
-TIMES: Mapping[str, Mapping[str, Mapping[int, int]]] = {
+Times = Mapping[str, Mapping[str, Mapping[int, int]]]
+TIMES: Times = {
     "A100": {
         "FD BF16": _by_batch(139, 245, 433, 826, 1607),
         "FA BF16": _by_batch(133, 229, 555, 977, 1670),
         "CU BF16": _by_batch(163, 276, 517, 999, 1879),
         "FD INT4": _by_batch(137, 234, 432, 815, 1581),
         "CU INT4": _by_batch(94, 151, 266, 489, 930),
-        "FD INT4, 4 groups": {512: 1375},
-        "CU INT4, 4 groups": {512: 965},
+        "FD INT4, 4 groups": _by_batch(129, 219, 392, 719, 1375),
+        "CU INT4, 4 groups": _by_batch(99, 161, 282, 509, 965),
     },
     "H100": {
         "FD BF16": _by_batch(91, 148, 271, 515, 1000),
@@ -37,6 +38,18 @@ TIMES: Mapping[str, Mapping[str, Mapping[int, int]]] = {
         "CU BF16": _by_batch(100, 183, 308, 556, 1066),
         "FD INT4": _by_batch(70, 113, 205, 389, 756),
         "CU INT4": _by_batch(64, 101, 170, 306, 575),
+    },
+}
+#: The same before the optimisations.
+BEFORE: Times = {
+    "A100": {
+        "CU BF16": _by_batch(183, 335, 596, 1127, 2194),
+        "CU INT4": _by_batch(143, 257, 455, 866, 1659),
+        "CU INT4, 4 groups": _by_batch(116, 195, 347, 638, 1225),
+    },
+    "H100": {
+        "CU BF16": _by_batch(114, 200, 361, 658, 1260),
+        "CU INT4": _by_batch(96, 162, 294, 558, 1066),
     },
 }
 #: What they hold their INT4 against.
@@ -59,7 +72,7 @@ LADDER: Mapping[str, int] = {
 LADDER_OF = "published, A100, batch 512"
 
 
-def published(gpu: str, kernel: str, shape: DecodeShape) -> int | None:
-    """Microseconds on this GPU; None where nothing was published."""
+def published(gpu: str, kernel: str, shape: DecodeShape, times: Times = TIMES) -> int | None:
+    """Microseconds on this GPU, after the optimisations or `BEFORE`; None where nothing was published."""
     theirs = DecodeShape(shape.batch, QUERY_HEADS, KV_HEADS, DIM, CONTEXT)
-    return TIMES[gpu].get(kernel, {}).get(shape.batch) if shape == theirs else None
+    return times[gpu].get(kernel, {}).get(shape.batch) if shape == theirs else None

@@ -1,8 +1,9 @@
 """Study `w4a16-splitk`: data-parallel tiles against split-K and stream-K, as arXiv 2402.00025 compares them.
 
-1 to 16 rows, N = K = 512 ... 16384, int4 in groups of 128. Each kernel of `decompositions.KERNELS` is cut in every way that it has;
-beside them runs `halfbyte.linear` as it plans by itself. Times are alone: launches kept apart. The published gain over
-data-parallel tiles is 124 % on average on an H100, 295 % at most. On a CPU only `halfbyte.linear` runs, on two sizes.
+1 to 16 rows, N = K = 512 ... 16384 and the layers of Llama-3, int4 in groups of 128. Each kernel of `decompositions.KERNELS` is cut
+in every way that it has; beside them runs `halfbyte.linear` as it plans by itself, over bf16 and symmetric codes, and over what the
+published kernel reads: fp16 and zero points. Times are alone: launches kept apart. The published gain over data-parallel tiles is
+124 % on average on an H100, 295 % at most, of squares. On a CPU only `halfbyte.linear` runs, on two sizes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 
 import halfbyte
 from benchmarks.decompositions import DATA_PARALLEL, EVERY, KERNELS, Decomposition, Form
-from benchmarks.linear_baselines import Judge, judged_loosely
-from benchmarks.linear_targets import INT4
+from benchmarks.linear_baselines import judged_loosely
+from benchmarks.linear_targets import INT4, LAYERS
 from benchmarks.studies import Study
 from benchmarks.targets import Target, judge, verdict_text
 from halfbyte.errors import Unsupported
@@ -41,66 +42,80 @@ from halfbyte.tensors import QuantTensor
 
 ROWS, SIZES = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_ROWS, QUICK_SIZES = (1, 16), (512, 2048)
+#: N and K of the layers of Llama-3-8B and 70B that are no squares.
+LLAMA = tuple((layer.n, layer.k) for layer in LAYERS if layer.n != layer.k)
+OURS, SAME = "halfbyte auto", "halfbyte auto, fp16 and zero points"
 OP, SUMMARY = "split-k study", "split-k study, all sizes"
 #: The published kernel as its authors ship it.
-SHIPPED = "published, split-k 4"
+SHIPPED, MORE = "published, split-k 4", "published, split-k 16"
+CUTS, FOUR, SIXTEEN = tuple(map(str, EVERY)), Decomposition("split-k", 4), Decomposition("split-k", 16)
+#: The same codes with zero points.
+ZEROS = "int4_g128"
 #: What the published study reports for an H100, and how many times faster than its kernel ours must be.
 MEAN_GAIN, PEAK_GAIN, TIMES_PUBLISHED = 2.24, 3.95, 3.0
 
 
 def jobs(session: Session) -> list[Job]:
-    """One job for each size, then the gains over all of them."""
+    """One job for each size, then the gains over all squares."""
     small = session.options.quick or session.device.kind != "cuda"
-    return [*(SizeJob(size, QUICK_ROWS if small else ROWS) for size in (QUICK_SIZES if small else SIZES)), SummaryJob()]
-
-
-def case_of(size: int, rows: int) -> str:
-    """ "split-k study, 4096, 4 rows"."""
-    return f"split-k study, {size}, {rows} row{'s' * (rows > 1)}"
+    squares = [SizeJob(size, size, QUICK_ROWS if small else ROWS) for size in (QUICK_SIZES if small else SIZES)]
+    return [*squares, *(SizeJob(n, k, QUICK_ROWS) for n, k in LLAMA if not small), SummaryJob()]
 
 
 @dataclass(frozen=True)
 class SizeJob:
-    """A weight [size, size] with all numbers of rows."""
+    """A weight [n, k] with all numbers of rows."""
 
-    size: int
+    n: int
+    k: int
     rows: tuple[int, ...] = ROWS
     op: str = OP
 
     @property
     def name(self) -> str:
-        return f"split-k study, {self.size}"
+        """ "split-k study, 4096" of a square."""
+        return f"split-k study, {self.n}" + f" x {self.k}" * (self.n != self.k)
+
+    def case(self, rows: int) -> str:
+        """ "split-k study, 4096, 4 rows"."""
+        return f"{self.name}, {rows} row{'s' * (rows > 1)}"
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each number of rows, kernel and decomposition."""
-        rows = [m for m in self.rows if session.wants(case_of(self.size, m), INT4, "halfbyte")]
+        rows = [m for m in self.rows if session.wants(self.case(m), INT4, "halfbyte")]
         if not rows:
             return
         session.free()
         device = session.device.torch
         with torch.no_grad(), fixed_threads(session.threads):
             generator = torch.Generator(device).manual_seed(0)
-            x = torch.randn(max(rows), self.size, generator=generator, device=device).bfloat16()
-            w = torch.randn(self.size, self.size, generator=generator, device=device).mul_(self.size**-0.5)
-            weight = halfbyte.quantize(w, INT4)
-            weights = copies_of(weight, max(4, session.copies(weight.nbytes)) if session.device.kind == "cuda" else 2)
+            x = torch.randn(max(rows), self.k, generator=generator, device=device).bfloat16()
+            w = torch.randn(self.n, self.k, generator=generator, device=device).mul_(self.k**-0.5)
+            weights, zeros = (_rotation(session, halfbyte.quantize(w, name)) for name in (INT4, ZEROS))
             stored = {name: kernel.store(weights) for name, kernel in KERNELS.items()}
-            right = judged_loosely(weight.dequantize(), x)
+            right, same = (judged_loosely(rotation[0].dequantize(), x) for rotation in (weights, zeros))
             for m in rows:
-                yield from self._case(session, weights, stored, x[:m], right)
+                forms = _forms(session, weights, stored, x[:m])
+                trials = {name: Trial(name, Work(form.calls, paired=False), one_by_one(right)) for name, form in forms.items()}
+                calls = [partial(halfbyte.linear, x[:m].half(), weight) for weight in zeros]
+                forms[SAME], trials[SAME] = Form(calls, 0, 1), Trial(SAME, Work(calls, paired=False), one_by_one(same))
+                yield from self._case(session, weights, forms, trials, m)
 
     def _case(
-        self, session: Session, weights: Sequence[QuantTensor], stored: Mapping[str, Sequence[Any]], x: torch.Tensor, right: Judge
+        self,
+        session: Session,
+        weights: Sequence[QuantTensor],
+        forms: Mapping[str, Form],
+        trials: Mapping[str, Trial],
+        rows: int,
     ) -> Iterator[Record]:
-        forms = _forms(session, weights, stored, x)
         nbytes = weights[0].nbytes
-        trials = {name: Trial(name, Work(form.calls, paired=False), one_by_one(right)) for name, form in forms.items()}
         outcomes = session.time(trials)
         kernels = session.kernel_seconds({name: trials[name].work for name, outcome in outcomes.items() if outcome.timing})
         warm = "" if is_cold(len(weights), nbytes, session.device.cache_bytes) else ", partly from cache"
         records: dict[str, Record] = {}
         for name, outcome in outcomes.items():
-            r, timing = self._blank(session, x.shape[0], name, nbytes, forms[name]), outcome.timing
+            r, timing = self._blank(session, rows, name, nbytes, forms[name]), outcome.timing
             if timing and outcome.accuracy:
                 r = with_timing(r, replace(timing, method=timing.method + warm), outcome.accuracy)
                 records[name] = replace(r, alone=timing.median, kernel_seconds=kernels.get(name))
@@ -109,10 +124,16 @@ class SizeJob:
         yield from (_held_against(r, records.get(SHIPPED)) for r in records.values())
 
     def _blank(self, session: Session, rows: int, name: str, nbytes: int, form: Form) -> Record:
-        shape = {"M": rows, "N": self.size, "K": self.size}
+        shape = {"M": rows, "N": self.n, "K": self.k}
         if form.programs:
             shape |= {"programs": form.programs, "resident": form.resident, "SMs": session.device.sm_count or 1}
-        return Record(OP, shape, INT4, name, nbytes, session.environment, case=case_of(self.size, rows))
+        formats = ZEROS if name == SAME else INT4
+        return Record(OP, shape, formats, name, nbytes, session.environment, case=self.case(rows))
+
+
+def _rotation(session: Session, weight: QuantTensor) -> list[QuantTensor]:
+    """Copies beyond the last cache; two on a CPU."""
+    return copies_of(weight, max(4, session.copies(weight.nbytes)) if session.device.kind == "cuda" else 2)
 
 
 def _forms(
@@ -123,13 +144,13 @@ def _forms(
     for (name, kernel), cut in itertools.product(KERNELS.items(), EVERY):
         with contextlib.suppress(Unsupported):
             found[f"{name}, {cut}"] = kernel.form(x, stored[name], cut, session.device)
-    found["halfbyte auto"] = Form([partial(halfbyte.linear, x, weight) for weight in weights], 0, 1)
+    found[OURS] = Form([partial(halfbyte.linear, x, weight) for weight in weights], 0, 1)
     return found
 
 
 def _held_against(r: Record, shipped: Record | None) -> Record:
     """Ours with its bar: so many times faster than the published kernel."""
-    if r.implementation != "halfbyte auto":
+    if r.implementation != OURS:
         return r
     seconds = None if NOT_CAPTURED in r.method else r.seconds
     times = shipped.seconds / seconds if shipped and shipped.seconds and seconds else None
@@ -138,7 +159,7 @@ def _held_against(r: Record, shipped: Record | None) -> Record:
 
 @dataclass(frozen=True)
 class SummaryJob:
-    """The gains of the best decomposition over data-parallel tiles, of all that this run has measured."""
+    """The gains of the best decomposition over data-parallel tiles, of all squares that this run has measured."""
 
     op: str = OP
     name: str = SUMMARY
@@ -146,7 +167,7 @@ class SummaryJob:
     def measure(self, session: Session) -> Iterator[Record]:
         """One record for each kernel."""
         for kernel in KERNELS:
-            if found := gains(session.records, kernel):
+            if found := gains([r for r in session.records if is_square(r)], kernel):
                 average, peak = mean(found.values()), max(found.values())
                 note = (
                     f"{kernel}: the best cut is {average:.2f}x data-parallel in the mean of {len(found)} cases, {peak:.2f}x at most"
@@ -154,6 +175,11 @@ class SummaryJob:
                 record = Record(OP, {}, INT4, kernel, 0, session.environment, case=SUMMARY, note=note)
                 ours = [Target(SUMMARY, INT4, "gain", MEAN_GAIN), Target(SUMMARY, INT4, "peak_gain", PEAK_GAIN)]
                 yield replace(record, bars=judge(ours if kernel == "halfbyte" else [], {"gain": average, "peak_gain": peak}))
+
+
+def is_square(r: Record) -> bool:
+    """Whether N = K, as in the published study."""
+    return bool(r.shape) and r.shape["N"] == r.shape["K"]
 
 
 def gains(measured: Sequence[Record], kernel: str) -> dict[str, float]:
@@ -185,7 +211,11 @@ HEADERS = (
     "waves",
     "gain",
     "stream-k, us",
+    "split-k 4, us",
+    "split-k 16, us",
+    "4 over 16",
     "halfbyte auto, us",
+    "fp16 and zero points, us",
     "verdict",
 )
 
@@ -196,8 +226,10 @@ def table(measured: Sequence[Record]) -> Table:
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
-    """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each batch size M."""
-    found = {kernel: gains(measured, kernel) for kernel in KERNELS}
+    """The gain of the best cut over data-parallel tiles by size, a panel for each kernel and a line for each batch size M; what
+    splits of the published kernel cost, by size.
+    """
+    found = {kernel: gains([r for r in measured if is_square(r)], kernel) for kernel in KERNELS}
     shapes = {r.case: (r.shape["N"], r.shape["M"]) for r in measured if r.shape}
     by_kernel: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for kernel, cases in found.items():
@@ -206,14 +238,43 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     if not by_kernel:
         return []
     title = "Gain of the best split-K or stream-K over data-parallel tiles"
-    return [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
+    made = [charts.panels(by_kernel, x_label="N = K", y_label="times data-parallel", title=title, columns=2)]
+    if lines := _by_splits(measured):
+        title = "The published kernel, M = 1: time by splits over that of 4 splits"
+        made.append(charts.curves(lines, x_label="splits", y_label="times 4 splits", title=title))
+    return made
+
+
+def _by_splits(measured: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+    """Time of the published kernel over its time with 4 splits, by splits; a line for each square, M = 1."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for case in dict.fromkeys(r.case for r in measured if is_square(r) and r.shape["M"] == 1):
+        times = _times(measured, case, "published")
+        if (four := times.get(FOUR)) and len(times) > 1:
+            cuts = [(cut.splits, seconds / four) for cut, seconds in times.items() if cut.kind != "stream-k"]
+            found[case.split(", ")[1]] = sorted(cuts)
+    return found
 
 
 def says(measured: Sequence[Record]) -> list[str]:
-    """The gains of ours and of the published kernel."""
+    """The gains of ours and of the published kernel, and what more splits cost that."""
     told = [f"{r.note[0].upper()}{r.note[1:]}." for r in measured if r.case == SUMMARY]
+    told += _more_splits_said(measured)
     return told or [
         "No kernel whose work can be cut ran here: they need an NVIDIA GPU, and only halfbyte.linear as it is was timed."
+    ]
+
+
+def _more_splits_said(measured: Sequence[Record]) -> list[str]:
+    """From 4 to 16 splits, as published of an A100: by how much the published kernel slows down, and where."""
+    times = {r.case: r.seconds for r in measured if r.implementation == SHIPPED and r.seconds}
+    more = {r.case: r.seconds / times[r.case] for r in measured if r.implementation == MORE and r.seconds and r.case in times}
+    if not more:
+        return []
+    slower, worst = [case for case, ratio in more.items() if ratio > 1], max(more, key=lambda case: more[case])
+    return [
+        f"From 4 to 16 splits the published kernel is slower in {len(slower)} of {len(more)} cases, at most {more[worst]:.2f}x "
+        f"({worst.removeprefix('split-k study, ')}); published for an A100: slower with growing sizes."
     ]
 
 
@@ -222,10 +283,10 @@ def table_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
     rows = []
     for case in dict.fromkeys(r.case for r in measured if r.op == OP and r.shape):
         mine = {r.implementation: r for r in measured if r.case == case and r.op == OP}
-        cut = dict.fromkeys(name.partition(",")[0] for name in mine if "," in name)
+        cut = dict.fromkeys(name.partition(",")[0] for name in mine if name.partition(", ")[2] in CUTS)
         rows += [_row(case, kernel, mine) for kernel in cut or ["halfbyte.linear"]]
     return rows + [
-        (SUMMARY, r.implementation, *[""] * 8, "; ".join(map(verdict_text, r.bars))) for r in measured if r.case == SUMMARY
+        (SUMMARY, r.implementation, *[""] * 12, "; ".join(map(verdict_text, r.bars))) for r in measured if r.case == SUMMARY
     ]
 
 
@@ -234,7 +295,8 @@ def _row(case: str, kernel: str, mine: dict[str, Record]) -> tuple[str, ...]:
     base = times.get(DATA_PARALLEL)
     others = {cut: s for cut, s in times.items() if cut != DATA_PARALLEL}
     best = min(others, key=lambda cut: others[cut], default=None)
-    stream, auto = times.get(EVERY[-1]), mine.get("halfbyte auto")
+    stream, auto, same = times.get(EVERY[-1]), mine.get(OURS), mine.get(SAME)
+    four, sixteen = times.get(FOUR), times.get(SIXTEEN)
     return (
         case,
         kernel,
@@ -245,7 +307,11 @@ def _row(case: str, kernel: str, mine: dict[str, Record]) -> tuple[str, ...]:
         _waves(mine.get(f"{kernel}, {best}")),
         f"{base / others[best]:.2f}x" if base and best else "",
         us(stream),
+        us(four),
+        us(sixteen),
+        f"{four / sixteen:.2f}x" if four and sixteen else "",
         us(auto.seconds if auto else None),
+        us(same.seconds if same else None),
         "; ".join(map(verdict_text, auto.bars)) if auto else "",
     )
 

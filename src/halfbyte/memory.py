@@ -176,8 +176,8 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
-    from halfbyte.hf.cache import head_dims, layer_formats
-    from halfbyte.hf.model_support import check_model_support, text_config
+    from halfbyte.hf.cache import layer_formats
+    from halfbyte.hf.model_support import check_model_support, head_dims, text_config
 
     check_model_support(config)
     text = text_config(config)

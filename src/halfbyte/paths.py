@@ -9,11 +9,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from halfbyte.errors import CheckpointError, InvalidArgument
+from halfbyte.errors import CheckpointError, InvalidArgument, MissingPackage
 
-#: Words that name the model that comes with the library.
+#: Words that name the demo model.
 SHIPPED = ("demo", "tiny")
 #: Temporary folders are .NAME.*.partial next to what they become.
 _SUFFIX = ".partial"
@@ -21,8 +22,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def shipped_model() -> Path:
-    """The folder of the small trained model that comes with the library."""
-    return Path(__file__).parent / "data" / "tiny"
+    """The folder of the small trained model: of this checkout, or of the distribution halfbyte-demo. Raises `MissingPackage`."""
+    folder = Path(__file__).parent / "data" / "tiny"
+    if not folder.is_dir():
+        found = find_spec("halfbyte_demo")
+        if found is None or found.origin is None:
+            raise MissingPackage("the demo model is not installed; in a checkout of halfbyte: pip install ./demo")
+        folder = Path(found.origin).parent / "tiny"
+    return folder
 
 
 def is_hub_id(name: str) -> bool:

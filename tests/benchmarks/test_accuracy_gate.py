@@ -52,7 +52,7 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
     ],
     "prompts": lambda: [prompts.CaseJob(2, 20, 0), prompts.CaseJob(2, 20, 33)],
     "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, FAKE, 2, 3), 3, 64)],
-    "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, (1, 3))],
+    "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, 256, (1, 3))],
     "fused-qkv": lambda: [
         qkv_cases.VariantsJob(qkv_layers.random_weights(LAYER), "auto", ("nf4",)),
         qkv_cases.FusedJob(LAYER, "auto", (1, 3), ("nf4",)),

@@ -93,6 +93,23 @@ def test_extract_and_the_variants_on_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert "two-kernel" in page.read_text()
 
 
+@pytest.mark.usefixtures("brief")
+def test_a_layer_is_evaluated_into_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "of the demo"
+    assert run("evaluate", "demo", str(folder), "--layer", "-1", "--quick", "--device", "cpu", "--threads", "1") == 0
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"weights", "records.jsonl", "results.md", "end-to-end.svg", "breakdown.svg"}
+    results = (folder / "results.md").read_text()
+    assert "Time of the two-kernel variant over that of naive: demo layer 5, nf4: " in results
+    assert "| demo layer 5 | nf4 | 16-bit weights | 2 |" in results
+    assert "16-bit weights" in (folder / "end-to-end.svg").read_text()
+    assert "fused projection" in (folder / "breakdown.svg").read_text()
+    capsys.readouterr()
+    for arguments, named in (([], "exists; pass a new name"), (["-o", "x"], "--output: the records go to ")):
+        assert run("evaluate", "demo", str(folder), *arguments) == 1
+        assert named in capsys.readouterr().err
+
+
 def test_measurements_that_are_all_refused_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("overhead", "--device", "cpu", "--json") == 1
     assert "which needs a GPU" in capsys.readouterr().out

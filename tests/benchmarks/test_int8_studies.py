@@ -263,8 +263,11 @@ def test_granularity_tells_times_and_errors() -> None:
     headers, rows = gran.table(measured)
     assert len(rows) == 21 * 5
     assert all(len(row) == len(headers) for row in rows)
-    assert rows[1][:6] == ("int8-granularity, MHA 32/32, 128", "int8_tensor", "tensor", gran.OURS, "38.6", "1.87")
-    assert rows[1][6:] == ("4,000", "134.2", "0.001", "0.011")
+    assert rows[1][:7] == ("int8-granularity, MHA 32/32, 128", "int8_tensor", "tensor", gran.OURS, "38.6", "1.87", "1.87")
+    assert rows[1][7:] == ("4,000", "6.96", "134.2", "0.001", "0.011")
+    faster = replace(measured[0], implementation="torch sdpa cudnn", seconds=20e-6)
+    assert gran.table([*measured, faster])[1][1][5:7] == ("1.87", "0.52")
+    assert "INT8 (token and head) is slower in 1 of 21: 0.51x at MHA 32/32, 128." in gran.says([*measured, faster])[1]
     first, second = gran.says(measured)
     assert first.startswith("At MHA 32/32, 131,072 FP16 takes 68724.5 us and INT8 0.50 (tensor), 0.50 (token), ")
     assert "in 0.50 to 0.53 of the bytes" in first
@@ -284,7 +287,7 @@ def test_granularity_tells_no_error_of_a_result_that_is_refused_since() -> None:
     kept = compare.latest([*measured, *again])
     assert [r.op for r in kept if r.formats == "int8" and not r.refused] == [gran.QUALITY] * 21  # of the run before
     rows = [row for row in gran.table(kept)[1] if row[1] == "int8"]
-    assert {(row[4], row[9]) for row in rows} == {("refused", "")}
+    assert {(row[4], row[11]) for row in rows} == {("refused", "")}
     assert "token and head" not in gran.says(kept)[1]
     assert not any("INT8 per token and head" in chart for chart in gran.drawn(kept))
 

@@ -176,7 +176,7 @@ JOBS: dict[str, Callable[[Session], Sequence[session.Job]]] = {
     "int4-gqa": lambda _: [int4_gqa.BatchJob(2, 64, ("bf16", "int4"))],
     "int8-splitk": lambda _: [int8_splitk.AttendJob(SMALL, baselines=True)],
     "int8-granularity": lambda _: [int8_granularity.CaseJob("GQA", DecodeShape(int8_granularity.DISTINCT, 4, 2, 32, 48))],
-    "w4a16-splitk": lambda _: [w4a16_splitk.SizeJob(128, (1,))],
+    "w4a16-splitk": lambda _: [w4a16_splitk.SizeJob(128, 128, (1,))],
 }
 
 

@@ -230,9 +230,13 @@ class Cuttable:
 def test_the_study_cuts_every_kernel_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "halfbyte", Cuttable())
     s = quick()
-    measured = s.run([w4a16_splitk.SizeJob(128, (1, 3))])
+    measured = s.run([w4a16_splitk.SizeJob(128, 128, (1, 3))])
     names = [r.implementation for r in measured if r.case == "split-k study, 128, 1 row"]
-    assert names == [*(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16), "halfbyte auto"]  # the published one needs Triton
+    assert names == [
+        *(f"halfbyte, {cut}" for cut in EVERY if cut.splits != 16),
+        w4a16_splitk.OURS,
+        w4a16_splitk.SAME,
+    ]  # the published one needs Triton
     assert measured[0].shape == {"M": 1, "N": 128, "K": 128, "programs": 8, "resident": 2, "SMs": 1}
     rows = w4a16_splitk.table_rows(measured)
     assert [row[:2] for row in rows[:2]] == [("split-k study, 128, 1 row", "halfbyte"), ("split-k study, 128, 3 rows", "halfbyte")]
@@ -252,6 +256,12 @@ def test_gains_are_of_the_best_cut_over_data_parallel_tiles(monkeypatch: pytest.
     measured = [one("a", DATA_PARALLEL, 6.0), one("a", EVERY[1], 3.0), one("a", EVERY[-1], 2.0), one("b", DATA_PARALLEL, 1.0)]
     assert w4a16_splitk.gains(measured, "halfbyte") == {"a": 3.0}
     assert w4a16_splitk.gains(measured, "published") == {}
+    splits = {2: 5.0, 4: 4.0, 16: 4.4}
+    theirs = [rec("s, 8, 1 row", {"M": 1, "N": 8, "K": 8}, INT4, f"published, split-k {n}", t) for n, t in splits.items()]
+    theirs = [dataclasses.replace(r, op=w4a16_splitk.OP) for r in theirs]
+    assert w4a16_splitk._by_splits(theirs) == {"8": [(2, 1.25), (4, 1.0), (16, 1.1)]}
+    assert "slower in 1 of 1 cases, at most 1.10x (s, 8, 1 row)" in w4a16_splitk.says(theirs)[0]
+    assert w4a16_splitk.table_rows(theirs)[0][9:12] == ("4000000.0", "4400000.0", "0.91x")
     s = quick()
     s.records = measured
     (record,) = w4a16_splitk.SummaryJob().measure(s)
@@ -304,18 +314,20 @@ def test_the_variants_give_the_same_numbers(fmt: str) -> None:
 def test_variants_are_measured_launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     job = qkv_cases.VariantsJob(qkv_layers.shipped_weights(SHAPE), "auto", ("nf4",))
     measured = list(job.measure(quick()))
-    assert [r.implementation for r in measured] == [v.name for v in qkv_layers.VARIANTS]
+    assert [r.implementation for r in measured] == [v.name for v in qkv_layers.MEASURED]
+    assert measured[-1].nbytes == 2 * sum(SHAPE.rows) * SHAPE.hidden > measured[0].nbytes
     assert all(r.seconds and r.seconds == r.chained and r.alone and not r.refused for r in measured)
     assert measured[0].note.startswith("weights of the shipped model")
     assert measured[0].note.count("dequantize") == 3
     assert measured[3].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[3].seconds or 1))
     rows = qkv_cases.table_rows(measured)
-    assert [row[3] for row in rows] == ["7", "5", "3", "2"]
+    assert [row[3] for row in rows] == ["7", "5", "3", "2", "2"]
+    assert qkv_cases.table_rows([dataclasses.replace(measured[3], note=qkv_cases._ORDERS)])[0][3] == "2 + 1"
     assert all(len(row) == len(qkv_cases.HEADERS) for row in rows)
     # Seeded mutant: the fused projection takes the scales of q for k.
     monkeypatch.setattr(halfbyte, "qkv_projection", lambda x, w, b, impl: tuple(halfbyte.linear(x, one) * 1.1 for one in w))
     measured = list(job.measure(quick()))
-    assert [bool(r.refused) for r in measured] == [False, False, False, True]
+    assert [bool(r.refused) for r in measured] == [False, False, False, True, False]
     assert measured[3].bars[0].value is None
 
 
@@ -372,10 +384,10 @@ def test_variants_tell_the_kernels_of_each_launch_and_are_refused_for_others(mon
 def test_one_launch_for_three_is_measured() -> None:
     measured = list(qkv_cases.FusedJob(SHAPE, "auto", (1, 4)).measure(quick(pattern="nf4")))
     assert [(r.implementation, len(r.bars)) for r in measured] == [
-        *(("three launches", 0), ("one launch", 1)),
-        *(("three launches", 0), ("one launch", 0)),
+        *(("three launches", 0), ("16-bit weights", 0), ("one launch", 1)),
+        *(("three launches", 0), ("16-bit weights", 0), ("one launch", 0)),
     ]
-    assert measured[1].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[1].seconds or 1))
+    assert measured[2].bars[0].value == pytest.approx((measured[0].seconds or 0) / (measured[2].seconds or 1))
     assert all(r.error and r.error_allowed and r.error <= r.error_allowed for r in measured)
 
 
@@ -388,7 +400,7 @@ def test_one_launch_that_is_wrong_once_it_is_timed_is_refused(monkeypatch: pytes
         return tuple(y + (calls > 2) for y in right(x, weights, **options))  # a CPU has a rotation of two
 
     monkeypatch.setattr(halfbyte, "qkv_projection", mutant)
-    three, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))
+    three, _, one = qkv_cases.FusedJob(SHAPE, "auto", (1,)).measure(quick(pattern="nf4"))
     assert three.seconds
     assert one.seconds is None
     assert "one launch alone, as it was timed: relative L2 error" in one.refused
@@ -476,7 +488,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     made = some_records()
     old = dataclasses.replace(made[2], seconds=99e-6)
-    study = quick().run([w4a16_splitk.SizeJob(128, (1,))])
+    study = quick().run([w4a16_splitk.SizeJob(128, 128, (1,))])
     records.append(tmp_path / "results" / "gpu.jsonl", [old, *made, *study])
     text = tables.linear()
     assert "| 8192 x 8192, M = 1 | 11.0, 85 % |" in text
@@ -495,7 +507,7 @@ def test_tables_and_chart_of_linear_layers(tmp_path: Path, monkeypatch: pytest.M
 def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = make_tables()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "SHOWN_ROWS", 4)
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 5)
     folder = tmp_path / tables.STUDIES
     folder.mkdir(parents=True)
     (folder / "memory-7.svg").touch()
@@ -511,20 +523,23 @@ def test_studies_are_told_from_their_last_records(tmp_path: Path, monkeypatch: p
     records.append(tmp_path / "results" / "gpu.jsonl", [*cut, there, *variants, skipped])
     records.append(tmp_path / "results" / "cpu.jsonl", [on_cpu, dataclasses.replace(on_cpu, study="accuracy")])
     told = tables.study("w4a16-splitk")
-    assert [line.split("|")[10].strip() for line in told.splitlines() if line.startswith("| split-k")] == ["5.0", "5.0"]
+    assert [line.split("|")[13].strip() for line in told.splitlines() if line.startswith("| split-k")] == ["5.0", "5.0"]
     assert [line.partition(";")[0] for line in told.splitlines() if "torch" in line] == ["fake", "another GPU"]
     fused = tables.study("fused-qkv")
     assert "small layer: random weights. " in fused
     assert fused.count("| small layer | nf4 | naive | 7 |") == 1
     assert "<details>" not in fused
-    assert "![small layer: launch by launch](studies/fused-qkv-1.svg)" in fused
+    assert "![small layer: end to end](studies/fused-qkv-1.svg)" in fused
+    assert "![small layer: launch by launch](studies/fused-qkv-2.svg)" in fused
+    assert "Over that of 16-bit weights: small layer, nf4: " in fused
+    assert "Fastest of the four: small layer, nf4: " in fused
     assert "What has no figure, and why</summary>\n\n- c: too large\n" in tables.study("int8-splitk")
     assert "fake" in tables.study("accuracy")
     assert tables.study("memory") == tables.NOTHING
-    monkeypatch.setattr(tables, "SHOWN_ROWS", 3)
-    assert "<summary>Table, 4 rows</summary>\n\n| case |" in tables.study("fused-qkv")
+    monkeypatch.setattr(tables, "SHOWN_ROWS", 4)
+    assert "<summary>Table, 5 rows</summary>\n\n| case |" in tables.study("fused-qkv")
     tables.write_charts()
-    assert [path.name for path in folder.iterdir()] == ["fused-qkv-1.svg"]
+    assert sorted(path.name for path in folder.iterdir()) == ["fused-qkv-1.svg", "fused-qkv-2.svg"]
     assert "prefers-color-scheme" in (folder / "fused-qkv-1.svg").read_text()
 
 

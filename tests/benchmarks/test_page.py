@@ -209,11 +209,14 @@ def test_time_by_size_needs_two_sizes_of_ours() -> None:
 
 
 def test_the_roofline_is_that_of_the_run() -> None:
-    (chart,) = measure_figures.rooflines(attention())
-    assert "read roofline of the same runs" in chart
+    rates, intensities = measure_figures.rooflines(attention())
+    assert "read roofline of the same runs" in rates
+    assert "FLOP per byte" in intensities
+    assert measure_figures.flop(rec("int4", 1e-3, shape={"M": 2, "N": 3, "K": 5})) == 60
+    assert measure_figures.flop(rec("int4", 1e-3, shape={"L": 2})) == 0
     assert measure_figures.rooflines([r for r in attention() if r.formats == "bf16"]) == []  # no roofline was measured in that run
     with pytest.raises(InvalidArgument, match="measured is empty"):
-        charts.roofline({}, [], title="t")
+        charts.roofline({}, [], x_label="x", y_label="y", title="t")
     with pytest.raises(InvalidArgument, match="stacks is empty"):
         charts.stacked_bars({}, x_label="x", title="t")
 
@@ -260,7 +263,7 @@ def test_the_page_keeps_machines_apart_and_names_commands(tmp_path: Path) -> Non
     assert "Refused: wrong &lt;result&gt;" in page
     assert "Kernel time: batch 32, int8, halfbyte auto: kernels 8.0 us of 10.0 us a call (CUPTI)" in page
     assert "0 of 2" in page  # targets met
-    assert page.count("<svg") == 5  # share, speed, roofline, time by batch; the times of the linear layer
+    assert page.count("<svg") == 6  # share, speed, two rooflines, time by batch; the times of the linear layer
     with pytest.raises(InvalidArgument, match="records is empty"):
         page_of([], "none", tmp_path / "p.html")
 

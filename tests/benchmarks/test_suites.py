@@ -263,7 +263,7 @@ def test_every_peer_says_whether_it_runs_here(capsys: pytest.CaptureFixture[str]
     assert listed["torch sdpa"] == listed["flex attention"] == listed["tinygemm"] == "yes"
     assert listed["torch sdpa cudnn"] == "no: needs an NVIDIA GPU"
     assert listed["humming"] == "no: not installed: pip install humming-kernels; needs an NVIDIA GPU"
-    assert {"flashinfer", "fbgemm", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
+    assert {"flashinfer", "row-wise fbgemm, 8 splits", "gemlite", "bitsandbytes", "hf quantized cache, quanto"} <= set(listed)
     absent = Baseline("x", "linear", "int4", packages=("no_such_package.part",), install="x", gpu=True)
     assert absent.missing(FAKE) == "not installed: pip install x; needs an NVIDIA GPU"
     assert absent.missing(GPU) == "not installed: pip install x"

@@ -94,31 +94,42 @@ def in_half(call: Mixture) -> torch.Tensor:
 
 
 CASES = drawn(PLACE.size(120, 20))
-#: K split, an expert a slot, sorted tokens; one projection and the other.
+#: K split, an expert a slot, sorted tokens; one projection and the other; blocks of 1, 4, 8 and 16 pairs in the tuned kernel.
 MARKED = [
     Case("int4_g128", SHAPES[2], 1, PLACE.size(8, 2), activation=Activation("silu")),
     Case("int4_g128", SHAPES[2], 1, PLACE.size(8, 2), gated=True),
     Case("mxfp4", SHAPES[3], 16, 4, activation=OAI, bias=True),
     Case("mxfp4", SHAPES[3], 16, 4, gated=True, bias=True),
     Case("nvfp4", SHAPES[2], 100, 2, gated=True, dtype="float16"),
+    Case("int4_g128", SHAPES[2], 16, PLACE.size(8, 2), gated=True),
+    Case("int4_sym_g128", SHAPES[2], 64, PLACE.size(8, 2), activation=Activation("silu")),
+    Case("nvfp4", SHAPES[0], 64, 2, gated=True, bias=True),
 ]
+
+
+def attempt(case: Case, impl: str) -> tuple[Mixture, torch.Tensor]:
+    """The call and its result; what is refused is counted and skipped."""
+    call = build(case)
+    try:
+        with poisoned():
+            out = run(call, impl)
+    except hb.Unsupported as error:
+        TALLY.refused[impl, str(error)] += 1
+        pytest.skip(str(error))
+    TALLY.ran[impl] += 1
+    return call, out
 
 
 @pytest.mark.compile_first
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_mixtures_keep_their_promise(number: int, impl: str) -> None:
-    call = build(CASES[number])
-    with poisoned():
-        out = run(call, impl)
-    TALLY.ran[impl] += 1
-    check(call, out)
+    check(*attempt(CASES[number], impl))
 
 
 @pytest.mark.compile_first
 @pytest.mark.parametrize("number", range(len(MARKED)))
 def test_repeats_give_the_same_bits(number: int, impl: str) -> None:
-    call = build(MARKED[number])
-    first = run(call, impl)
+    call, first = attempt(MARKED[number], impl)
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
     with poisoned():
         for _ in range(PLACE.size(300, 3)):
@@ -127,10 +138,9 @@ def test_repeats_give_the_same_bits(number: int, impl: str) -> None:
 
 
 @pytest.mark.compile_first
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 7])
 def test_a_graph_follows_its_ids(number: int, impl: str) -> None:
-    call = build(MARKED[number])
-    run(call, impl)
+    call, _ = attempt(MARKED[number], impl)
     PLACE.sync()
     graph = Captured(lambda: run(call, impl))
     for seed in range(3):
@@ -143,7 +153,7 @@ def test_a_graph_follows_its_ids(number: int, impl: str) -> None:
 @pytest.mark.skipif(PLACE.dry, reason="an error on a CPU")
 @pytest.mark.parametrize("number", range(len(MARKED)))
 def test_ids_out_of_range_give_zeros(number: int, impl: str) -> None:
-    call = build(MARKED[number])
+    call, _ = attempt(MARKED[number], impl)
     bad = call.ids.clone()
     bad[0] = torch.tensor([-1, call.weight.shape[0], 2**40, -(2**40)], device=bad.device).repeat(4)[: bad.shape[1]]
     out = run(call._replace(ids=bad), impl)

@@ -56,6 +56,31 @@ def test_left_padding_equals_single(build, prompt, greedy, family):
             torch.testing.assert_close(logits[row], single[0], **ROUNDED)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_left_padding_and_blocks_of_per_channel_keys(build, prompt, family):
+    """Whole blocks of 32 padding tokens change nothing. Other numbers put other tokens into a block: as accurate, not the same."""
+    ids = prompt(8, 50)
+
+    def ends(keys: str, pads: int) -> torch.Tensor:
+        """Logits of the last four tokens, after a prefill of the others."""
+        model = hf.quantize(build(family), keys=keys, values="bf16")
+        cache, mask = hf.PackedCache(model, 192, keys=keys, values="bf16"), _mask(8, 50 + pads, (pads,) * 8)
+        padded, positions = torch.cat([prompt(8, pads, 1), ids], 1), mask.cumsum(1) - 1
+        with torch.no_grad():
+            for new in (slice(0, -4), slice(46 + pads, None)):
+                options = {"attention_mask": mask[:, : new.stop], "position_ids": positions[:, new], "past_key_values": cache}
+                logits = model(padded[:, new], **options).logits
+        return logits[:, -4:]
+
+    exact, alone = ends("bf16", 0), ends("int4_channel", 0)
+    torch.testing.assert_close(ends("bf16", 5), exact, **ROUNDED)
+    for pads in (32, 64):
+        torch.testing.assert_close(ends("int4_channel", pads), alone, **ROUNDED)
+    for pads in (5, 27):
+        error, least = (ends("int4_channel", pads) - exact).norm(), (alone - exact).norm()
+        assert 0.1 * least < error < 1.5 * least
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("formats", [("int8", "int4_g32"), ("int4_channel", "int4"), ("fp8", "int8_token")])
 def test_low_bits_stay_close(build, prompt, greedy, family, formats):

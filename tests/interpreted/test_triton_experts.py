@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -10,11 +12,13 @@ import triton.language as tl
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
-from halfbyte.ops.experts_linear import _run_triton, _sorted
+from halfbyte.ops.experts_linear import _run_on_gpu, _sorted
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles
 from halfbyte.reference.experts import Activation
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
+
+_run_triton = functools.partial(_run_on_gpu, impl="triton")
 
 
 def tiles(case: Mixture, *, inline: bool = True, by_expert: bool = False, splits: int = 1, m: int = 16) -> ExpertsTiles:

@@ -7,9 +7,11 @@ from mutant import Mutant, tests_of
 
 REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
+TUNED, TABLE = "kernels/linear/experts_mma.py", "kernels/linear/experts_table.py"
 
 experts = tests_of("test_experts.py")
 kernel = tests_of("interpreted/test_triton_experts.py")
+tuned = tests_of("emulated/test_tuned_experts.py")
 
 EXPERTS = [
     Mutant(
@@ -81,5 +83,33 @@ EXPERTS = [
         "_weigh",
         Rewrite("(_e >= 0) & (_e < _n)", "_e < _n"),
         kernel("test_every_way_to_cut_the_work"),
+    ),
+    Mutant(
+        "all pairs of an expert are one block of the tuned kernel",
+        TABLE,
+        "sort_pairs",
+        Rewrite("(_p - _s) % C.x_rows == 0", "_p == _s"),
+        tuned("test_any_ids[True-8]"),
+    ),
+    Mutant(
+        "the tuned kernel takes a negative id for an expert",
+        TABLE,
+        "sort_pairs",
+        Rewrite("(_e >= 0) & (_e < _n)", "_e < _n"),
+        tuned("test_any_ids[True-8]"),
+    ),
+    Mutant(
+        "every expert has the bias of the first in the tuned kernel",
+        TUNED,
+        "_results",
+        Rewrite("weights.biases[0] + row", "weights.biases[0] + n"),
+        tuned("test_any_ids[True-8]"),
+    ),
+    Mutant(
+        "the tuned kernel sums over experts at the first of them",
+        TUNED,
+        "_finish",
+        Rewrite("gl.atomic_add(*_a, **_k) == blocks - 1", "gl.atomic_add(*_a, **_k) == 0"),
+        tuned("test_any_ids[True-8]"),
     ),
 ]

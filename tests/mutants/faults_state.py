@@ -23,6 +23,7 @@ attention = tests_of("test_attention_reference.py")
 plans = tests_of("test_plans.py")
 pages = tests_of("test_paging.py")
 ops = tests_of("test_ops.py")
+drafts = tests_of("hf/test_hf_drafts.py")
 launches = tests_of("test_launch_cache.py")
 varlen = tests_of("test_attention_varlen.py")
 
@@ -298,6 +299,20 @@ STATE = [
         "_Loop._step",
         Rewrite("kept.key != key", "kept.key[0] != key[0]"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_of_the_same_shape_keeps_step_and_cache"),
+    ),
+    Mutant(
+        "rejected drafts leave the tail as they found it",
+        "hf/drafts.py",
+        "Drafts.take_back",
+        Rewrite("_t.copy_(_h)", "None"),
+        drafts("test_rejected_drafts_leave_no_trace"),
+    ),
+    Mutant(
+        "drafts read the block that a later one finishes",
+        "hf/drafts.py",
+        "Drafts._starts",
+        Rewrite("(held + i + 1) % block == 0", "False"),
+        drafts("test_drafts_change_no_token"),
     ),
     Mutant(
         "rotated keys are no fact of an append",

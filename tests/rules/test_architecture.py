@@ -156,7 +156,7 @@ def test_the_public_face_is_small_and_complete() -> None:
 
 def test_the_benchmarks_are_in_the_sdist_and_not_in_the_wheel() -> None:
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
-    assert targets["wheel"] == {"packages": ["src/halfbyte"]}
+    assert targets["wheel"]["packages"] == ["src/halfbyte"]
     assert "benchmarks" in targets["sdist"]["include"]
     assert not list(SOURCE.rglob("benchmarks"))
 

@@ -131,7 +131,7 @@ def work(row: Row, seed: int, seconds: float) -> int:
         count, error = attempt(row, seed)
         first = first or peak()
         if not error and peak() > first + row.megabytes:
-            error = f"the memory of the process grew by {peak() - first} MB since its first seed"
+            error, first = f"the memory of the process grew by {peak() - first} MB since its first seed", peak()
         print(json.dumps({"seed": seed, "count": count, "megabytes": peak(), "error": error}), flush=True)
         seed, failed = seed + 1, failed or bool(error)
         if time.monotonic() >= until:

@@ -84,8 +84,7 @@ def evaluate(
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
-    from halfbyte.hf.cache import head_dims
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import head_dims, text_config
 
     check_page(results_to.html, "html")
     check_writable(results_to.output, "output")
@@ -152,8 +151,7 @@ def _setting(model: str, cache: CacheFormats, weights: str, **of_weights: str | 
     """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded."""
     from halfbyte.evals.quality import Setting, parse_layers
     from halfbyte.formats import key_format
-    from halfbyte.hf.cache import head_dims
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import head_dims, text_config
     from halfbyte.memory import load_config, packed_layers
     from halfbyte.paths import resolve_model
     from halfbyte.reference.hadamard import rotated

@@ -59,8 +59,7 @@ def candidates(model: Any, formats: Sequence[str] = (), windowed: bool = False) 
     such as groups as wide as a head. Keys come with and without rotation where they can be rotated. `windowed`: only formats that
     go with sink and recent tokens, which are neither 16 bits nor per-channel ones.
     """
-    from halfbyte.hf.cache import half_type, model_sizes
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import half_type, model_sizes, text_config
 
     for name in formats:
         key_format(name, "formats")

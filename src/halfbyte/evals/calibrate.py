@@ -42,7 +42,7 @@ class Divergence:
     """
 
     def __init__(self, model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> None:
-        from halfbyte.hf.cache import half_type
+        from halfbyte.hf.model_support import half_type
 
         check(chunk >= 1, f"chunk={chunk}; expected at least one token")
         check_exact(exact, windows.shape[1])
@@ -108,8 +108,7 @@ def fingerprint(model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int,
 
 def sizes_of(model: Any) -> ModelSizes:
     """The sizes that a plan of this model names."""
-    from halfbyte.hf.cache import model_sizes
-    from halfbyte.hf.model_support import text_config
+    from halfbyte.hf.model_support import model_sizes, text_config
 
     return model_sizes(text_config(model))
 

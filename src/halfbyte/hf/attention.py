@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
+from halfbyte.hf.drafts import Drafts
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
@@ -51,6 +52,7 @@ class PackedLayerLike(Protocol):
     formats: tuple[str, str]
     rotate_keys: bool
     sink_tokens: int
+    drafts: Drafts | None
 
 
 class Handle:
@@ -116,14 +118,23 @@ def attention(
         "starts": _starts(attention_mask, query.shape[0]),
     }
     layer = key.layer
-    if query.shape[2] > DECODE_QUERIES:
-        found = prefill_attention(query, key.new, value.new, cast(KVCache, layer.kv), **options)
-    elif torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
         found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, layer.sink_tokens, **options)
-    else:
-        found = decode_attention(query, cast(KVCache, layer.kv), **options)
-    out = cast(torch.Tensor, found)  # a pair only with return_lse
-    return out.transpose(1, 2).contiguous(), None
+        return _by_token(found), None
+    kv = cast(KVCache, layer.kv)
+
+    def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found = prefill_attention(q, k, v, kv, **options) if q.shape[2] > DECODE_QUERIES else decode_attention(q, kv, **options)
+        return cast(torch.Tensor, found)  # a pair only with return_lse
+
+    if torch.compiler.is_compiling() or layer.drafts is None:
+        return _by_token(read(query, key.new, value.new)), None
+    return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read)), None
+
+
+def _by_token(out: torch.Tensor) -> torch.Tensor:
+    """[B, H, L, D] -> [B, L, H, D] contiguous."""
+    return out.transpose(1, 2).contiguous()
 
 
 def _window(module: nn.Module, given: int | None) -> int | None:

@@ -9,11 +9,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache
-from halfbyte.cache_plan import ModelSizes
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, check_window, key_format, value_format
-from halfbyte.hf.attention import PACKED, Handle
-from halfbyte.hf.model_support import check_model_support, text_config
+from halfbyte.hf.attention import DECODE_QUERIES, PACKED, Handle
+from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.model_support import check_model_support, half_type, head_dims, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import rotated
@@ -42,6 +42,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
         self.is_compileable = True
         self.kv: KVCache | None = None
+        #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
+        self.drafts: Drafts | None = None
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: Stored = ()
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
@@ -105,12 +107,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
+        rotated = None
         if torch.compiler.is_compiling():
             options = (self.rotate_keys, self.measures, self.sink_tokens)
             append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
-            rotated = None
-        else:
+        elif self.drafts is None:  # else attention appends
             rotated = kv.append(key_states, value_states, rope=kwargs.get("rope"), q=kwargs.get("q"))
         return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
@@ -139,11 +141,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise InvalidArgument(
                 f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
             )
-        if tokens_to_remove and self.kv is not None:
+        taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
+        if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
+        self.drafts = None
         if self.kv is not None:
             self.kv.reset()
 
@@ -247,8 +251,13 @@ class PackedCache(Cache):  # type: ignore[misc]
             made = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except CapacityError as error:
             raise CapacityError(f"past_key_values: {error}. PackedCache.grow(n) makes room for n tokens a sequence") from None
-        self._open = self._open and layer_idx != len(self.layers) - 1
+        self._open = self._open and (layer_idx != len(self.layers) - 1 or self.layers[layer_idx].drafts is not None)
         return made
+
+    def expect_drafts(self, prompt: int | None) -> None:
+        """Drafts will come behind `prompt` tokens, and `crop` after each forward, as `generate()` does it; None: no drafts."""
+        for layer in self.layers:
+            layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
 
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""
@@ -321,12 +330,6 @@ def check_attention(model_or_config: Any) -> None:
         )
 
 
-def half_type(model_or_config: Any) -> torch.dtype:
-    """The 16-bit type that goes with a model: float16 if it computes in it, else bfloat16."""
-    dtype = getattr(model_or_config, "dtype", None)
-    return torch.float16 if dtype in (torch.float16, "float16") else torch.bfloat16
-
-
 def layer_formats(
     config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
 ) -> list[tuple[Format, Format]]:
@@ -377,18 +380,6 @@ def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:
         f"{name} has {len(given)} entries, and the model {layers} layers; pass one for all layers, or one for each",
     )
     return tuple(given)
-
-
-def model_sizes(config: Any) -> ModelSizes:
-    """What a cache plan must have in common with the model of this configuration."""
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
-
-
-def head_dims(config: Any) -> tuple[int, int]:
-    """(head_dim of keys, head_dim of values) from a configuration."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(dim), int(getattr(config, "v_head_dim", None) or dim)
 
 
 def _token_bytes(config: Any, k: Format, v: Format) -> float:

@@ -66,6 +66,7 @@ class DefaultCache:
         given = getattr(given, "self_attention_cache", given)
         if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
+            given.expect_drafts(_prompt(generation_config, model_kwargs, mode, given))
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
@@ -74,6 +75,7 @@ class DefaultCache:
         elif wanted and unset:
             made = self.settings.make(self.model, longest)
             made.is_default = True
+            made.expect_drafts(_prompt(generation_config, model_kwargs, mode, made))
             crosses = model_kwargs.get("encoder_hidden_states") is not None
             model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
@@ -162,9 +164,27 @@ def _behind(generation_config: Any, cache: PackedCache) -> int:
     return held if new is not None and generation_config.max_length - new <= held else 0
 
 
+def _drafts(mode: Any) -> bool:
+    return bool(getattr(mode, "value", mode) == "assisted_generation")
+
+
+def _prompt(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, cache: PackedCache) -> int | None:
+    """Tokens of the prompt, if drafts will come behind them."""
+    if not _drafts(mode):
+        return None
+    if held := int(cache.get_seq_length()):
+        raise Unsupported(
+            f"past_key_values holds {held} tokens, and transformers would feed them again before its first drafts; leave "
+            f"past_key_values out, or assistant_model and prompt_lookup_num_tokens"
+        )
+    mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
+    given = model_kwargs.get("position_ids") if mask is None else mask
+    return int(generation_config.max_length - (generation_config.max_new_tokens or 0) if given is None else given.shape[-1])
+
+
 def _beyond(generation_config: Any, mode: Any) -> int:
     """Tokens that drafts may reach beyond the longest answer: they are in the cache before they are judged."""
-    if getattr(mode, "value", mode) != "assisted_generation":
+    if not _drafts(mode):
         return 0
     wanted = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
     return int(max(*wanted, BUCKET))

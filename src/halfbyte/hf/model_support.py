@@ -12,10 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
 from halfbyte.errors import InvalidArgument, Unsupported
 
@@ -190,3 +192,21 @@ def layer_window(config: Any, layer: int | None) -> int | None:
     if kinds is None or layer is None:
         return window
     return window if kinds[layer] == "sliding_attention" else None
+
+
+def half_type(model_or_config: Any) -> torch.dtype:
+    """The 16-bit type that goes with a model: float16 if it computes in it, else bfloat16."""
+    dtype = getattr(model_or_config, "dtype", None)
+    return torch.float16 if dtype in (torch.float16, "float16") else torch.bfloat16
+
+
+def model_sizes(config: Any) -> ModelSizes:
+    """What a cache plan must have in common with the model of this configuration."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """(head_dim of keys, head_dim of values) from a configuration."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(dim), int(getattr(config, "v_head_dim", None) or dim)

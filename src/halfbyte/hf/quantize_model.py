@@ -12,10 +12,10 @@ import torch
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.cache import half_type, layer_formats, layer_rotations, layer_windows, model_sizes
+from halfbyte.hf.cache import layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
-from halfbyte.hf.model_support import check_model_support, inner_model, text_config
+from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
 from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
 from halfbyte.hf.weights import find_lm_head, is_skipped, quantize_modules, select

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from halfbyte.errors import Unsupported, check
-from halfbyte.hf.cache import head_dims
-from halfbyte.hf.model_support import blocks, text_config
+from halfbyte.hf.model_support import blocks, head_dims, text_config
 from halfbyte.reference.hadamard import check_rotation, rotate
 
 #: The entry of config.json by which a model is known to have it: applying H again would undo it.

@@ -350,17 +350,20 @@ def stacked_bars(stacks: Mapping[str, Mapping[str, float]], *, x_label: str, tit
     return done.svg
 
 
-def roofline(points: Lines, measured: Sequence[tuple[float, float]], *, title: str) -> str:
-    """Points (10^6 bytes, 10^9 bytes a second) below the `measured` roofline, points of the same kind. Returns an <svg> element."""
+def roofline(
+    points: Lines, measured: Sequence[tuple[float, float]], *, x_label: str, y_label: str, title: str, log_y: bool = False
+) -> str:
+    """Points below the `measured` roofline, points of the same kind; x is logarithmic. Returns an <svg> element."""
     check(len(measured) > 0, "measured is empty; a roofline needs at least one point")
     with _figure(title, 4.4) as (fig, ax, done):
         xs, ys = zip(*measured, strict=True)
         ax.plot(xs, ys, "-", color=_INK, lw=1.6, label="read roofline of the same runs")
         for number, (name, found) in enumerate(points.items()):
             ax.plot([x for x, _ in found], [y for _, y in found], ms=5, alpha=0.85, label=name, **_look(number) | {"ls": ""})
-        _scales(ax, log_x=True, log_y=False)
-        ax.set_ylim(0)
-        _frame(ax, "MB that a call must read", "GB/s", title, legend=False)
+        _scales(ax, True, log_y)
+        if not log_y:
+            ax.set_ylim(0)
+        _frame(ax, x_label, y_label, title, legend=False)
         handles, labels = ax.get_legend_handles_labels()
         _legend(fig, handles, labels, 4)
     return done.svg

@@ -28,15 +28,45 @@ def of_any(measured: Sequence[Record]) -> list[str]:
 
 
 def rooflines(measured: Sequence[Record]) -> list[str]:
-    """Bytes a second against bytes, below the line that a read-only kernel reached in the same runs; by format, 16 bits as one."""
+    """Bytes a second against bytes, and FLOP a second against FLOP a byte, each below what a read-only kernel reached in the same
+    runs; by format, 16 bits as one.
+    """
     timed = [r for r in measured if r.seconds and r.gb_per_s and r.nbytes and r.roof_gb_per_s]
+    if not timed:
+        return []
     roof = sorted({r.nbytes / 1e6: r.roof_gb_per_s or 0.0 for r in timed}.items())
+    sizes = _fastest_of(timed, lambda r: (r.nbytes / 1e6, r.gb_per_s or 0.0))
+    title = "Roofline: bytes a second by bytes read"
+    rates = charts.roofline(sizes, roof, x_label="MB that a call must read", y_label="GB/s", title=title)
+    return [rates, *_intensities([r for r in timed if flop(r)])]
+
+
+def _intensities(timed: Sequence[Record]) -> list[str]:
+    """Arithmetic intensity. The tensor cores' limit, which few rows do not reach, is not shown."""
+    if not timed:
+        return []
+    found = _fastest_of(timed, lambda r: (flop(r) / r.nbytes, flop(r) / (r.seconds or 1.0) / 1e12))
+    ends, fastest = [flop(r) / r.nbytes for r in timed], max(r.roof_gb_per_s or 0.0 for r in timed)
+    roof = [(x, x * fastest / 1e3) for x in (min(ends), max(ends))]
+    x_label, title = "FLOP per byte of weights or cache", "Roofline: arithmetic intensity"
+    return [charts.roofline(found, roof, x_label=x_label, y_label="TFLOP/s", title=title, log_y=True)]
+
+
+def _fastest_of(timed: Sequence[Record], place: Callable[[Record], tuple[float, float]]) -> Lines:
+    """Where the fastest record of each case and format is drawn, by format."""
     points: dict[str, dict[str, tuple[float, float]]] = {}
-    for r in sorted(timed, key=lambda r: r.gb_per_s or 0.0):  # the fastest of a case and format is drawn
+    for r in sorted(timed, key=lambda r: r.gb_per_s or 0.0):
         series = _FASTEST if r.formats in SIXTEEN else r.formats
-        points.setdefault(series, {})[name_of(r)] = (r.nbytes / 1e6, r.gb_per_s or 0.0)
-    drawn = {series: list(found.values()) for series, found in sorted(points.items())}
-    return [charts.roofline(drawn, roof, title="Roofline: bytes a second by bytes read")] if roof else []
+        points.setdefault(series, {})[name_of(r)] = place(r)
+    return {series: list(found.values()) for series, found in sorted(points.items())}
+
+
+def flop(r: Record) -> int:
+    """Multiplications and additions of the two products of attention over full caches, or of a linear layer; 0 of anything else."""
+    s = r.shape
+    if {"B", "Hq", "T", "D"} <= s.keys():
+        return 4 * s["B"] * s["Hq"] * s["T"] * s["D"]
+    return 2 * s["M"] * s["N"] * s["K"] if {"M", "N", "K"} <= s.keys() else 0
 
 
 def speedups(measured: Sequence[Record]) -> list[str]:

@@ -20,12 +20,16 @@ from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.ops._library import define, level, refuse_capture
+from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
+from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
+from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor, weight_of
 
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _LEVELS: dict[str, Callable[..., torch.Tensor]] = {"cpu": cpu.experts_linear, "reference": reference.experts_linear}
 
 
@@ -48,7 +52,8 @@ def experts_linear(
     gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
-    impl        "auto", "triton" (a GPU, fp16 and bf16), "cpu" or "reference" (float64)
+    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens) and "triton" (portable); "cpu", or
+                "reference" (float64)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -109,7 +114,8 @@ def _level(impl: str, x: torch.Tensor) -> str:
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
         warn_once(f"experts_linear has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
         impl = "cpu"
-    return level("experts_linear", impl, x.device)
+    chosen = level("experts_linear", impl, x.device)
+    return "auto" if impl == "auto" and chosen == "gluon" else chosen
 
 
 # ----------------------------------------------------------------------------------------------------------------------- the op
@@ -126,7 +132,7 @@ def _run(*flat: Any) -> torch.Tensor:
     if level in _LEVELS:
         refuse_capture("experts_linear", call.x.device)
         return _LEVELS[level](call)
-    return _run_triton(call)
+    return _run_on_gpu(call, level)
 
 
 def _fake(*flat: Any) -> torch.Tensor:
@@ -144,32 +150,83 @@ _op = define(
 # ---------------------------------------------------------------------------------------------------------------------- the GPU
 
 
-def _run_triton(call: ExpertsCall) -> torch.Tensor:
-    x, weight, ids, gates, _, _ = call
+def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
+    """By "gluon", "triton", or "auto": the tuned kernel where it can."""
+    x, weight, ids, _, _, _ = call
     if x.element_size() > 2:
-        raise Unsupported(f"x is {x.dtype}; the triton kernel takes float16 and bfloat16; use impl='auto'")
+        raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
     out = call.new_result()
     if not out.numel():
         return out
-    tokens, top_k = ids.shape
-    if not top_k or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
+    if not ids.shape[1] or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
         return cpu.experts_linear(call)
-    step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
-    dense = _dense(call)
+    call = _dense(call)
+    plan = _plan_of(call) if impl != "triton" else "the portable kernel was requested"
     with torch.cuda.device_of(x):
-        for first in range(0, tokens, step):
-            part = slice(first, first + step)
-            some = None if gates is None else gates[part].contiguous()
-            _launch(dense._replace(x=x[part], ids=ids[part].contiguous(), gates=some), out[part])
+        if isinstance(plan, ExpertsPlan):
+            _run_tuned(call, plan, out)
+        elif impl == "gluon":
+            raise Unsupported(f"impl='gluon' cannot run this call: {plan}; use impl='auto', which takes the portable kernel here")
+        else:
+            _run_portable(call, out)
     return out
 
 
 def _dense(call: ExpertsCall) -> ExpertsCall:
-    """The call with the vectors that the kernel reads without strides made contiguous."""
-    w = call.weight
-    parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items()}
-    bias = None if call.bias is None else call.bias.contiguous()
-    return call._replace(weight=QuantTensor(w.format, w.shape, **parts), bias=bias)
+    """The call with what kernels read without strides made contiguous, and x in the order of the columns of each pair's expert."""
+    x, w, ids, gates, bias, _ = call
+    parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items() if n != "perm"}
+    if w.perm is not None:
+        order = w.perm.long().clamp(0, w.shape[2] - 1)[ids.long().clamp(0, w.shape[0] - 1)]
+        x = (x.unsqueeze(1).expand(-1, ids.shape[1], -1) if x.ndim == 2 else x).gather(2, order)
+    gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
+    return call._replace(x=x, weight=QuantTensor(w.format, w.shape, **parts), ids=ids.contiguous(), gates=gates, bias=bias)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the tuned kernel
+
+
+def _plan_of(call: ExpertsCall) -> ExpertsPlan | str:
+    """How the tuned kernel runs a call; in words, why it does not."""
+    x, w, ids, gates, _, activation = call
+    if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
+        return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
+    sizes, facts = (*w.shape, *ids.shape), (x.ndim == 2, activation, gates is not None, _DTYPES[x.dtype])
+    return _plan(w.format, sizes, facts, x.device.index, pair_launches())
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(fmt: Format, sizes: tuple[int, ...], facts: tuple[Any, ...], device: int, use_pdl: bool) -> ExpertsPlan | str:
+    """The plan on GPU number `device`. sizes: E, N, K, tokens, top_k; facts: see `tuned_experts`."""
+    (experts, features, width, tokens, top_k), (shared, activation, gated, dtype) = sizes, facts
+    _, num_sms, capability = gpu(device)
+    problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "shared": shared, "activation": activation, "gated": gated}
+    problem |= {"dtype": dtype, "num_sms": num_sms, "capability": capability, "use_pdl": use_pdl}
+    return tuned_experts(fmt, experts, features, width, **problem)
+
+
+def _run_tuned(call: ExpertsCall, plan: ExpertsPlan, out: torch.Tensor) -> None:
+    from halfbyte.kernels.linear.experts_mma import launch
+
+    x = call.x.reshape(-1, call.x.shape[-1])
+    if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or 2 * x.stride(0) * x.shape[0] >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    call, workspace = call._replace(x=x), (floats(x.device, plan.floats), counters(x.device, plan.counters))
+    w, sizes = call.weight, (call.weight.shape, x.stride(0), call.ids.shape[1])
+    types = tuple(None if t is None else (t.dtype, t.data_ptr() % 16) for t in (call.ids, call.gates, call.bias, w.tensor_scale))
+    with_compiled((plan, x.device, sizes, types), functools.partial(launch, call, out, plan, *workspace))
+
+
+# ------------------------------------------------------------------------------------------------------------- the portable kernel
+
+
+def _run_portable(call: ExpertsCall, out: torch.Tensor) -> None:
+    x, weight, ids, gates, _, _ = call
+    tokens, top_k = ids.shape
+    step = tokens if gates is None else tokens_at_once(weight.shape[1], top_k)
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        _launch(call._replace(x=x[part], ids=ids[part], gates=None if gates is None else gates[part]), out[part])
 
 
 def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
@@ -179,14 +236,10 @@ def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
     index = -1 if x.device.type == "cpu" else x.device.index
     tiles = _tiles(stack.format, experts, features, width, tokens, top_k, index)
-    if stack.perm is not None:  # x in the order of the columns of each pair's expert
-        order = stack.perm.long().clamp(0, width - 1)[ids.long().clamp(0, experts - 1)]
-        x = (x.unsqueeze(1).expand(-1, top_k, -1) if x.ndim == 2 else x).gather(2, order)
-        stack = QuantTensor(stack.format, stack.shape, **{n: t for n, t in stack.parts().items() if n != "perm"})
     table = (None, None) if tiles.inline else _sorted(ids, experts)
     size, count = workspace(tiles, features, tokens * top_k, call.gates is not None)
     partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
-    launch(call._replace(x=x.reshape(-1, width), weight=stack), out, tiles, table, partials, semaphores)
+    launch(call._replace(x=x.reshape(-1, width)), out, tiles, table, partials, semaphores)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""What `make compile-check` compiles of the kernel for mixtures of experts."""
+"""What `make compile-check` compiles of the kernels for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.linear.experts import launch
+from halfbyte.kernels.linear import experts as portable
+from halfbyte.kernels.linear import experts_mma
 from halfbyte.plans.experts import experts_tiles
+from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 
@@ -29,25 +31,59 @@ _CASES = (
 )
 
 
+#: The same for the tuned kernel: blocks of 1 to 16 pairs, every kind of code and scale, every size of its table.
+_TUNED = (
+    *((name, 1, projection) for name in ("int4_g64", "int4_sym_g128", "int8_col", "nf4", "nvfp4") for projection in _QWEN),
+    ("int4_g128", 1, _QWEN[0]),
+    ("int4_sym_g32", 4, _QWEN[0]),
+    *(("int4_g32", tokens, projection) for tokens in (16, 64) for projection in _QWEN),
+    *(("nvfp4", tokens, projection) for tokens in (4, 16, 64) for projection in _OSS),
+    ("int4_g128", 1, (8, 2, 4096, 14336, None, "gates")),
+    ("int4_g128", 64, (8, 2, 28672, 4096, Activation("silu"), "fp16")),
+    ("mxfp4", 16, (8, 2, 28672, 4096, Activation("gelu"), "bias")),
+    ("mxfp4", 1, (8, 2, 4096, 14336, None, "gates fp16")),
+    ("int8_g128", 16, (8, 2, 4096, 14336, Activation("gelu_tanh"), "gates bias fp16")),
+)
+
+
 def configurations() -> Iterator[Configuration]:
-    """The cases' launches, which are the same on every GPU of 132 SMs."""
+    """The cases' launches, which are the same on every GPU of 132 SMs; the tuned kernel's on an H100."""
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
-        fmt, shape = WEIGHT_FORMATS[name], (experts, features, width)
-        dtype = torch.float16 if "fp16" in options else torch.bfloat16
-        stack = QuantTensor(fmt, shape, **{part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape).items()})
-        tiles = experts_tiles(fmt, *shape, tokens=tokens, top_k=top_k, num_sms=132)
-        gated = "gates" in options
-        call = ExpertsCall(
-            empty(tokens * (top_k if gated else 1), width, dtype=dtype),
-            stack,
-            empty(tokens, top_k, dtype=torch.int64),
-            empty(tokens, top_k, dtype=dtype) if gated else None,
-            empty(experts, features, dtype=dtype) if "bias" in options else None,
-            activation,
-        )
+        call = _call(name, tokens, experts, top_k, features, width, activation, options)
+        tiles = experts_tiles(call.weight.format, experts, features, width, tokens=tokens, top_k=top_k, num_sms=132)
         table = (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1))
         given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
-        kind = "" if activation is None else activation.kind
-        full = "-".join(["experts", name, f"T{tokens}", "x".join(map(str, shape)), kind, *options.split()])
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
-        yield from recorded(full, functools.partial(launch, call, *given), may_spill=why)
+        full = _name("experts", name, tokens, call, options)
+        yield from recorded(full, functools.partial(portable.launch, call, *given), may_spill=why)
+    for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
+        call = _call(name, tokens, experts, top_k, features, width, activation, options)
+        problem = {"tokens": tokens, "top_k": top_k, "shared": "gates" not in options, "activation": activation}
+        problem |= {"gated": "gates" in options, "dtype": "fp16" if "fp16" in options else "bf16"}
+        where = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
+        plan = tuned_experts(call.weight.format, experts, features, width, **problem, **where)
+        if isinstance(plan, ExpertsPlan):
+            given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
+            full = _name("tuned-experts", name, tokens, call, options)
+            yield from recorded(full, functools.partial(experts_mma.launch, call, *given), targets=(90,))
+
+
+def _call(
+    name: str, tokens: int, experts: int, top_k: int, features: int, width: int, activation: Activation | None, options: str
+) -> ExpertsCall:
+    """A call on tensors without memory."""
+    fmt, shape, gated = WEIGHT_FORMATS[name], (experts, features, width), "gates" in options
+    dtype = torch.float16 if "fp16" in options else torch.bfloat16
+    return ExpertsCall(
+        empty(tokens * (top_k if gated else 1), width, dtype=dtype),
+        QuantTensor(fmt, shape, **{part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape).items()}),
+        empty(tokens, top_k, dtype=torch.int64),
+        empty(tokens, top_k, dtype=dtype) if gated else None,
+        empty(experts, features, dtype=dtype) if "bias" in options else None,
+        activation,
+    )
+
+
+def _name(kernel: str, name: str, tokens: int, call: ExpertsCall, options: str) -> str:
+    kind = "" if call.activation is None else call.activation.kind
+    return "-".join([kernel, name, f"T{tokens}", "x".join(map(str, call.weight.shape)), kind, *options.split()])

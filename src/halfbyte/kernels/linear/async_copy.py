@@ -27,7 +27,7 @@ from halfbyte.kernels.linear.sync import filled, k_slice_of, slot_of, thread_of
 
 @gluon.jit
 def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory: codes, scales, zero points and x of each stage."""
+    """Shared memory, and in it codes, scales, zero points and x of each stage."""
     pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
     code_shape: gl.constexpr = [S.slots(C), C.k_slices, C.tile, S.words(C)]
     codes = view(pool, 0, gl.int16, code_shape, code_ring_layout(S.words(C)))
@@ -40,7 +40,7 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     x_type: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
     x_shape: gl.constexpr = [C.stages, C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
     x = view(pool, C.x_at, x_type, x_shape, plain(5))
-    return codes, scales, zeros, x
+    return pool, (codes, scales, zeros, x)
 
 
 @gluon.jit
@@ -128,16 +128,23 @@ def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: 
 def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
     codes, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
+    codes, scales, zeros = rows_at(codes, scales, zeros, n0, step, K, S, C)
+    return codes, scales, zeros, N - n0
+
+
+@gluon.jit
+def rows_at(codes, scales, zeros, row, step, K, S: gl.constexpr, C: gl.constexpr):
+    """Addresses of a thread's pieces of a step of the tile that begins with this row: codes, scales and zero points."""
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     width = K // S.codes_per_word
-    at = n0.to(gl.int64) * width + step * (C.k_slices * S.words(C))
+    at = row.to(gl.int64) * width + step * (C.k_slices * S.words(C))
     codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
     if S.groups > 0:
-        scales = _scales_from(scales, n0, step, K, S.scale_bytes, C.scales_per_copy, S, C)
+        scales = _scales_from(scales, row, step, K, S.scale_bytes, C.scales_per_copy, S, C)
         if S.zero:
-            zeros = _scales_from(zeros, n0, step, K, 1, C.zeros_per_copy, S, C)
-    return codes, scales, zeros, N - n0
+            zeros = _scales_from(zeros, row, step, K, 1, C.zeros_per_copy, S, C)
+    return codes, scales, zeros
 
 
 @gluon.jit
@@ -207,8 +214,8 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
-    """Ask for x of one step, if `wanted`."""
+def _x_piece(K, step, wanted, C: gl.constexpr):
+    """A thread's first piece of x in a step: its number, the thread's K slice, the piece's row and column; K that is left there."""
     inside: gl.constexpr = gl.constexpr(
         C.x_rows * C.chunk // 8
     )  # pieces of a K slice; where rows are few, two threads copy the same
@@ -218,12 +225,55 @@ def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
     part = t // gl.constexpr(4 * C.x_low) % gl.constexpr(C.chunk // 32)
     m = t // gl.constexpr(4 * C.x_low * (C.chunk // 32)) * C.x_low + t // 4 % C.x_low
     k = w * C.chunk + part * 32 + t % 4 * 8
+    return t, w, m, k, left
+
+
+@gluon.jit
+def fetch_x(slot, step, wanted, X, M, K, x_stride, C: gl.constexpr):
+    """Ask for x of one step, if `wanted`."""
+    t, w, m, k, left = _x_piece(K, step, wanted, C)
     at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + (m * x_stride + k))
     into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
     gl.inline_asm_elementwise(
         _copy_asm(_x_pieces(C), C.x_at, 16, True, C.x_cached),
         "=r,r,l,r,r,r,~{memory}",
         [into, at, x_stride * 2, M - m, (left - k) * 2],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _gather_asm(pieces, base, rows_at, cached):
+    """As `_copy_asm` with `fill`, of 16 bytes each. The table at `rows_at` says where a row begins, in bytes from $2; its entry for
+    the row of piece 0 is $3 bytes further."""
+    how = "ca" if cached else "cg"
+    lines = ["{ .reg .pred q; .reg .b32 n, s, e; .reg .b64 p, d; mov.u32 s, global_smem; add.u32 e, s, $3; add.u32 s, s, $1;"]
+    last_row, last_byte = None, None
+    for row, byte, _, at in pieces:
+        if row != last_row:
+            lines.append(f"setp.gt.s32 q, $4, {row}; @q ld.shared.b32 n, [e+{rows_at + 4 * row}];")
+            lines.append("@q cvt.s64.s32 d, n; @q add.s64 p, $2, d;")
+            last_byte = None
+        if byte != last_byte:
+            lines.append(f"setp.gt.s32 q, $5, {byte}; selp.b32 n, 16, 0, q;")
+        last_row, last_byte = row, byte
+        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.{how}.shared.global [s+{base + at}], [p+{byte}], 16, n;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def fetch_rows(slot, step, wanted, X, block, K, C: gl.constexpr):
+    """Ask for x of one step, if `wanted`: the rows of a block of pairs, given by its first one and how many it has."""
+    first, count = block
+    t, w, m, k, left = _x_piece(K, step, wanted, C)
+    at = X.to(gl.int64) + 2 * (step.to(gl.int64) * C.step + k)
+    into = (slot * C.k_slices + w) * gl.constexpr(2 * C.x_rows * C.chunk) + t * 16
+    gl.inline_asm_elementwise(
+        _gather_asm(_x_pieces(C), C.x_at, C.rows_at, C.x_cached),
+        "=r,r,l,r,r,r,~{memory}",
+        [into, at, (first + m) * 4, count - m, (left - k) * 2],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

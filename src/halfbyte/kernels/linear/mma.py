@@ -44,7 +44,7 @@ from halfbyte.plans.linear_spec import LinearPlan
 
 
 @gluon.constexpr_function
-def _output_layout(C):
+def output_layout(C):
     """[W, tile, columns]: every thread holds the W sums of its own numbers."""
     across = min(C.sums, 32)
     return gl.BlockedLayout([C.k_slices, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
@@ -126,6 +126,41 @@ def _program_at(x, each, more):
     return gl.where(x < more * (each + 1), large, small)
 
 
+@gluon.jit
+def tile_sums(acc, rings, red, slot, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile: those of its K slices, added in their order through `red` or the slot that was read last."""
+    sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
+    if C.separate_reduce_smem:
+        sums = red
+    else:
+        barrier()  # no warp reads this slot's codes any more
+        sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
+    if S.groups_per_mma(C) > 1:
+        sums.store(gl.sum(gl.reshape(acc, [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]), axis=2))
+    else:
+        sums.store(acc)
+    barrier()
+    v = gl.sum(sums.load(layout), axis=0)
+    if not C.separate_reduce_smem:
+        barrier()  # no warp reads these sums any more: codes may come into the slot
+    return v
+
+
+@gluon.jit
+def keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C: gl.constexpr):
+    """Write a program's part of a split tile: where its numbers lie in a partial result, the first and the last program that
+    share the tile, and how many of them have arrived before."""
+    n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    mine = 2 * program + (begin == 0).to(gl.int32)
+    gl.store(Partials + mine.to(gl.int64) * C.partial_floats + offsets, v, cache_modifier=".cg")
+    first = _program_at(tile * steps, each, more)
+    last = _program_at(tile * steps + (steps - 1), each, more)
+    barrier()
+    arrived = gl.atomic_add(Semaphores + tile, 1, sem="acq_rel", scope="gpu")
+    return offsets, first, last, arrived
+
+
 @gluon.jit(do_not_specialize=["M", "whole", "split_tiles", "each", "more"])
 def linear(
     X,  # [M, K], strides x_row and 1
@@ -144,11 +179,10 @@ def linear(
     """One program's part of the split tiles, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
-    sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
-    rings = make_rings(S, C)
+    _, rings = make_rings(S, C)
     red = rings[0]
     if C.separate_reduce_smem:
-        red = gl.allocate_shared_memory(gl.float32, sums_shape, plain(3))
+        red = gl.allocate_shared_memory(gl.float32, [C.k_slices, C.tile, C.sums], plain(3))
     steps = (K + C.step - 1) // C.step
     program = gl.program_id(0)
     shared = each + (program < more).to(gl.int32)
@@ -211,30 +245,11 @@ def linear(
         acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
         step += 1
         if (step == steps) | (now + 1 == shared):
-            if C.separate_reduce_smem:
-                sums = red
-            else:
-                barrier()  # no warp reads this slot's codes any more
-                sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
-            if S.groups_per_mma(C) > 1:
-                sums.store(gl.sum(gl.reshape(acc, [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]), axis=2))
-            else:
-                sums.store(acc)
-            barrier()
-            v = gl.sum(sums.load(_output_layout(C)), axis=0)
-            if not C.separate_reduce_smem:
-                barrier()  # no warp reads these sums any more: codes may come into the slot
+            v = tile_sums(acc, rings, red, slot, output_layout(C), S, C)
             if (begin == 0) & (step == steps):
                 write_tile(v, tile, 0, M, weights, S, C)
             else:
-                n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-                offsets = n * C.sums + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
-                mine = 2 * program + (begin == 0).to(gl.int32)
-                gl.store(Partials + mine.to(gl.int64) * C.partial_floats + offsets, v, cache_modifier=".cg")
-                first = _program_at(tile * steps, each, more)
-                last = _program_at(tile * steps + (steps - 1), each, more)
-                barrier()
-                arrived = gl.atomic_add(Semaphores + tile, 1, sem="acq_rel", scope="gpu")
+                offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)
                 if arrived == last - first:
                     gl.store(Semaphores + tile, 0)
                     v = sum_partials(Partials, offsets, first, last, program, v, C)

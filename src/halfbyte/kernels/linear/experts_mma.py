@@ -1,0 +1,364 @@
+"""`experts_linear` for decoding, in Gluon: the kernel for small M of linear/mma.py on those experts of a stack that are hit.
+
+    y[p, n] = sum_k x[row(p), k] W[e(p), n, k] + bias[e(p), n]      for each pair p = (token, i) of a token and its i-th expert e(p)
+
+then, with an activation, columns 2n and 2n + 1 are a gate and its up projection and become one number; then, with gates, the pairs
+of a token are added: out[t, n] = sum_i gate[t, i] y[(t, i), n], in the order of i.
+
+Only the device knows which experts are hit. Each program sorts the pairs by expert (linear/experts_table.py) and cuts those of
+each expert into *blocks* of at most `x_rows`. Every block has the tiles of N, and all tiles are divided as linear/mma.py divides
+them: with few hits along K, with many tile by tile. So an expert's weight is read once for each of its blocks. Rings, waits and
+products are those of linear/mma.py; x is gathered row by row from where the sorted pairs say.
+
+With gates the sums of all pairs go to the workspace in fp32, and the program that completes the last block at a tile of N adds
+them up. No floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
+"""
+
+# ruff: noqa: RUF005
+# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.common.compat import barrier
+from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.common.shares import quotient
+from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_rows, fetch_scales, make_rings, rows_at
+from halfbyte.kernels.linear.experts_table import block_at, entry, sort_pairs
+from halfbyte.kernels.linear.mma import keep_partial, sum_partials, tile_sums
+from halfbyte.kernels.linear.multiply import multiply
+from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
+from halfbyte.kernels.linear.ring import Weights
+from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
+from halfbyte.kernels.linear.unpack import make_codebook
+from halfbyte.plans.experts_mma import ExpertsPlan
+from halfbyte.reference.experts import ExpertsCall
+
+# ----------------------------------------------------------------------------------------------------------------- the division
+
+
+@gluon.jit
+def _shares(tiles, steps):
+    """How the programs divide tiles of so many steps: see `halfbyte.plans.linear.shares`.
+
+    Data-parallel if the tiles about fill the GPU; otherwise the fewest programs that have as many steps each as if all took part.
+    """
+    most = gl.num_programs(0)
+    total = tiles * steps
+    even = (total + most - 1) // most
+    programs = gl.where((tiles <= most) & (10 * tiles >= 7 * most), tiles, (total + even - 1) // gl.maximum(even, 1))
+    programs = gl.maximum(programs, 1)
+    whole = tiles // programs
+    split = tiles - whole * programs
+    each = split * steps // programs
+    return programs, whole, split, each, split * steps - each * programs
+
+
+@gluon.jit
+def _next(position, tile, step, at, block, work, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """One step further in a program's work, as in linear/mma.py; block: where the pairs of the tile begin, and how many."""
+    steps, shared, own, tiles = work
+    position += 1
+    step += 1
+    if (step == steps) | (position == shared):
+        step = 0
+        tile = gl.where(position == shared, own, tile + 1)
+        at, block = _weight_at(tile, 0, tiles, weights, K, S, C)
+    return position, tile, step, at, block
+
+
+@gluon.jit
+def _weight_at(tile, step, tiles, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """Where a thread's pieces of a step lie and how many rows of the expert are left; the block of pairs."""
+    N = weights.features[0]
+    expert, n0, first, count = block_at(tile, tiles, weights, C)
+    zeros = weights.codes[0] if weights.zeros[0] is None else weights.zeros[0]
+    row = expert.to(gl.int64) * N + n0
+    codes, scales, zeros = rows_at(weights.codes[0], weights.scales[0], zeros, row, step, K, S, C)
+    return (codes, scales, zeros, N - n0), (first, count)
+
+
+# --------------------------------------------------------------------------------------------------------- what sums turn into
+
+
+@gluon.constexpr_function
+def _output_layout(C):
+    """[k_slices, tile, rows]: a thread holds the sums of all K slices, and of both halves of an activation."""
+    across = min(C.sums, 32)
+    return gl.BlockedLayout([C.k_slices, C.halves, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _token_layout(C):
+    """[tile, tokens] of a weighted sum."""
+    return gl.BlockedLayout([C.halves, 1], [32 // C.tokens, C.tokens], [C.warps, 1], [1, 0])
+
+
+@gluon.jit
+def _activated(y, C: gl.constexpr):
+    """[n, M] -> [n / 2, M], see `Activation`; as it is without one."""
+    if C.activation is not None:
+        A: gl.constexpr = C.activation
+        gate, up = gl.split(gl.permute(gl.reshape(y, [y.shape[0] // 2, 2, y.shape[1]]), [0, 2, 1]))
+        if A.limit < float("inf"):
+            # Comparisons, which let NaN through.
+            gate = gl.where(gate > A.limit, A.limit, gate)
+            up = gl.where(up > A.limit, A.limit, gl.where(up < -A.limit, -A.limit, up))
+        if A.kind == "silu":
+            gate = gate / (1.0 + gl.exp(-A.alpha * gate))
+        elif A.kind == "gelu_tanh":
+            gate = gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        else:
+            gate = gate * 0.5 * (1.0 + gl.erf(gate * 0.7071067811865476))
+        y = gate * (up + A.shift)
+    return y
+
+
+@gluon.jit
+def _results(v, expert, n0, weights, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile with what is left of the scales, and the bias."""
+    N = weights.features[0]
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    row = expert.to(gl.int64) * N + n
+    if S.groups == 0:
+        v = v * to_float(gl.load(weights.scales[0] + row, mask=n < N, other=0.0), S)
+    v = v * (1.0 / S.unit(C.dtype))
+    if S.factor:
+        v = v * gl.load(weights.factors[0] + row, mask=n < N, other=0.0)
+    if weights.biases[0] is not None:
+        v = v + gl.load(weights.biases[0] + row, mask=n < N, other=0.0).to(gl.float32)
+    return v
+
+
+@gluon.jit
+def _write_pairs(v, n0, block, weights, C: gl.constexpr):
+    """Results [tile, rows] to the rows of out that belong to the block's pairs."""
+    first, count = block
+    width = weights.features[0] // C.halves
+    v = _activated(v, C)
+    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    pair = entry(C.order_at, first + gl.minimum(m, count - 1)) & 1023
+    n = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    out = weights.outs[0] + (pair.to(gl.int64) * width + n)
+    gl.store(out, v.to(weights.outs[0].dtype.element_ty), mask=(m < count) & (n < width))
+
+
+@gluon.jit
+def _keep_pairs(v, n0, block, Sums, N, C: gl.constexpr):
+    """Results [tile, rows] to the rows of the workspace that belong to the block's pairs."""
+    first, count = block
+    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    pair = entry(C.order_at, first + gl.minimum(m, count - 1)) & 1023
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    gl.store(Sums + (pair.to(gl.int64) * N + n), v, mask=(m < count) & (n < N), cache_modifier=".cg")
+
+
+@gluon.constexpr_function
+def _loads_in_flight(C):
+    """Of pairs' results, as far as registers go."""
+    return max(1, min(C.top_k, 64 * 32 * C.warps // (C.tile * C.tokens), 8))
+
+
+@gluon.jit
+def _weigh(n0, ids, gates, Sums, T, E, weights, C: gl.constexpr):
+    """The weighted sums of all tokens in one tile of N, several loads in flight."""
+    layout: gl.constexpr = _token_layout(C)
+    together: gl.constexpr = _loads_in_flight(C)
+    N = weights.features[0]
+    width = N // C.halves
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+    for begin in range(0, T, C.tokens):
+        t = begin + gl.arange(0, C.tokens, layout=gl.SliceLayout(0, layout))[None, :]
+        total = _activated(gl.full([C.tile, C.tokens], 0.0, gl.float32, layout), C) * 0.0
+        token = begin + gl.arange(0, C.tokens, layout=gl.SliceLayout(0, total.type.layout))[None, :]
+        for i in range(0, C.top_k, together):
+            parts = ()
+            for j in gl.static_range(together):
+                pair = t * C.top_k + i + j
+                expert = gl.load(ids + pair, mask=(t < T) & (i + j < C.top_k), other=-1)
+                there = (expert >= 0) & (expert < E) & (n < N)
+                parts = parts + (gl.load(Sums + (pair.to(gl.int64) * N + n), mask=there, other=0.0, cache_modifier=".cg"),)
+            for j in gl.static_range(together):
+                pair = token * C.top_k + i + j
+                expert = gl.load(ids + pair, mask=(token < T) & (i + j < C.top_k), other=-1)
+                there = (expert >= 0) & (expert < E)
+                gate = gl.load(gates + pair, mask=there, other=0.0).to(gl.float32)
+                total += gl.where(there, gate * _activated(parts[j], C), 0.0)
+        column = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, total.type.layout))[:, None]
+        out = weights.outs[0] + (token.to(gl.int64) * width + column)
+        gl.store(out, total.to(weights.outs[0].dtype.element_ty), mask=(token < T) & (column < width))
+
+
+@gluon.jit
+def _zeros(row, weights, C: gl.constexpr):
+    """Zeros to a row of out."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [C.warps], [0])
+    width = weights.features[0] // C.halves
+    for begin in range(0, width, 256 * C.warps):
+        n = begin + gl.arange(0, 256 * C.warps, layout=layout)
+        zero = gl.full([256 * C.warps], 0.0, weights.outs[0].dtype.element_ty, layout)
+        gl.store(weights.outs[0] + (row.to(gl.int64) * width + n), zero, mask=n < width)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the kernel
+
+
+@gluon.jit(do_not_specialize=["T", "E"])
+def experts(
+    X,  # [T, K] or [T * top_k, K], strides x_stride and 1
+    ids,  # [T * top_k]
+    gates,  # [T * top_k], or None
+    Workspace,  # fp32: two partial results a program; with gates, the results of all pairs, [T * top_k, N]
+    Semaphores,  # int32, one a program; with gates, one a tile of N. Zero before and after
+    T,
+    E,
+    K,
+    x_stride,
+    weights: Weights,  # of one stack: N of its features are an expert
+    C: gl.constexpr,
+):
+    """One program's part of the split tiles, then its own tiles."""
+    S: gl.constexpr = C.weights[0]
+    mma: gl.constexpr = mma_layout(C)
+    pool, rings = make_rings(S, C)
+    red = rings[0]
+    if C.separate_reduce_smem:
+        red = gl.allocate_shared_memory(gl.float32, [C.k_slices, C.tile, C.sums], plain(3))
+    if S.groups > 0:
+        make_barriers(C)
+    if S.kind == "table":
+        make_codebook(rings[0], S, C)
+    select = ()
+    if S.groups_per_mma(C) > 1:
+        select = selectors(S, C)
+    check_addresses(rings[0], S, C)
+    if C.use_pdl:  # all addresses depend on the ids, which the kernel before may write
+        gdc_wait()
+        gdc_launch_dependents()
+    program = gl.program_id(0)
+    N = weights.features[0]
+    Sums = Workspace + gl.num_programs(0).to(gl.int64) * (2 * C.partial_floats)
+    blocks, pairs = sort_pairs(ids, T * C.top_k, E, x_stride, pool, C)
+    if gates is None:
+        for i in range(pairs + program, T * C.top_k, gl.num_programs(0)):
+            _zeros(entry(C.order_at, i) & 1023, weights, C)
+    elif pairs == 0:
+        for t in range(program, T, gl.num_programs(0)):
+            _zeros(t, weights, C)
+    steps = (K + C.step - 1) // C.step
+    tiles = blocks * ((N + C.tile - 1) // C.tile)
+    programs, whole, split, each, more = _shares(tiles, steps)
+    shared = each + (program < more).to(gl.int32)
+    own = split + program * whole
+    end = gl.where(program < programs, shared + whole * steps, 0)
+    x = program * each + gl.minimum(program, more)
+    tile = own
+    step = program * 0
+    if shared > 0:
+        tile = quotient(x, steps)
+        step = x - tile * steps
+    begin = step
+    work = (steps, shared, own, tiles)
+    at, block = _weight_at(tile, step, tiles, weights, K, S, C)
+    ahead = program * 0
+    ahead_tile = tile
+    ahead_step = step
+    for i in gl.static_range(gl.constexpr(C.stages - 1)):
+        at = fetch_codes(i, at, ahead_step, i < end, K, S, C)
+        if S.groups > 0:
+            at = fetch_scales(i, at, ahead_step, i < end, K, S, C)
+        fetch_rows(i, ahead_step, i < end, X, block, K, C)
+        commit()
+        ahead, ahead_tile, ahead_step, at, block = _next(ahead, ahead_tile, ahead_step, at, block, work, weights, K, S, C)
+    acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
+    slot = 0
+    turn = 0
+    ahead_turn = C.stages - 1
+    for now in range(end):
+        meet(turn, C.stages - 2, C)
+        free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        if S.groups > 0:  # scales come first, as other K slices wait for them
+            if C.has_empty_barrier:
+                await_free(ahead_turn, C)
+            at = fetch_scales(ahead_turn, at, ahead_step, ahead < end, K, S, C)
+        at = fetch_codes(free, at, ahead_step, ahead < end, K, S, C)
+        fetch_rows(free, ahead_step, ahead < end, X, block, K, C)
+        commit()
+        ahead, ahead_tile, ahead_step, at, block = _next(ahead, ahead_tile, ahead_step, at, block, work, weights, K, S, C)
+        if S.groups > 0:
+            await_scales(turn, C)
+        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
+        step += 1
+        if (step == steps) | (now + 1 == shared):
+            v = tile_sums(acc, rings, red, slot, _output_layout(C), S, C)
+            whole_tile = (begin == 0) & (step == steps)
+            if not whole_tile:
+                offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Workspace, Semaphores, C)
+                whole_tile = arrived == last - first
+                if whole_tile:
+                    gl.store(Semaphores + tile, 0)
+                    v = sum_partials(Workspace, offsets, first, last, program, v, C)
+            if whole_tile:
+                _finish(v, tile, tiles, blocks, ids, gates, Sums, Semaphores, T, E, weights, S, C)
+            acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
+            begin = 0
+            step = 0
+            tile = gl.where(now + 1 == shared, own, tile + 1)
+        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+        turn = after(turn, C)
+        ahead_turn = after(ahead_turn, C)
+    meet(turn, 0, C)
+
+
+@gluon.jit
+def _finish(v, tile, tiles, blocks, ids, gates, Sums, Semaphores, T, E, weights, S: gl.constexpr, C: gl.constexpr):
+    """What a tile's sums turn into: results of its pairs, or if it is the last one of its rows the weighted sums of all tokens."""
+    expert, n0, first, count = block_at(tile, tiles, weights, C)
+    v = _results(v, expert, n0, weights, S, C)
+    if gates is None:
+        _write_pairs(v, n0, (first, count), weights, C)
+    else:
+        _keep_pairs(v, n0, (first, count), Sums, weights.features[0], C)
+        barrier()  # all of the results, before they are counted
+        counter = Semaphores + gl.num_programs(0) + n0 // C.tile
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == blocks - 1:
+            gl.store(counter, 0)
+            _weigh(n0, ids, gates, Sums, T, E, weights, C)
+
+
+# ------------------------------------------------------------------------------------------------------------------- host code
+
+
+def launch(
+    call: ExpertsCall,
+    out: torch.Tensor,
+    plan: ExpertsPlan,
+    workspace: torch.Tensor,
+    semaphores: torch.Tensor,
+    compiled: Any = None,
+) -> Any:
+    """Launch on the current stream, compiling if need be; returns what was compiled.
+
+    x [T, K] or [T * top_k, K], less than 2^31 bytes, its row stride a multiple of 16; the rest contiguous, codes, scales and zero
+    points aligned to 16 bytes. out: as `kernels.linear.experts.launch`. workspace: plan.floats fp32; semaphores:
+    plan.counters int32, zero before and after. compiled: what an earlier launch of the same types, alignments and sizes (but for
+    T and E) returned; the JIT is bypassed then.
+    """
+    x, stack, ids, gates, bias, _ = call
+    spec, (experts_count, features, width) = plan.spec, stack.shape
+    weights = Weights(
+        *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (bias,), (stack.tensor_scale,)),
+        outs=(out,),
+        features=(features,),
+    )
+    arguments = (x, ids, gates, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), weights)
+    if compiled is not None:
+        compiled[plan.programs, 1, 1](*arguments, spec)
+        return compiled
+    return experts[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)

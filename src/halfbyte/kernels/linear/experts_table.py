@@ -1,0 +1,111 @@
+"""The tuned kernel for mixtures of experts: which pairs of a token and an expert belong together.
+
+A table in shared memory behind the rings, int32, which every program makes for itself from all ids:
+
+    order    the pairs sorted by expert, expert << 10 | pair; those whose id is no expert come last
+    rows     the bytes from X to the row of each
+    blocks   where in `order` each block begins: at most `x_rows` pairs of one expert. Behind the last one, twice, the number of
+             pairs that have an expert
+
+The place of a pair is the number of smaller keys: each thread compares its pairs with all others. Entries are read and written by
+PTX with addresses in `global_smem`, as copies into the rings are (linear/async_copy.py).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.common.compat import barrier, view
+from halfbyte.kernels.common.shares import quotient
+from halfbyte.kernels.linear.operands import plain
+
+
+@gluon.constexpr_function
+def _key_layout(C):
+    """[threads or more, keys that each is compared with]: a thread has pairs of its own."""
+    return gl.BlockedLayout([C.sorted // (32 * C.warps), 32], [32, 1], [C.warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _put_asm(at):
+    start = "{ .reg .b32 a; .reg .pred q; mov.u32 a, global_smem; add.u32 a, a, $1; setp.ne.u32 q, $3, 0;"
+    return f"{start} @q st.shared.b32 [a+{at}], $2; }} // $0"
+
+
+@gluon.jit
+def _put(at: gl.constexpr, index, value, there):
+    """table[index] = value where `there`, of the table that begins `at` so many bytes."""
+    gl.inline_asm_elementwise(
+        _put_asm(at),
+        "=r,r,r,r,~{memory}",
+        [index * 4, value, there.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _entry_asm(at):
+    return f"{{ .reg .b32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.b32 $0, [a+{at}]; }}"
+
+
+@gluon.jit
+def entry(at: gl.constexpr, index):
+    """table[index] of the table that begins `at` so many bytes."""
+    return gl.inline_asm_elementwise(_entry_asm(at), "=r,r,~{memory}", [index * 4], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
+    """Write the table; returns how many blocks there are, and how many pairs have an expert."""
+    layout: gl.constexpr = _key_layout(C)
+    s = gl.arange(0, C.sorted, layout=gl.SliceLayout(1, layout))
+    expert = gl.load(ids + s, mask=s < S, other=-1)
+    good = (expert >= 0) & (expert < E)
+    key = gl.where(s < S, gl.where(good, expert, E).to(gl.int32) << 10 | s, 0x7FFFFFFF)
+    # Keys, then which of them begin a block, then the blocks: one after the other in the same place.
+    shape: gl.constexpr = [C.pairs // 32, 32]
+    keys = view(pool, C.blocks_at, gl.int32, shape, plain(1))
+    _put(C.blocks_at, s, key, s < C.pairs)
+    barrier()
+    place = s * 0  # among all keys
+    start = s * 0  # of the first pair of the same expert
+    for i in range((S + 31) // 32):
+        other = keys.index(i).load(gl.SliceLayout(0, layout))[None, :]
+        place += gl.sum((other < key[:, None]).to(gl.int32), axis=1)
+        start += gl.sum((other < (key & -1024)[:, None]).to(gl.int32), axis=1)
+    begins = good & ((place - start) % C.x_rows == 0)
+    row = s // C.top_k if C.shared else s
+    barrier()  # all have read the keys
+    _put(C.order_at, place, key, s < S)
+    _put(C.rows_at, place, row * (2 * x_stride), s < S)
+    _put(C.blocks_at, gl.where(s < S, place, s), begins.to(gl.int32), s < C.pairs)
+    barrier()
+    flat: gl.constexpr = gl.BlockedLayout([C.sorted // (32 * C.warps)], [32], [C.warps], [0])
+    p = gl.arange(0, C.sorted, layout=flat)
+    begins = gl.where(p < C.pairs, entry(C.blocks_at, gl.minimum(p, C.pairs - 1)), 0)
+    number = gl.associative_scan(begins, 0, _sum)
+    count, pairs = gl.sum(begins), gl.sum(good.to(gl.int32))
+    barrier()  # all have read which begin a block
+    _put(C.blocks_at, number - 1, p, begins > 0)
+    _put(C.blocks_at, count + p, p * 0 + pairs, p < 2)
+    barrier()
+    return count, pairs
+
+
+@gluon.jit
+def block_at(tile, tiles, weights, C: gl.constexpr):
+    """What a tile is: (its expert, its first row there, the first of its sorted pairs, how many it has)."""
+    each = (weights.features[0] + C.tile - 1) // C.tile
+    tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
+    block = quotient(tile, each)
+    first = entry(C.blocks_at, block)
+    count = entry(C.blocks_at, block + 1) - first
+    return entry(C.order_at, first) >> 10, (tile - block * each) * C.tile, first, count

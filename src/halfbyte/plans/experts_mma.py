@@ -1,0 +1,133 @@
+"""How the tuned kernel of `experts_linear` divides its work: pure functions of the problem and the device, never of the ids.
+
+The host fixes tiles and as many programs as run at once; the programs divide what the ids need.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from halfbyte.formats import Format
+from halfbyte.plans.linear import MOST_ROWS, gluon_linear, staged
+from halfbyte.plans.linear_spec import LinearSpec
+from halfbyte.reference.experts import Activation
+
+#: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
+_MOST_TOKENS, _TABLES = 64, (32, 128, 512)
+
+
+@dataclass(frozen=True)
+class ExpertsMmaSpec(LinearSpec):
+    """Everything the tuned kernel (kernels/linear/experts_mma.py) is compiled for; x_rows: of a block of an expert's pairs.
+
+    top_k       experts of a token
+    shared      x has one row a token, and not one a pair
+    pairs       room for so many pairs in the table: 32, 128 or 512
+    activation  of pairs of columns; None: none
+    """
+
+    top_k: int
+    shared: bool
+    pairs: int
+    activation: Activation | None
+
+    @property
+    def sorted(self) -> int:
+        """How many pairs are sorted, those that are not there included: at least one a thread."""
+        return max(self.pairs, 32 * self.warps)
+
+    @property
+    def halves(self) -> int:
+        """Columns of the product that become one of the result."""
+        return 1 if self.activation is None else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose weighted sums are made together."""
+        return min(8, self.x_rows)
+
+    @property
+    def ring_bytes(self) -> int:
+        """The rings, and behind them the table of pairs: three numbers for each, and two more."""
+        return self.order_at + -(-4 * (3 * self.pairs + 2) // 128) * 128
+
+    @property
+    def order_at(self) -> int:
+        """Where the sorted pairs lie in shared memory."""
+        return super().ring_bytes
+
+    @property
+    def rows_at(self) -> int:
+        return self.order_at + 4 * self.pairs
+
+    @property
+    def blocks_at(self) -> int:
+        return self.rows_at + 4 * self.pairs
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """A launch of the tuned kernel: what it is compiled for, its programs, fp32 numbers of workspace, and semaphores."""
+
+    spec: ExpertsMmaSpec
+    programs: int
+    floats: int
+    counters: int
+
+
+def tuned_experts(
+    fmt: Format,
+    experts: int,
+    features: int,
+    width: int,
+    *,
+    tokens: int,
+    top_k: int,
+    shared: bool,
+    activation: Activation | None,
+    gated: bool,
+    dtype: str,
+    num_sms: int,
+    capability: tuple[int, int],
+    use_pdl: bool,
+) -> ExpertsPlan | str:
+    """How the tuned kernel computes a call of `experts_tiles`' sizes; in words, why it cannot. dtype: "fp16" or "bf16"."""
+    pairs = tokens * top_k
+    if tokens > _MOST_TOKENS or pairs > _TABLES[-1]:
+        return f"{tokens} tokens of {top_k} experts; the tuned kernel takes up to {_MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
+    rows = block_rows(experts, tokens, top_k)
+    hit, most = min(pairs, experts), min(pairs, experts + pairs // rows)
+    facts = {"width": width, "dtype": dtype, "num_sms": num_sms, "capability": capability, "use_pdl": use_pdl}
+    dense = gluon_linear([(fmt, features)] * hit, m=rows, **facts)  # type: ignore[arg-type]
+    if isinstance(dense, str):
+        return dense
+    assert isinstance(dense.spec, LinearSpec)
+    room = next(n for n in _TABLES if pairs <= n)
+    fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
+    shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
+    per_sm = dense.programs_per_sm
+    spec = staged(shape, per_sm, capability) or staged(shape, 1, capability)
+    if spec is None:
+        return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
+    assert isinstance(spec, ExpertsMmaSpec)
+    columns, steps = -(-features // spec.tile), -(-width // spec.step)
+    if most * columns * steps >= 2**24 or experts >= 2**19 or experts * features >= 2**31:
+        return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
+    programs = min(per_sm * num_sms, most * columns * steps)
+    return ExpertsPlan(
+        spec,
+        programs,
+        2 * programs * spec.partial_floats + gated * pairs * features,
+        programs + gated * columns,
+    )
+
+
+def block_rows(experts: int, tokens: int, top_k: int) -> int:
+    """Pairs of one expert that are multiplied together: a power of two, at most 16.
+
+    An expert with more is read again, a block for fewer is faster. Two standard deviations above the mean of tokens that
+    choose at random hold nearly all of them; no more than there are tokens.
+    """
+    mean = tokens * top_k / experts
+    return min(MOST_ROWS, 1 << max(0, math.ceil(math.log2(min(tokens, max(1.0, mean + 2 * math.sqrt(mean)))))))

@@ -1,0 +1,123 @@
+"""The tuned kernel for mixtures of experts, emulated: against float64, with the same bits in any order of warps and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from emulation import EARLY, ORDERS, Refused, mix
+from gpu_cases import same_bits
+
+from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from halfbyte.plans.experts_mma import block_rows
+from halfbyte.reference.experts import Activation
+
+#: 18 pairs of expert 0, 16 of expert 1, one of expert 3 and none of expert 2; three ids are no expert, and one token has one twice.
+IDS = torch.tensor([[0, 1]] * 16 + [[0, 0], [-1, 4], [3, 2**40]])
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` tokens of `top_k` experts each. num_sms: few, so that programs share tiles; or more than tiles."""
+
+    weight: str
+    tokens: int
+    top_k: int
+    shape: tuple[int, int, int]
+    options: str = ""  # "bias", "gates", "fp16"
+    activation: Activation | None = None
+    num_sms: int = 3
+
+    def build(self) -> Mixture:
+        experts, n, k = self.shape
+        x = normal(self.tokens, *((self.top_k,) if "gates" in self.options else ()), k)
+        return Mixture(
+            x.half() if "fp16" in self.options else x.bfloat16(),
+            stack(self.weight, *self.shape),
+            routed(self.tokens, self.top_k, experts),
+            torch.rand(self.tokens, self.top_k) if "gates" in self.options else None,
+            normal(experts, n) if "bias" in self.options else None,
+            self.activation,
+        )
+
+
+CASES = (
+    Case("int4_g128", 1, 8, (9, 96, 2048), activation=ACTIVATIONS[1]),
+    Case("int4_g128", 1, 4, (5, 64, 2560), "gates", num_sms=8),
+    Case("int4_sym_g128", 4, 2, (6, 40, 1024), "bias fp16", num_sms=1),
+    Case("int4_g32", 2, 2, (3, 34, 1152), "gates bias"),
+    Case("int4_g64", 5, 2, (3, 70, 768), activation=ACTIVATIONS[2]),
+    Case("int4_sym_col", 20, 1, (4, 33, 544), "gates"),
+    Case("int8_col", 64, 2, (3, 40, 528), "gates fp16", ACTIVATIONS[2]),
+    Case("int8_g128", 8, 2, (2, 36, 512), "bias", ACTIVATIONS[3]),
+    Case("nf4", 2, 1, (3, 70, 1088), "gates"),
+    Case("fp4_bnb", 17, 2, (3, 32, 320), "fp16"),
+    Case("mxfp4", 4, 2, (6, 98, 1152), "bias", OAI, num_sms=2),
+    Case("mxfp4", 40, 2, (4, 36, 640), "gates bias fp16"),
+    Case("nvfp4", 1, 2, (2, 66, 1344), "gates"),
+    Case("nvfp4", 12, 2, (2, 32, 576), activation=ACTIVATIONS[1]),
+)
+
+
+def check(case: Mixture, num_sms: int) -> torch.Tensor:
+    """Within the promise, the same bits again, and nothing read ahead of the kernel before, which may write ids."""
+    out = case.check(lambda *_: mix(case, ORDERS[0], num_sms))
+    assert not EARLY
+    assert same_bits(out, mix(case, ORDERS[1], num_sms, backwards=True))
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, (c.weight, c.tokens, *c.shape, *c.options.split()))))
+def test_mixtures_keep_their_promise(case: Case) -> None:
+    check(case.build(), case.num_sms)
+
+
+@pytest.mark.parametrize(("gated", "num_sms"), [(True, 8), (False, 1)])
+def test_any_ids(gated: bool, num_sms: int) -> None:
+    gates = torch.rand(len(IDS), 2) if gated else None
+    case = Mixture(normal(len(IDS), 2, 256).half(), stack("int4_sym_g32", 4, 36, 256), IDS, gates, normal(4, 36))
+    out = check(case, num_sms)
+    assert gated or not out[17].any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_id_is_an_expert(gated: bool) -> None:
+    ids, weight = torch.tensor([[-1, 3], [5, 2**40]]), stack("int8_g128", 3, 40, 256)
+    case = Mixture(normal(2, 2, 256).half(), weight, ids, torch.rand(2, 2) if gated else None, normal(3, 40))
+    assert not mix(case, ORDERS[0]).any()
+
+
+def test_one_expert_takes_all() -> None:
+    ids = torch.full((33, 1), 2)
+    check(Mixture(normal(33, 256).bfloat16(), stack("int4_sym_g128", 4, 64, 256), ids, torch.rand(33, 1)), 3)
+
+
+def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
+    """NaN in one token's row, gate and expert stays there."""
+    weight, ids = stack("int4_sym_g32", 4, 34, 256), torch.tensor([[0, 1], [1, 2], [0, 2]])
+    x, gates = normal(3, 256).half(), torch.rand(3, 2)
+    clean = mix(Mixture(x, weight, ids, gates), ORDERS[0])
+    assert weight.scales is not None
+    weight.scales[3], x[1], gates[1] = torch.nan, torch.nan, torch.nan
+    out = mix(Mixture(x, weight, ids, gates), ORDERS[0])
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_act_order_and_strides() -> None:
+    weight = stack("int4_g32", 4, 32, 256, act_order=True)
+    check(Mixture(normal(256, 3).half().mT, weight, routed(3, 2, 4), torch.rand(3, 2).T.contiguous().T), 3)
+
+
+def test_what_the_kernel_refuses() -> None:
+    for weight, tokens, why in [("int4_g32", 65, "65 tokens"), ("int4_g128", 1, "aligned")]:
+        case = Mixture(normal(tokens, 128).half(), stack(weight, 2, 32, 128), routed(tokens, 1, 2))
+        with pytest.raises(Refused, match=why):
+            mix(case, ORDERS[0])
+
+
+def test_blocks_hold_the_pairs_of_an_expert() -> None:
+    """As many rows as tokens; of many experts fewer, as nearly none is chosen by so many."""
+    rows = [[block_rows(experts, tokens, k) for tokens in (1, 4, 16, 64)] for experts, k in ((128, 8), (32, 4), (8, 2))]
+    assert rows == [[1, 2, 4, 8], [1, 2, 8, 16], [1, 4, 8, 16]]

@@ -1,0 +1,53 @@
+"""What is released: two wheels from one checkout, the library's and the demo model's."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from halfbyte import paths
+from halfbyte.cli import main
+from halfbyte.errors import MissingPackage
+
+ROOT = Path(__file__).parents[1]
+LIBRARY, DEMO = (tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "demo/pyproject.toml"))
+
+
+def test_the_wheel_is_small_and_the_model_is_in_the_other_one() -> None:
+    wheel = LIBRARY["tool"]["hatch"]["build"]["targets"]["wheel"]
+    left_out = [ROOT / folder for folder in wheel["exclude"]]
+    files = [path for path in (ROOT / "src/halfbyte").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    kept = [path for path in files if not any(path.is_relative_to(folder) for folder in left_out)]
+    assert sum(path.stat().st_size for path in kept) < 3_000_000
+    ((source, to),) = DEMO["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items()
+    assert [(ROOT / "demo" / source).resolve()] == left_out == [paths.shipped_model()]
+    assert to == "halfbyte_demo/tiny"
+
+
+def test_versions_agree() -> None:
+    version = LIBRARY["project"]["version"]
+    assert DEMO["project"]["version"] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_an_installed_library_finds_the_installed_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "__file__", str(tmp_path / "halfbyte" / "paths.py"))
+    with pytest.raises(MissingPackage, match=r"the demo model is not installed; in a checkout of halfbyte: pip install \./demo"):
+        paths.shipped_model()
+    package = tmp_path / "halfbyte_demo"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert paths.shipped_model() == package / "tiny"
+
+
+def test_without_the_model_the_demo_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paths, "__file__", "/nowhere/halfbyte/paths.py")
+    with pytest.raises(SystemExit, match="1"):
+        main(["memory", "demo"])
+    assert capsys.readouterr().err.count("\n") == 1
