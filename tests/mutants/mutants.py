@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from faults_experts import EXPERTS
+from faults_files import FILE_FAULTS
 from faults_linear import LINEAR
 from faults_numerics import NUMERICS
 from faults_state import STATE
 
-MUTANTS = [*NUMERICS, *STATE, *LINEAR, *EXPERTS]
+MUTANTS = [*NUMERICS, *STATE, *LINEAR, *EXPERTS, *FILE_FAULTS]
