@@ -17,6 +17,7 @@ from halfbyte.formats import WEIGHT_FORMATS, plain_format
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.linear import linear, qkv_projection
 from halfbyte.ops.prefill_attention import prefill_attention
+from halfbyte.ops.rotate_heads import rotate_heads
 from halfbyte.paging import PagedKVCache
 from halfbyte.reference.quantize import dequantize, quantize
 from halfbyte.reference.rope import rope_tables
@@ -86,6 +87,18 @@ def test_opcheck_append_by_slot() -> None:
         *("reference", q, torch.empty(q.shape), True),
     )
     torch.library.opcheck(torch.ops.halfbyte.append_.default, arguments)
+
+
+def test_rotation_of_heads() -> None:
+    """An op that compiled code sees; twice it gives x back, in float64 to the last digits; rounded once in other types."""
+    x = torch.randn(2, 5, 3, 96).transpose(1, 2)
+    torch.library.opcheck(torch.ops.halfbyte.rotate_heads.default, (x, "reference"))
+    wide = x.double()
+    torch.testing.assert_close(rotate_heads(rotate_heads(wide)), wide, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(rotate_heads(x.bfloat16()), rotate_heads(x.bfloat16().double()).bfloat16(), rtol=0, atol=2**-7)
+    for given, says in ((torch.randn(2, 3, 96), "x"), (torch.randn(1, 1, 1, 40), "head_dim=40"), (3, "x")):
+        with pytest.raises(InvalidArgument, match=says):
+            rotate_heads(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)

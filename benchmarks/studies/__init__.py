@@ -27,6 +27,7 @@ QUESTIONS = {
     "quality-per-bit": "divergence and attention error against bits by format and method, with and without outliers",
     "memory": "the longest context that fits, by model, GPU, weights, batch and KV format",
     "prompts": "prefill attention over the prompt itself and over a packed past, compared with 16 bits",
+    "capacity": "tokens a second and GPU time with the largest batch that fits, by context and KV format; Llama 2 70B on 8 GPUs",
     "decode-70b": "a decode step of one of eight tensor-parallel ranks of Llama 2 70B: BF16 and INT4 caches by batch and context",
 }
 
@@ -40,6 +41,7 @@ class Study:
     charts  <svg> elements
     says    two sentences that hold the figures
     text_columns  columns of the table that hold text, from the left; the others hold numbers
+    derive  what records of other studies say, where this one was not measured
     """
 
     name: str
@@ -49,6 +51,7 @@ class Study:
     says: Callable[[Sequence[Record]], Sequence[str]]
     text_columns: int = 2
     effort: Effort = GRAPHS
+    derive: Callable[[Sequence[Record]], Sequence[Record]] = lambda recorded: ()
 
     @property
     def asks(self) -> str:

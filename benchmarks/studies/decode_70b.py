@@ -72,14 +72,15 @@ class Entry:
     attend: Attend
 
 
-def entries(kind: str) -> list[Entry]:
-    """torch's attention over a BF16 cache, then ours over INT4. On a GPU torch reads a key once for all query heads by itself."""
+def entries(kind: str, formats: Sequence[str] = (PLAIN, *FORMATS)) -> list[Entry]:
+    """torch's attention over a BF16 cache, which on a GPU reads a key once for all query heads; then ours over other formats."""
 
     def over(way: Attention) -> Attend:
         return lambda q, cache: way(q, cache.keys.codes, cache.values.codes)
 
     peers = [Entry(name, PLAIN, over(way)) for name, way in sdpa_variants(kind, groups=kind == "cpu").items()]
-    return peers + [Entry("halfbyte auto", formats, partial(attend, impl="auto")) for formats in FORMATS]
+    ours = [Entry("halfbyte auto", name, partial(attend, impl="auto")) for name in formats if name != PLAIN]
+    return (peers if PLAIN in formats else []) + ours
 
 
 @dataclass
@@ -111,6 +112,7 @@ class StepJob:
     model: Model
     batch: int
     context: int
+    formats: tuple[str, ...] = (PLAIN, *FORMATS)
     op: str = OP
 
     @property
@@ -120,13 +122,13 @@ class StepJob:
     def to_compile(self, session: Session) -> Iterator[Pair]:
         """Our attention, launches overlapping."""
         shape = self.model.rank.shape(self.batch, self.context)
-        for entry in entries(session.device.kind):
+        for entry in entries(session.device.kind, self.formats):
             if entry.formats != PLAIN and session.wants(self.name, entry.formats, entry.implementation):
                 yield from precompile.attention(session.device, shape, entry.formats, (True,))
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each way, and how far the logits of INT4 are from those of BF16."""
-        wanted = [e for e in entries(session.device.kind) if session.wants(self.name, e.formats, e.implementation)]
+        wanted = [e for e in entries(session.device.kind, self.formats) if session.wants(self.name, e.formats, e.implementation)]
         if not wanted:
             return
         session.free()

@@ -12,21 +12,19 @@ from benchmarks.studies.accuracy import QUALITY
 from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.formats import key_format
-from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
+from halfbyte.hf.quantize_model import WEIGHTS
 from halfbyte.measure.records import Record, read
 from halfbyte.reference.hadamard import rotated
 
 __all__ = [
     "DATA",
     "HEAD_DIM",
-    "KEYS",
     "MEAN_GAIN",
     "OPS",
     "PEAK_GAIN",
     "PLAIN",
     "QUESTIONS",
     "ROOT",
-    "VALUES",
     "WEIGHTS",
     "Record",
     "attention",

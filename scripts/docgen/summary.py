@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from docgen.sources import HEAD_DIM, KEYS, OPS, PLAIN, VALUES, WEIGHTS, Record, attention, key_format, linear, rotated, tables
+from docgen.sources import HEAD_DIM, OPS, PLAIN, WEIGHTS, Record, attention, key_format, linear, rotated, tables
+from halfbyte.evals.card import caches
 
 markdown = tables.markdown
 
@@ -61,10 +62,7 @@ def results() -> str:
 
 #: The choices of the short table: a name, keys and values, or weights.
 CHOICES = (
-    ("Safe", "int8", "int8"),
-    ("Default", KEYS, VALUES),
-    ("Smallest", "int4_channel", "int4"),
-    ("Fastest", "int4", "int4"),
+    *((name, *formats) for name, formats in list(caches().items())[1:]),
     ("Weights, default", WEIGHTS, ""),
     ("Weights, fastest", "int4_g128", ""),
 )

@@ -1,7 +1,8 @@
 """What this machine is, and what a GPU of each compute capability can do.
 
 The only file that queries the GPU: everything else takes a `Device`, a `GPU` or a capability, so that a test can hand in a fake.
-Limits by capability are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+Limits by capability are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; memory and
+bandwidth by name are those of NVIDIA's data sheets.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -79,9 +81,58 @@ def resident_blocks(capability: Capability, *, threads: int, registers: int, sha
 
     threads: of a block; registers: of a thread, allocated in eights; shared_bytes: that the kernel allocates in a block.
     """
+    found = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
+    return max(1, min(found.values()))
+
+
+def blocks_by_resource(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
+    """How many blocks each resource of one SM has room for; arguments as in `resident_blocks`."""
     sm = sm_limits(capability)
-    of_block = -(-registers // 8) * 8 * threads, shared_bytes + DRIVER_SHARED_BYTES
-    return max(1, min(sm.registers // of_block[0], sm.shared_bytes // of_block[1], sm.threads // threads, sm.blocks))
+    return {
+        "registers": sm.registers // (-(-registers // 8) * 8 * threads),
+        "shared memory": sm.shared_bytes // (shared_bytes + DRIVER_SHARED_BYTES),
+        "threads": sm.threads // threads,
+        "resident blocks": sm.blocks,
+    }
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """Memory in bytes and its bandwidth in bytes per second; None where it is not known."""
+
+    memory_bytes: int
+    bytes_per_second: float | None
+
+
+#: By the words of a GPU's name, joined by dashes: (GB of memory, GB/s).
+DATASHEETS = {
+    name: Datasheet(gb * 10**9, rate * 1e9)
+    for name, gb, rate in (
+        ("a10", 24, 600),
+        ("a100-40gb", 40, 1555),
+        ("a100-80gb", 80, 2039),
+        ("b200", 180, 8000),
+        ("h100", 80, 3350),
+        ("h100-nvl", 94, 3900),
+        ("h100-pcie", 80, 2000),
+        ("h200", 141, 4800),
+        ("l4", 24, 300),
+        ("l40s", 48, 864),
+        ("rtx-3090", 24, 936),
+        ("rtx-4090", 24, 1008),
+        ("rtx-5090", 32, 1792),
+        ("rtx-6000-ada", 48, 960),
+    )
+}
+#: Words of names whose bandwidth is another one.
+_OTHER_VARIANTS = {"ti", "super", "laptop", "mig"}
+
+
+def datasheet_name(gpu: str) -> str | None:
+    """The entry of `DATASHEETS` for a name that the driver gives, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
+    words = set(re.findall(r"[a-z0-9]+", gpu.lower()))
+    found = [name for name in DATASHEETS if words.issuperset(name.split("-"))]
+    return None if not found or words & _OTHER_VARIANTS else max(found, key=len)
 
 
 def supports_pdl(capability: Capability) -> bool:

@@ -99,7 +99,7 @@ def estimate(
     config = load_config(resolve_model(model))
     skeleton = meta_model(config, model)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
-    plain_weights = 2 * sum(p.numel() for p in skeleton.parameters())
+    plain_weights = plain_bytes(skeleton)
     saved, quantized = quantized_bytes(skeleton, weight, head)
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
@@ -130,7 +130,7 @@ def estimate(
         memory=memory,
         tokens_that_fit=fit(plain_weights - saved, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=_notes(skeleton, cache, weight, head, _method(config)),
+        notes=notes(skeleton, cache, weight, head, quant_method(config)),
     )
 
 
@@ -176,7 +176,7 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
-    from halfbyte.hf.cache import layer_formats
+    from halfbyte.hf.layer_options import layer_formats
     from halfbyte.hf.model_support import check_model_support, head_dims, text_config
 
     check_model_support(config)
@@ -222,6 +222,11 @@ def _plane_bytes(fmt: Format, shape: tuple[int, int, int, int]) -> int:
     return fmt.nbytes((batch, heads, math.ceil(tokens / block) * block, dim)) + tail
 
 
+def plain_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters in 16 bits."""
+    return 2 * sum(p.numel() for p in model.parameters())
+
+
 def quantized_bytes(model: torch.nn.Module, fmt: Format | None, lm_head: Format | None = None) -> tuple[int, int]:
     """(bytes saved against 16 bits, parameters quantized) when `halfbyte.hf.quantize` gives this model the format `fmt`, and its
     output layer `lm_head`. One that is tied to the embedding saves nothing and adds its own bytes."""
@@ -241,25 +246,25 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None, lm_head: Format 
     return saved, parameters
 
 
-def _method(config: Any) -> str | None:
+def quant_method(config: Any) -> str | None:
     """How the weights of the model's files are quantized already, if they are."""
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return None if method is None else str(method)
 
 
-def _notes(
+def notes(
     model: torch.nn.Module, cache: CacheSizes, fmt: Format | None, lm_head: Format | None, method: str | None
 ) -> tuple[str, ...]:
     """What the figures leave out or put in that a reader may not expect."""
     from halfbyte.hf.weights import is_tied
 
-    notes = []
+    said = []
     if lm_head is not None and is_tied(model):
         added = -quantized_bytes(model, None, lm_head)[0]
-        notes.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {added:,} bytes")
+        said.append(f"lm_head is tied to the embedding, which stays in 16 bits: its own {lm_head} weights add {added:,} bytes")
     if method is not None and fmt is None:
-        notes.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
+        said.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
-        notes.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
-    return tuple(notes)
+        said.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
+    return tuple(said)

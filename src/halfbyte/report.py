@@ -108,6 +108,11 @@ class Report:
         title = f"<figcaption>{_escape(caption)}</figcaption>" if caption else ""
         return self._add(f'<figure class="chart">{title}<div class="scroll">{svg}</div></figure>')
 
+    def form(self, trusted: str) -> Report:
+        """A form with its script, as it is (trusted: it is not escaped), above all other parts."""
+        self._parts.insert(0, trusted)
+        return self
+
     def folded(self, summary: str, lines: Sequence[str]) -> Report:
         """A list of lines behind a summary, closed until it is clicked."""
         items = "".join(f"<li>{_escape(line)}</li>" for line in lines)

@@ -12,7 +12,17 @@ import torch
 
 from benchmarks import qkv_cases, qkv_layers
 from benchmarks.rank import Model, Rank
-from benchmarks.studies import QUESTIONS, accuracy, decode_70b, int4_gqa, int4_ladder, prompts, quality_per_bit, w4a16_splitk
+from benchmarks.studies import (
+    QUESTIONS,
+    accuracy,
+    capacity,
+    decode_70b,
+    int4_gqa,
+    int4_ladder,
+    prompts,
+    quality_per_bit,
+    w4a16_splitk,
+)
 from benchmarks.studies import int8_granularity as granularity
 from benchmarks.studies import int8_splitk as splitk
 from halfbyte.device import Device
@@ -52,6 +62,7 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
     ],
     "prompts": lambda: [prompts.CaseJob(2, 20, 0), prompts.CaseJob(2, 20, 33)],
     "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, FAKE, 2, 3), 3, 64)],
+    "capacity": lambda: [capacity.CapacityJob(Model(RANK, FAKE, 2, 3), 64, f, 2 * 10**6) for f in ("bf16", "int4")],
     "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, 256, (1, 3))],
     "fused-qkv": lambda: [
         qkv_cases.VariantsJob(qkv_layers.random_weights(LAYER), "auto", ("nf4",)),

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.rank import Model, Product, Rank, Step
-from benchmarks.studies import decode_70b, study
+from benchmarks.studies import capacity, decode_70b, study
 from halfbyte.device import Device
 from halfbyte.measure import caches, decode, session
 from halfbyte.measure.caches import DecodeCase
+from halfbyte.measure.records import Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.measure.timing import Effort
 
@@ -139,3 +140,64 @@ def test_jobs_by_device_and_the_filter() -> None:
     assert [e.implementation for e in decode_70b.entries("cuda")][:2] == ["torch sdpa cudnn", "torch sdpa flash"]
     assert quick(pattern="nothing").run([job()]) == []
     assert study("decode-70b").name == "decode-70b"
+
+
+# -------------------------------------------------------------------------------------------------------------------- capacity
+
+
+def test_the_largest_batch_fits_and_eight_more_do_not() -> None:
+    rank, memory = Rank(), 141 * 10**9
+    for formats in capacity.FORMATS:
+        batch = capacity.largest(rank, 8192, formats, True, memory)
+        assert batch % 8 == 0
+        assert rank.held_bytes(batch, 8192, formats, True) <= 0.9 * memory < rank.held_bytes(batch + 8, 8192, formats, True)
+    assert capacity.largest(rank, 8192, "bf16", True, 10**9) == 0
+
+
+def test_capacity_is_measured_where_it_fits() -> None:
+    model = Model(SMALL, FAKE, 2, 3)
+    memory = int((SMALL.held_bytes(8, 64, "bf16", False) + 1) / 0.9)
+    jobs = [capacity.CapacityJob(model, 64, formats, memory) for formats in ("bf16", "int4")]
+    plain, packed = quick().run(jobs)
+    assert (plain.shape["B"], plain.shape["fits"], plain.implementation[:10]) == (8, 8, "torch sdpa")
+    assert packed.shape["B"] > 16
+    assert packed.seconds
+    headers, rows = capacity.table([plain, packed])
+    assert [row[-1] for row in rows] == ["measured"] * 2
+    assert all(len(row) == len(headers) for row in rows)
+    assert float(rows[1][6]) == pytest.approx(capacity.tokens_per_second(packed) / capacity.tokens_per_second(plain), abs=0.01)
+    assert capacity.gpu_hours(plain) == pytest.approx(8e6 * (plain.seconds or 0) / 8 / 3600)
+    assert quick().run([capacity.CapacityJob(model, 64, "bf16", 10)]) == []
+
+
+def test_capacity_is_derived_from_recorded_steps_and_says_so() -> None:
+    def step(batch: int, formats: str, seconds: float) -> Record:
+        shape = {"B": batch, "Hq": 8, "H": 1, "D": 128, "T": 8192}
+        return Record(decode_70b.OP, shape, formats, "it", 1, quick().environment, seconds=seconds, case=f"batch {batch}")
+
+    recorded = [step(b, f, 0.006 + b * t) for f, t in (("bf16", 8e-5), ("int4", 2e-5)) for b in (64, 128, 256)]
+    plain, packed = capacity.derived([*recorded, replace(recorded[0], implementation="slower", seconds=1.0)])
+    assert plain.shape["B"] == plain.shape["fits"] == capacity.largest(Rank(), 8192, "bf16", True, capacity.MEMORY) > 256
+    assert plain.seconds == pytest.approx(0.006 + plain.shape["B"] * 8e-5)
+    assert (packed.shape["B"], packed.shape["fits"] > 512) == (512, True)
+    assert packed.method == "derived: a line through recorded steps of batch 128, 256"
+    assert capacity.table([plain, packed])[1][1][-1] == "derived"
+    against, how = capacity.says([plain, packed])
+    assert against.startswith("Over 8,192 tokens a bf16 cache gives ")
+    assert "not measured" in how
+    assert how.endswith("misses its step by 0 to 0 %.")
+    assert capacity.derived(recorded[:2]) == []
+    assert capacity.says([]) == []
+    assert capacity.nearest([1, 8, 32], 4) == (1, 8)
+    assert capacity.nearest([1, 8, 32], 1) == (1, 8)
+
+
+def test_without_a_gpu_the_recorded_steps_speak() -> None:
+    (job,) = capacity.jobs(quick())
+    found = list(job.measure(quick()))
+    assert {r.environment.device for r in found} == {"NVIDIA H200"}
+    assert all(r.method.startswith("derived") for r in found)
+    assert len(capacity.drawn(found)) == 1
+    gpu = capacity.jobs(Session(Options(), GPU))
+    assert len(gpu) == len(capacity.CONTEXTS) * len(capacity.FORMATS)
+    assert study("capacity").name == "capacity"

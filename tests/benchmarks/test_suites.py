@@ -151,7 +151,7 @@ def test_what_is_known_to_be_launched_is_compiled_first(monkeypatch: pytest.Monk
     assert not s.records
     assert [(70 < count < 110, *rest) for count, *rest in asked] == [(True, (9, 0), suite_module._WORTH)]
     precompiled = {type(job).__name__ for suite in jobs for job in suite.jobs(s) if isinstance(job, Precompiled)}
-    assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob"}
+    assert precompiled == {"AttentionJob", "LayerJob", "VariantsJob", "FusedJob", "BatchJob", "CaseJob", "StepJob", "CapacityJob"}
 
 
 def test_all_has_every_command_and_every_study() -> None:

@@ -10,6 +10,9 @@ from torch import nn
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.formats import key_format, value_format
+from halfbyte.hf.attention import attention
+from halfbyte.hf.cache import PackedLayer
 from halfbyte.reference.hadamard import rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
@@ -117,3 +120,107 @@ def test_what_cannot_be_rotated_says_why_and_stays(build, family, change, error,
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     with pytest.raises(InvalidArgument, match="rotate_values='yes'"):
         hf.quantize(model, keys="int8", rotate_values="yes")
+
+
+# ------------------------------------------------------------------------------------------- where weights cannot take it
+
+
+def by_cache(model):
+    """What the layers of the cache that generate() makes hold rotated values."""
+    cache = model._prepare_cache_for_generation.settings.make(model, 64)
+    return [layer.rotate_values for layer in cache.layers]
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_attention_rotates_its_output_back(queries):
+    """P (V H) H = P V, in float64 over what the cache holds, for a step and for a chunk that reads its own values exactly."""
+    draw = torch.Generator().manual_seed(queries)
+    layer = PackedLayer(64, key_format("int8"), value_format("int4"), True, torch.bfloat16, rotate_values=True)
+    q = torch.randn(2, 4, queries, 64, generator=draw)
+    past, new = (torch.randn(2, 2, 2, n, 64, generator=draw) * torch.logspace(-1, 1, 64) for n in (20, queries))
+    layer.update(*past)
+    keys, values = layer.update(*new)
+    out, _ = attention(nn.Module(), q, keys, values, None)
+    k, v = (x[:, :, : 20 + queries].double().repeat_interleave(2, 1) for x in layer.kv.dequantized())
+    v = rotate(v)
+    if queries > 16:
+        k[:, :, 20:], v[:, :, 20:] = (x.double().repeat_interleave(2, 1) for x in new)
+    scores = (q.double() @ k.mT) / 8
+    scores = scores.masked_fill(torch.ones(queries, 20 + queries).tril(20).logical_not(), -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llama", gated), ("llama", clipped), ("llama", quantized), ("phi3", None), ("gpt2", None), ("qwen2", quantized)],
+)
+def test_the_cache_rotates_what_weights_cannot(build, prompt, greedy, tmp_path, family, change):
+    """The same weights, codes of rotated values, logits as near to 16 bits; saved and loaded, it is so again."""
+    model, ids = build(family), prompt(2, 30)
+    if change is not None:
+        change(model)
+    plain = copy.deepcopy(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    hf.quantize(model, keys="bf16", values="int8", rotate_values=True)
+    hf.quantize(plain, keys="bf16", values="int8")
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert by_cache(model) == [True] * model.config.num_hidden_layers
+    assert not any(by_cache(plain))
+    caches = [m._prepare_cache_for_generation.settings.make(m, 64) for m in (plain, model)]
+    runs = [*zip((plain, model), caches, strict=True), (plain, hf.PackedCache(plain, 64, keys="bf16", values="bf16"))]
+    with torch.no_grad():
+        chunks = [m(ids, past_key_values=cache, use_cache=True).logits for m, cache in runs]
+        steps = [m(ids[:, :1], past_key_values=cache, use_cache=True).logits for m, cache in runs]
+    torch.testing.assert_close(chunks[0], chunks[1], rtol=1e-4, atol=1e-4)  # a chunk reads its own values in 16 bits
+    held, turned = (cache.layers[0].kv.dequantized()[1] for cache in caches)
+    assert (rotate(held) - turned).norm() < 0.02 * held.norm()
+    plain_error, error = ((step - steps[2]).norm() for step in steps[:2])  # a step reads codes
+    assert 0 < error < 2 * plain_error
+    sequences = greedy(model, ids)[0]
+    if change is quantized:
+        again = hf.load(hf.save(model, tmp_path / "saved"))
+        assert by_cache(again) == by_cache(model)
+        assert torch.equal(greedy(again, ids)[0], sequences)
+        assert "int8 rotated" in repr(again._prepare_cache_for_generation.settings.make(again, 64))
+
+
+def test_an_outlier_channel_is_spread_by_the_cache_too(build, prompt):
+    ids, error = prompt(2, 40), {}
+    for rotate_values in (False, True):
+        model = build("gpt2")
+        dim = model.config.n_embd // model.config.n_head
+        with torch.no_grad():
+            for block in model.transformer.h:  # value channel 5 of the first head, and what reads it
+                block.attn.c_attn.weight[:, 2 * model.config.n_embd + 5] *= 30
+                block.attn.c_attn.bias[2 * model.config.n_embd + 5] *= 30
+                block.attn.c_proj.weight[5] /= 30
+        assert dim % 16 == 0
+        exact = logits(copy.deepcopy(model), ids)
+        hf.quantize(model, keys="bf16", values="int4", rotate_values=rotate_values)
+        cache = model._prepare_cache_for_generation.settings.make(model, 64)
+        with torch.no_grad():
+            got = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(20, 1)]
+        error[rotate_values] = (got[1] - exact[:, 20:]).norm()
+    assert error[True] < error[False] / 1.5
+
+
+def test_rotation_by_the_cache_needs_heads_and_quantized_values(build):
+    model = hf.quantize(build("gpt2"), keys="int8", values="bf16", rotate_values=True)
+    assert not any(by_cache(model))  # 16 bits have nothing to gain
+    with pytest.raises(InvalidArgument, match="rotate_values=1; expected True or False"):
+        hf.PackedCache(model, 64, values="int4", rotate_values=1)
+    folded = hf.quantize(build("llama"), keys="int8", values="int4", rotate_values=True)
+    assert not any(by_cache(folded))  # its weights have it
+
+
+@torch.no_grad()
+def test_a_compiled_step_rotates_too(build, prompt):
+    model, ids = hf.quantize(build("gpt2"), keys="int8", values="int4", rotate_values=True), prompt(2, 18)
+    outs = []
+    for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        cache = model._prepare_cache_for_generation.settings.make(model, 64)
+        model(ids, past_key_values=cache, use_cache=True)
+        outs.append(step(ids[:, -1:], past_key_values=cache, use_cache=True, cache_position=torch.tensor([18])).logits)
+    torch._dynamo.reset()
+    assert torch.equal(*outs)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli import bench, inspect, models
+from halfbyte.cli.advise import advise
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.formats import formats
 from halfbyte.errors import HalfbyteError
@@ -30,6 +31,7 @@ app.command("generate")(models.generate)
 app.command("quantize")(models.quantize)
 app.command("extract")(models.extract)
 app.command("calibrate")(calibrate)
+app.command("advise")(advise)
 app.command("formats")(formats)
 app.command("memory")(inspect.memory)
 app.command("doctor")(inspect.doctor)

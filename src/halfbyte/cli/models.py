@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.options import CacheFormats, Output, ResultOptions, with_options
+from halfbyte.cli.options import CacheFormats, EvalOptions, Output, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
@@ -25,12 +26,16 @@ from halfbyte.cli.shared import (
     print_table,
     words,
 )
+from halfbyte.cli.suite import card_path, run_suite
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer
+
     import torch
 
     from halfbyte.cache_plan import CachePlan
+    from halfbyte.evals.demo import Shown
     from halfbyte.evals.quality import Setting
 
 Weights = Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")]
@@ -45,6 +50,8 @@ def demo(
     html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
     output: Output = None,
     quick: Annotated[bool, typer.Option("--quick", help="An eighth of the text, and no variants with outliers.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
+    port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
@@ -52,19 +59,45 @@ def demo(
 
     check_page(html, "html")
     check_writable(output, "output")
-    results = run(html, console(), console(stderr=True), quick)
+    server = _bound(port) if serve else None
+    shown = run(html, console(), console(stderr=True), quick)
     if output is not None:
-        append_records(results, output)
+        append_records(shown.results, output)
+    if server is not None:
+        _serve(server, shown)
 
 
-@with_options(CacheFormats, ResultOptions)
+def _bound(port: int) -> ThreadingHTTPServer:
+    from halfbyte.evals.playground import bind
+
+    return bind(port)
+
+
+def _serve(server: ThreadingHTTPServer, shown: Shown) -> None:
+    """The report with the playground, in a browser where there is a screen."""
+    import webbrowser
+
+    from halfbyte.evals.demo import PROMPT
+    from halfbyte.evals.playground import HOST, Playground, form, serve
+
+    url = f"http://{HOST}:{server.server_address[1]}/"
+    print(f"Playground: {url}   (Ctrl-C ends it)", flush=True)
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(url)
+    serve(server, shown.report.form(form(PROMPT)).to_html(), Playground(shown.model, shown.tokenizer))
+
+
+@with_options(CacheFormats, EvalOptions)
 def evaluate(
     cache: CacheFormats,
-    results_to: ResultOptions,
+    results_to: EvalOptions,
     model: Model,
     weights: Weights = "bf16",
     lm_head: LmHead = "bf16",
-    rotate_values: RotateValues = False,
+    rotate_values: Annotated[
+        bool,
+        typer.Option("--rotate-values", help="Hadamard-rotate values: by v_proj and o_proj or, where these cannot, by the cache."),
+    ] = False,
     clip: Clip = None,
     plan: Plan = None,
     every: Annotated[bool, typer.Option("--every", help="Evaluate every KV and weight format.")] = False,
@@ -90,6 +123,9 @@ def evaluate(
     check_writable(results_to.output, "output")
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
+    if (card := card_path(results_to, model)) is not None:
+        run_suite(model, card, results_to, text, (windows, length, chunk, long), device)
+        return
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
     head = None if lm_head == "bf16" else lm_head

@@ -65,6 +65,19 @@ class ResultOptions:
 
 
 @dataclass(frozen=True)
+class EvalOptions(ResultOptions):
+    """And whether an evidence card is made."""
+
+    suite: Annotated[
+        bool, typer.Option("--suite", help="Measure what an evidence card has: several formats, long contexts, --tasks.")
+    ] = False
+    card: Annotated[
+        Path | None, typer.Option(help="With --suite: the card, a .json file; .md is written next to it. Default: MODEL-card.json.")
+    ] = None
+    tasks: Annotated[str, typer.Option(help="With --suite: tasks of lm-eval, separated by commas; needs lm-eval.")] = ""
+
+
+@dataclass(frozen=True)
 class CacheFormats:
     """What a command's packed cache is made of."""
 

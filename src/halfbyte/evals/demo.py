@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,17 @@ TEXTS = {
 }
 
 
-def demo(report_path: Path, console: Console, errors: Console, quick: bool = False) -> list[Quality]:
+@dataclass(frozen=True)
+class Shown:
+    """What a demo leaves: its results, its report, and the model that they are of."""
+
+    results: list[Quality]
+    report: Report
+    model: Any
+    tokenizer: Tokenizer
+
+
+def demo(report_path: Path, console: Console, errors: Console, quick: bool = False) -> Shown:
     """Evaluate every KV and weight format, continue a prompt with three caches, print it all and write the report.
 
     errors: the console on which progress is shown. quick: an eighth of the text, and no variants with outliers.
@@ -62,9 +73,10 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
         console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
     same = f"With 16-bit keys and values, {equal} of {compared} greedy tokens equal those of transformers' own attention."
     console.print(f"{verdict(results)}\n{same}", highlight=False)
-    _report(results, variants, texts, same, quick).write(report_path)
+    report = _report(results, variants, texts, same, quick)
+    report.write(report_path)
     console.print(f"Report: {report_path}   ({time.perf_counter() - started:.0f} s in all)", soft_wrap=True)
-    return [*results, *variants]
+    return Shown([*results, *variants], report, model, tokenizer)
 
 
 def _written(model: Any, tokenizer: Tokenizer, errors: Console) -> dict[str, str]:

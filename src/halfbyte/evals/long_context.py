@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from halfbyte.errors import check
-from halfbyte.evals.quality import Setting, with_weights
+from halfbyte.evals.quality import Setting, cache_for, with_weights
 from halfbyte.evals.text import Tokenizer, check_exact, windows
 from halfbyte.measure.progress import progress
 
@@ -113,7 +113,7 @@ def long_context(
 
 def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
     """Share of the tokens of all keys that are the likeliest, given those before them."""
-    longest, cache = max(tasks.key_tokens), _cache(model, setting, tasks.keyed.shape[1])
+    longest, cache = max(tasks.key_tokens), cache_for(model, setting, tasks.keyed.shape[1])
     end = tasks.keyed.shape[1] - longest
     hits = []
     for i in range(longest):
@@ -127,7 +127,7 @@ def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], Non
 
 def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> Iterator[torch.Tensor]:
     """Greedy tokens [n, 1], one after the other."""
-    cache, step = _cache(model, setting, tasks.prompts.shape[1] + tasks.written), tasks.prompts
+    cache, step = cache_for(model, setting, tasks.prompts.shape[1] + tasks.written), tasks.prompts
     for _ in range(tasks.written):
         step = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         yield step
@@ -136,19 +136,13 @@ def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], N
 
 def _nll(plain: Any, prompts: torch.Tensor, text: torch.Tensor) -> float:
     """Mean nats a token of `text` [n, written] after `prompts` by the 16-bit model."""
-    cache, total, whole = _cache(plain, Setting(), prompts.shape[1] + text.shape[1]), 0.0, torch.cat([prompts, text], 1)
+    cache, total, whole = cache_for(plain, Setting(), prompts.shape[1] + text.shape[1]), 0.0, torch.cat([prompts, text], 1)
     for first in range(0, whole.shape[1] - 1, 256):
         piece, following = whole[:, first : first + 256], whole[:, first + 1 : first + 257]
         logs = plain(input_ids=piece, past_key_values=cache, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)
         judged = logs.gather(-1, following[..., None])[:, max(prompts.shape[1] - 1 - first, 0) :]
         total -= float(judged.sum(dtype=torch.float64))
     return total / text.numel()
-
-
-def _cache(model: Any, setting: Setting, tokens: int) -> Any:
-    from halfbyte.hf.cache import PackedCache
-
-    return PackedCache(model, tokens, **setting.cache_options())
 
 
 def run_long_context(model: Any, settings: Sequence[Setting], tasks: Tasks, console: Console) -> list[LongContext]:

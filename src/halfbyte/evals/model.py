@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.device import describe
 from halfbyte.errors import check, require
-from halfbyte.evals.quality import Setting
+from halfbyte.evals.quality import Setting, cache_for
 from halfbyte.evals.text import Tokenizer, load_tokenizer
 from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
@@ -45,20 +45,18 @@ def write(
     temperature 0 takes the likeliest token. Stops at the model's end-of-text token. A piece is held back until its bytes are whole
     characters. What cannot be done raises here, before the first piece is made.
     """
-    from halfbyte.hf.cache import PackedCache
-
     ids = tokenizer.encode(prompt)
     check(bool(ids), "prompt is empty; give at least one token of text to continue")
     check(temperature == 0 or 1e-3 <= temperature <= 1e3, f"temperature={temperature}; expected 0, or 0.001 to 1000")
     ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
     _check_room(model, setting, len(ids), tokens)
-    cache = PackedCache(model, max(len(ids) + tokens, sum(setting.exact)), **setting.cache_options())
+    cache = cache_for(model, setting, max(len(ids) + tokens, sum(setting.exact)))
     return _pieces(model, tokenizer, ids, cache, tokens, temperature, seed)
 
 
 def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
     """Refuse more tokens than a cache counts or this device's memory holds: the system would end the process."""
-    from halfbyte.hf.cache import BUCKET
+    from halfbyte.hf.layer_options import BUCKET
 
     check(0 < tokens < 2**31 - prompt - BUCKET, f"tokens={tokens}; expected at least 1, and with the prompt's {prompt} below 2^31")
     nbytes = packed_layers(model.config, setting.keys, setting.values, setting.skip_layers).nbytes(1, prompt + tokens)

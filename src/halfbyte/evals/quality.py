@@ -34,8 +34,8 @@ class Setting:
     """One row of an evaluation: the formats of keys, values, weights and lm_head ("bf16" or None: 16 bits), and the weights' clip.
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
-    values are rotated by the weights, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and the last tokens
-    of a sequence, which stay in 16 bits.
+    values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
+    the last tokens of a sequence, which stay in 16 bits.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -278,9 +278,7 @@ class _Tally:
 
 def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
     """Feed windows [B, T] in chunks through a fresh cache of the setting's formats."""
-    from halfbyte.hf.cache import PackedCache
-
-    cache = PackedCache(model, part.shape[1], **setting.cache_options())
+    cache = cache_for(model, setting, part.shape[1])
     for piece in part.split(chunk, dim=1):
         out = model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, output_hidden_states=True)
         hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
@@ -290,11 +288,13 @@ def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> It
 def with_weights(
     model: Any, weights: str | None, clip: str | None = None, rotate_values: bool = False, lm_head: str | None = None
 ) -> Any:
-    """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values."""
+    """The model itself for 16 bits, else a copy with quantized weights, or ones that rotate values, if these can."""
+    from halfbyte import hf
+    from halfbyte.hf.value_rotation import unfolded
+
+    rotate_values = rotate_values and not unfolded(model)
     if weights is lm_head is None and not rotate_values:
         return model
-    from halfbyte import hf
-
     return hf.quantize(copy.deepcopy(model), weights=weights, clip=clip, rotate_values=rotate_values, lm_head=lm_head)
 
 
@@ -306,9 +306,16 @@ def weight_bytes(model: Any) -> int:
 
 def kv_bytes_per_token(model: Any, setting: Setting) -> float:
     """Bytes that one token of one sequence takes in the cache, over all layers."""
-    from halfbyte.hf.cache import PackedCache
+    return float(cache_for(model, setting, 64 + sum(setting.exact)).bytes_per_token)
 
-    return float(PackedCache(model, 64 + sum(setting.exact), **setting.cache_options()).bytes_per_token)
+
+def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
+    """A packed cache of the setting for a model with the setting's weights. It rotates values where the weights cannot."""
+    from halfbyte.hf.cache import PackedCache
+    from halfbyte.hf.value_rotation import unfolded
+
+    rotate_values = setting.rotate_values and bool(unfolded(model))
+    return PackedCache(model, capacity, rotate_values=rotate_values, **setting.cache_options())
 
 
 def every_kv_setting(head_dim: int = 128) -> list[Setting]:

@@ -23,6 +23,7 @@ from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
 from halfbyte.ops.prefill_attention import prefill_attention
+from halfbyte.ops.rotate_heads import rotate_heads
 
 #: The name for `model.set_attn_implementation`. It must not hold "flash", "sdpa" or "/": transformers gives those a meaning.
 NAME = "halfbyte"
@@ -53,6 +54,7 @@ class PackedLayerLike(Protocol):
     parts: Stored
     formats: tuple[str, str]
     rotate_keys: bool
+    rotate_values: bool
     sink_tokens: int
     drafts: Drafts | None
 
@@ -122,7 +124,7 @@ def attention(
     layer = key.layer
     if torch.compiler.is_compiling() and query.shape[2] <= DECODE_QUERIES:
         found = decode_parts(query, layer.parts, layer.formats, layer.rotate_keys, layer.sink_tokens, **options)
-        return _by_token(found), None
+        return _by_token(found, layer), None
     kv = cast(KVCache, layer.kv)
 
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -130,12 +132,13 @@ def attention(
         return cast(torch.Tensor, found)  # a pair only with return_lse
 
     if torch.compiler.is_compiling() or layer.drafts is None:
-        return _by_token(read(query, key.new, value.new)), None
-    return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read)), None
+        return _by_token(read(query, key.new, value.new), layer), None
+    return _by_token(layer.drafts.attend(kv, query, key.new, value.new, read), layer), None
 
 
-def _by_token(out: torch.Tensor) -> torch.Tensor:
-    """[B, H, L, D] -> [B, L, H, D] contiguous."""
+def _by_token(out: torch.Tensor, layer: PackedLayerLike) -> torch.Tensor:
+    """[B, H, L, D] -> [B, L, H, D] contiguous, rotated back where the layer rotates values."""
+    out = rotate_heads(out) if layer.rotate_values else out
     return out.transpose(1, 2).contiguous()
 
 

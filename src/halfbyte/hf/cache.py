@@ -10,18 +10,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, check_window, key_format, value_format
+from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES, PACKED, Handle
 from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, head_dims, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
+from halfbyte.ops.rotate_heads import rotate_heads
 from halfbyte.plans import GPU_LEVELS
-from halfbyte.reference.hadamard import rotated
+from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
-
-#: Capacities are rounded up to a multiple of this: every new capacity costs one more compiled graph.
-BUCKET = 64
-
 
 _CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
@@ -33,10 +31,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
 
     def __init__(
-        self, capacity: int, keys: Format, values: Format, rotate_keys: bool, dtype: torch.dtype, window: tuple[int, int] = (0, 0)
+        self,
+        capacity: int,
+        keys: Format,
+        values: Format,
+        rotate_keys: bool,
+        dtype: torch.dtype,
+        window: tuple[int, int] = (0, 0),
+        rotate_values: bool = False,
     ) -> None:
-        """`window`: sink tokens and recent tokens in 16 bits."""
+        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are."""
         super().__init__()
+        self.rotate_values = rotate_values and values.is_quantized
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
@@ -54,7 +60,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kinds(self) -> str:
         """Formats of keys and values as they are printed: "int4 rotated/int4"."""
-        return f"{self.key_format.name}{' rotated' * self.rotate_keys}/{self.value_format.name}"
+        keys, values = self.key_format.name, self.value_format.name
+        return f"{keys}{' rotated' * self.rotate_keys}/{values}{' rotated' * self.rotate_values}"
 
     @property
     def batch_size(self) -> int:
@@ -102,8 +109,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
         """Append k, v [B, H, L, D] and return handles that only the attention function can open.
 
-        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated.
+        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are rotated, their
+        handle holds them so, and attention rotates its output back.
         """
+        if self.rotate_values:
+            value_states = rotate_heads(value_states)
         if not self.parts:
             self.lazy_initialization(key_states, value_states)
         kv = cast(KVCache, self.kv)
@@ -187,6 +197,8 @@ class PackedCache(Cache):  # type: ignore[misc]
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
     rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
                       `halfbyte.KVCache` does by default
+    rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches a
+                      layer. For models whose v_proj and o_proj cannot take the rotation (`halfbyte.hf.quantize`)
     sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
     recent_tokens     the last tokens of a sequence that stay in 16 bits
     skip_layers       layers that keep 16 bits; negative numbers count from the end
@@ -206,6 +218,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         keys: str | Sequence[str] = "int8",
         values: str | Sequence[str] = "int4_g32",
         rotate_keys: bool | Sequence[bool] | None = None,
+        rotate_values: bool = False,
         sink_tokens: int = 0,
         recent_tokens: int = 0,
         skip_layers: Iterable[int] = (),
@@ -220,7 +233,9 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.capacity = _whole_buckets(capacity)
         windows = layer_windows((sink_tokens, recent_tokens), formats, self.capacity)
         layers = zip(formats, rotations, windows, strict=True)
-        super().__init__(layers=[PackedLayer(self.capacity, k, v, rotate, dtype, window) for (k, v), rotate, window in layers])
+        check_rotation(rotate_values, head_dims(config)[1], "rotate_values")
+        made = [PackedLayer(self.capacity, k, v, turned, dtype, window, rotate_values) for (k, v), turned, window in layers]
+        super().__init__(layers=made)
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
                 layer.is_compileable = False
@@ -328,58 +343,6 @@ def check_attention(model_or_config: Any) -> None:
             f"model_or_config uses the attention implementation {current!r}, which cannot read a packed cache; "
             f'call model.set_attn_implementation("{NAME}") first (halfbyte.hf.quantize does it)'
         )
-
-
-def layer_formats(
-    config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Iterable[int], dtype: torch.dtype
-) -> list[tuple[Format, Format]]:
-    """(key format, value format) of every layer; raises when head_dim or a layer number does not fit."""
-    check(dtype in (torch.float16, torch.bfloat16), f"dtype={dtype}; the 16-bit type is torch.float16 or torch.bfloat16")
-    count = int(config.num_hidden_layers)
-    key_dim, value_dim = head_dims(config)
-    k_formats = [key_format(name) for name in one_each("keys", keys, count)]
-    v_formats = [value_format(name) for name in one_each("values", values, count)]
-    for side, formats, dim in (("keys", k_formats, key_dim), ("values", v_formats, value_dim)):
-        for fmt in dict.fromkeys(formats):
-            fmt.check_shape((1, 1, BUCKET, dim), f"{side}={fmt.name!r}: a head of this model")
-    plain = key_format("fp16" if dtype is torch.float16 else "bf16")
-    check(isinstance(skip_layers, Iterable), f"skip_layers={skip_layers!r}; pass the numbers of layers, such as (0, -1)")
-    skipped = set()
-    for layer in skip_layers:
-        check(
-            isinstance(layer, int) and -count <= layer < count,
-            f"skip_layers holds {layer!r}; the model has {count} layers: pass numbers from {-count} to {count - 1}",
-        )
-        skipped.add(layer % count)
-    return [(plain, plain) if i in skipped else (k_formats[i], v_formats[i]) for i in range(count)]
-
-
-def layer_windows(
-    window: tuple[int, int], formats: Sequence[tuple[Format, Format]], capacity: int = 2**31 - 1
-) -> list[tuple[int, int]]:
-    """(sink tokens, recent tokens) of every layer, checked: `window`, or none where a layer is in 16 bits throughout."""
-    quantized = [k.is_quantized or v.is_quantized for k, v in formats]
-    for (k, v), checked in zip(formats, quantized, strict=True):
-        if checked or not any(quantized):
-            check_window(*window, k, v, capacity)
-    return [window if has_codes else (0, 0) for has_codes in quantized]
-
-
-def layer_rotations(config: Any, rotate_keys: bool | Sequence[bool] | None, keys: Sequence[Format]) -> tuple[bool, ...]:
-    """Whether keys in these formats, by layer, are rotated; raises when a head cannot be."""
-    wanted, dim = one_each("rotate_keys", rotate_keys, int(config.num_hidden_layers)), head_dims(config)[0]
-    return tuple(rotated(rotate, fmt, dim) for rotate, fmt in zip(wanted, keys, strict=True))
-
-
-def one_each(name: str, given: Any, layers: int) -> tuple[Any, ...]:
-    """An option of every layer: a list or tuple with one entry for each, or one that is for all."""
-    if not isinstance(given, list | tuple):
-        return (given,) * layers
-    check(
-        len(given) == layers,
-        f"{name} has {len(given)} entries, and the model {layers} layers; pass one for all layers, or one for each",
-    )
-    return tuple(given)
 
 
 def _token_bytes(config: Any, k: Format, v: Format) -> float:

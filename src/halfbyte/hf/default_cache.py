@@ -15,14 +15,15 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
 from halfbyte.hf.attention import NAME, NO_WEIGHTS
-from halfbyte.hf.cache import BUCKET, PackedCache
+from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
+from halfbyte.hf.layer_options import BUCKET
 from halfbyte.hf.quantization_config import HalfbyteConfig
 
 #: The entry of config.json that holds the settings.
 SAVED = "halfbyte_cache"
 #: What files of earlier versions do not say.
-_NEW = {"sink_tokens", "recent_tokens"}
+_NEW = {"sink_tokens", "recent_tokens", "rotate_values"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class CacheSettings:
     skip_layers: tuple[int, ...]
     sink_tokens: int = 0
     recent_tokens: int = 0
+    rotate_values: bool = False
 
     def make(self, model: Any, capacity: int) -> PackedCache:
         """A cache for `model`, with room for its sink and recent tokens at least."""

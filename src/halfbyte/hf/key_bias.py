@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from halfbyte.formats import Format
-from halfbyte.hf.cache import one_each
+from halfbyte.hf.layer_options import one_each
 from halfbyte.hf.model_support import blocks, text_config
 from halfbyte.nn import QuantLinear, dense_weight
 from halfbyte.reference.hadamard import block_size

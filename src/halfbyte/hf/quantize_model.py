@@ -12,12 +12,12 @@ import torch
 from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
-from halfbyte.hf.cache import layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
 from halfbyte.hf.key_bias import check_key_bias
+from halfbyte.hf.layer_options import layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
 from halfbyte.hf.quantization_config import HalfbyteConfig, mark_quantized
-from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of
+from halfbyte.hf.value_rotation import layers_to_rotate, rotate_values_of, unfolded
 from halfbyte.hf.weights import find_lm_head, is_skipped, quantize_modules, select
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
@@ -60,7 +60,8 @@ def quantize(
     sink_tokens   the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
     recent_tokens the last tokens of a sequence that stay in 16 bits
     rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
-                  the rounding of these weights, and values in the cache without outlier channels
+                  the rounding of these weights, and values in the cache without outlier channels. Where weights cannot take it
+                  (they are quantized, say), the cache rotates quantized values, and the output of attention is rotated back
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
     lm_head       weight format of the output layer, such as "int8_col"; None leaves it. One that is tied to the embedding gets
@@ -87,7 +88,9 @@ def quantize(
             check_clip(clip, weight_format(fmt))
     _check_weights_are_plain(inner, weights, lm_head, skip_modules)
     check(isinstance(rotate_values, bool), f"rotate_values={rotate_values!r}; expected True or False")
-    to_rotate = layers_to_rotate(inner) if rotate_values else []
+    by_cache = rotate_values and settings is not None and bool(unfolded(inner))
+    to_rotate = layers_to_rotate(inner) if rotate_values and not by_cache else []
+    settings = replace(settings, rotate_values=True) if settings is not None and by_cache else settings
     if settings is not None:
         by_layer = [k for k, _ in _formats(inner, settings)]
         check_key_bias(inner, by_layer, layer_rotations(text_config(inner), settings.rotate_keys, by_layer))

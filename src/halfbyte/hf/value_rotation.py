@@ -1,5 +1,8 @@
 """Rotation of values, folded into weights: the cache then holds rotated values, and no kernel has anything to undo.
 
+Where weights cannot take it, because they are quantized or something else touches values on their way, a packed cache rotates
+values itself and attention rotates its output back (`PackedCache(rotate_values=True)`).
+
 With a normalized Hadamard matrix H (reference/hadamard.py), attention weights P and values V of a head, P (V H) H^T = P V. So H
 goes into the rows of v_proj, for each KV head, and H^T = H into the columns of o_proj, for each query head. In real arithmetic the
 model is the same one. The two weights are rounded once more, to their own type, as any weights of that type are.
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.errors import Unsupported, check
+from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.hf.model_support import blocks, head_dims, text_config
 from halfbyte.reference.hadamard import check_rotation, rotate
 
@@ -38,6 +41,16 @@ def layers_to_rotate(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
     if not found or len(weights) < 2 * len(found):
         raise Unsupported("rotate_values=True: no layers, or layers that share their weights")
     return found
+
+
+def unfolded(model: Any) -> str:
+    """Why the weights of a model cannot take the rotation; "" where they can, or have it."""
+    check_rotation(True, head_dims(text_config(model))[1], "rotate_values")
+    try:
+        layers_to_rotate(model)
+    except (InvalidArgument, Unsupported) as error:
+        return str(error)
+    return ""
 
 
 @torch.no_grad()

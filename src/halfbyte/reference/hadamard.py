@@ -16,7 +16,7 @@ def block_size(dim: int) -> int:
     """The largest power of two that divides `dim`. Raises below 16, where rotation does too little to be worth it."""
     size = dim & -dim
     if size < 16:
-        raise InvalidArgument(f"head_dim={dim} has {size} as its largest power-of-two factor; rotate_keys needs at least 16")
+        raise InvalidArgument(f"head_dim={dim} has {size} as its largest power-of-two factor; rotation needs at least 16")
     return size
 
 
@@ -27,12 +27,12 @@ def rotated(rotate_keys: bool | None, keys: Format, head_dim: int) -> bool:
     return check_rotation(rotate_keys, head_dim)
 
 
-def check_rotation(rotate_keys: bool, head_dim: int) -> bool:
-    """`rotate_keys`. Raises unless it is a bool, and where heads that are to be rotated are too narrow."""
-    check(isinstance(rotate_keys, bool), f"rotate_keys={rotate_keys!r}; expected True or False")
-    if rotate_keys:
+def check_rotation(rotate: bool, head_dim: int, name: str = "rotate_keys") -> bool:
+    """The option `name`. Raises unless it is a bool, and where heads that are to be rotated are too narrow."""
+    check(isinstance(rotate, bool), f"{name}={rotate!r}; expected True or False")
+    if rotate:
         block_size(head_dim)
-    return rotate_keys
+    return rotate
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
+from halfbyte.kernels.append import rotation
 from halfbyte.kernels.append.launch import launches
 from halfbyte.kv_buffer import AppendCall
 
@@ -30,10 +31,18 @@ _FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "i
 
 
 def configurations() -> list[Configuration]:
-    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to slots."""
+    """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to
+    slots. Rotation alone."""
     found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
     found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
-    return found + [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
+    found += [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
+    return found + [c for dim, dtype in ((128, torch.bfloat16), (80, torch.float16)) for c in _rotated(dim, dtype)]
+
+
+def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
+    """Values, or an output of attention, rotated on their own."""
+    x = empty(16, 8, 1, dim, dtype=dtype)
+    return recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x))
 
 
 def _by_slot(keys: str, values: str) -> Iterator[Configuration]:

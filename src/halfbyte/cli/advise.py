@@ -1,0 +1,114 @@
+"""`halfbyte advise`: which formats fit a model on a GPU, what they save and what they cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.cli.shared import Json, Model, console, human_bytes, print_table
+
+if TYPE_CHECKING:
+    from halfbyte.evals.advice import Advice, Choice
+    from halfbyte.evals.card import Card
+
+HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "step ms", "perplexity %")
+
+
+def advise(
+    model: Model,
+    gpu: Annotated[str | None, typer.Option(help="A GPU such as h200, or its memory, such as 24GB; default: the one here.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
+    weights: Annotated[str | None, typer.Option(help="The only weight format to consider; default: several.")] = None,
+    card: Annotated[Path | None, typer.Option(help="An evidence card, as halfbyte eval MODEL --suite writes it.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Which KV and weight formats fit a GPU, what they save, the least time of a step, and what they cost by an evidence card.
+
+    Everything but the evidence follows from the configuration; no weights are read.
+    """
+    from halfbyte.evals.advice import advise as run
+    from halfbyte.evals.card import read_card
+
+    evidence = None if card is None else read_card(card)
+    found = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=evidence)
+    if measure:
+        found = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=_measured(model))
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _print(found)
+
+
+def _measured(model: str) -> Card:
+    """A card of this model without long contexts."""
+    from halfbyte.evals.card import Suite, measure
+    from halfbyte.evals.model import load
+    from halfbyte.evals.text import heldout_text, windows
+
+    loaded, tokenizer = load(model)
+    ids = tokenizer.encode(heldout_text())
+    suite = Suite(model, "the shipped held-out text", ids, windows(ids, 512, 8, tokenizer.bos), chunk=16, long=0)
+    return measure(loaded, tokenizer, suite, console(stderr=True))
+
+
+def _print(a: Advice) -> None:
+    from halfbyte.evals.advice import command, python_lines
+
+    rate = a.sheet.bytes_per_second
+    speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
+    title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
+    print_table(title, HEADERS, _rows(a), text_columns=2, wide=False)
+    for line in _legend(a):
+        console().print(line, markup=False, highlight=False)
+    if a.recommended is not None:
+        print(f"\n{command(a, a.recommended)}\n\n{python_lines(a, a.recommended)}")
+
+
+def _legend(a: Advice) -> list[str]:
+    """What the columns mean, where the evidence is from, and the recommendation."""
+    from halfbyte.evals.advice import RESERVED
+
+    lines = [
+        f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "
+        f"{a.batch:,} that fit; step: the time of only reading a decode step's bytes, a step takes longer."
+    ]
+    if a.card is None:
+        lines.append(f"No evidence card: what this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
+    else:
+        lines.append(f"perplexity: change against 16 bits and its noise, by the evidence card of {a.card}.")
+    lines += [f"note: {note}" for note in a.notes]
+    took = a.recommended
+    return [*lines, "", f"No recommendation: {a.reason}." if took is None else f"{_saved(a, took)} ({a.reason})."]
+
+
+def _rows(a: Advice) -> list[tuple[str, ...]]:
+    """One row a choice, a line between weight formats; the first two rows of a format name it and its bytes."""
+    rows, before, count = list[tuple[str, ...]](), None, 0
+    for c in a.choices:
+        if c.weights != before:
+            rows += [()] * (before is not None)
+            before, count = c.weights, 0
+        label = (c.weights, human_bytes(c.weight_bytes))[count] if count < 2 else ""
+        rows.append((label, *_row(a, c)))
+        count += 1
+    return rows
+
+
+def _row(a: Advice, c: Choice) -> tuple[str, ...]:
+    step = "" if c.step_seconds is None else f"{1e3 * c.step_seconds:.3g}"
+    sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
+    cost = "no card" if c.evidence is None else f"{c.evidence.change:+.2f}\u00b1{c.evidence.noise:.2f}"
+    return f"{c.keys}/{c.values}", f"{c.kv_bytes / 1e9:.3g}", sequences, f"{c.largest_context:,}", step, cost
+
+
+def _saved(a: Advice, c: Choice) -> str:
+    """The recommendation and what it saves against 16 bits, of what was considered."""
+    plain = a.choices[0]
+    saved = f"{human_bytes(plain.weight_bytes - c.weight_bytes)} of weights and {human_bytes(plain.kv_bytes - c.kv_bytes)} of cache"
+    return f"Take {c.weights} weights, {c.keys} keys and {c.values} values: {saved} less than in {plain.weights}"

@@ -1,0 +1,259 @@
+"""Which formats fit a model on a GPU, what they save, and what they cost by an evidence card. No weights are read.
+
+A decode step reads the weights and the cache once: bytes / bandwidth is the least time it can take. Of a mixture of E experts, of
+which each token uses k, a step of B sequences reads a share 1 - (1 - k/E)^B, if all are used equally often. Layers with a sliding
+window read no more than the window, but their cache keeps every token.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe, gpu_count
+from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.evals.card import WEIGHTS, Card, Evidence, caches, card_of, first_fitting, fits
+from halfbyte.formats import weight_format
+from halfbyte.memory import (
+    CacheSizes,
+    load_config,
+    meta_model,
+    notes,
+    packed_layers,
+    parse_bytes,
+    plain_bytes,
+    quant_method,
+    quantized_bytes,
+)
+from halfbyte.paths import SHIPPED, resolve_model
+
+#: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
+RESERVED = 0.1
+#: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
+TOLERATED = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Formats, and what they take, for the batch and context of the `Advice`. Sizes in bytes.
+
+    largest_batch    sequences of that context that fit; largest_context: tokens of each of that many sequences
+    step_bytes       what a decode step reads; step_seconds: the least time that takes, None for an unknown bandwidth
+    evidence         what a card says of exactly these formats on this model; None: no card does
+    """
+
+    keys: str
+    values: str
+    weights: str
+    weight_bytes: int
+    kv_bytes: int
+    fits: bool
+    largest_batch: int
+    largest_context: int
+    step_bytes: int
+    step_seconds: float | None
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Every choice for a model, the one that is recommended (None: none is) and why.
+
+    is_quantized: the model's files are quantized already; card: the model whose evidence card was used, None without one.
+    """
+
+    model: str
+    gpu: str
+    sheet: Datasheet
+    batch: int
+    context: int
+    is_quantized: bool
+    card: str | None
+    choices: tuple[Choice, ...]
+    recommended: Choice | None
+    reason: str
+    notes: tuple[str, ...]
+
+
+def find_gpu(name: str | None) -> tuple[str, Datasheet]:
+    """(name, memory and bandwidth) of a GPU of `DATASHEETS` or of a size such as "24GB"; None: the GPU here, else an H200."""
+    if name is None and gpu_count():
+        here = describe("cuda")
+        known = DATASHEETS.get(datasheet_name(here.name) or "")
+        return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
+    wanted = (name or "h200").lower()
+    if wanted in DATASHEETS:
+        return wanted, DATASHEETS[wanted]
+    try:
+        return f"a GPU of {name}", Datasheet(parse_bytes(wanted, "gpu"), None)
+    except InvalidArgument:
+        raise InvalidArgument(f"gpu={name!r}; give one of {', '.join(DATASHEETS)}, or a size of memory such as 24GB") from None
+
+
+def advise(
+    model: str,
+    *,
+    gpu: str | None = None,
+    batch: int = 1,
+    context: int = 8192,
+    weights: str | None = None,
+    card: Card | None = None,
+) -> Advice:
+    """Choices for a model folder, a Hub id or "demo", from its configuration alone.
+
+    gpu      as in `find_gpu`
+    weights  the one weight format to consider, also that of a model which is quantized already; None: those of `WEIGHTS`
+    card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
+
+    Raises as `halfbyte.memory.estimate` does.
+    """
+    for name, value in (("batch", batch), ("context", context)):
+        check(0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
+    named, sheet = find_gpu(gpu)
+    if weights not in (None, "bf16"):
+        weight_format(weights)
+    config = load_config(resolve_model(model))
+    method = quant_method(config)
+    if method is not None and weights is None:
+        raise InvalidArgument(
+            f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
+        )
+    sizes = _Sizes(config, model, batch, context, sheet)
+    card = card or card_of(config)
+    check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
+    asked = WEIGHTS if weights is None else ((weights,),)
+    found = tuple(_judged(choice, card, method) for names in asked for choice in sizes.choices(names))
+    if not found:
+        raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
+    recommended, reason = recommend(found)
+    said = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
+    known = None if card is None else card.model
+    return Advice(model, named, sheet, batch, context, method is not None, known, found, recommended, reason, said)
+
+
+def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
+    """(choice, reason): with evidence the fewest bytes a step within `TOLERATED`; without, the library's defaults or what fits."""
+    from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
+
+    fitting = [c for c in choices if c.fits]
+    if not fitting:
+        return None, "nothing fits: use a larger GPU, fewer sequences or a shorter context"
+    if any(c.evidence for c in fitting):
+        good = [c for c in fitting if c.evidence and abs(c.evidence.change) + c.evidence.noise <= TOLERATED]
+        if not good:
+            return None, f"of what fits, nothing is measured to change perplexity by less than {TOLERATED:g} %, noise included"
+        return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step with perplexity within {TOLERATED:g} %, noise included"
+    for c in fitting:
+        if (c.keys, c.values, c.weights) == (KEYS, VALUES, WEIGHTS):
+            return c, "the defaults of halfbyte.hf.quantize; their quality on this model is not known"
+    return max(fitting, key=lambda c: c.weight_bytes + c.kv_bytes), "most bits of those that fit; quality on this model not known"
+
+
+def _judged(choice: Choice, card: Card | None, method: str | None) -> Choice:
+    """A choice with what a card says of it; weights that were quantized before are called "as saved" there."""
+    weights = choice.weights if method is None else "as saved"
+    return choice if card is None else replace(choice, evidence=card.evidence(choice.keys, choice.values, weights))
+
+
+class _Sizes:
+    """What a model of a configuration takes and reads, in any formats."""
+
+    def __init__(self, config: Any, name: str, batch: int, context: int, sheet: Datasheet) -> None:
+        from halfbyte.hf.model_support import text_config
+
+        self.config, self.batch, self.context, self.sheet = config, batch, context, sheet
+        self.text = text_config(config)
+        self.plain = packed_layers(config, "bf16", "bf16", ())  # refuses what a packed cache cannot serve before a model is built
+        self.skeleton = meta_model(config, name)
+        self.room = int(sheet.memory_bytes * (1 - RESERVED))
+
+    def choices(self, candidates: Sequence[str]) -> list[Choice]:
+        """Every cache with the first of these weight formats that fits; none if none does."""
+        name = first_fitting(self.skeleton, candidates)
+        if name is None:
+            return []
+        fmt = None if name == "bf16" else weight_format(name)
+        size = plain_bytes(self.skeleton) - quantized_bytes(self.skeleton, fmt)[0]
+        return [self._choice(keys, values, name, size) for keys, values in caches().values() if fits(self.config, keys, values)]
+
+    def _choice(self, keys: str, values: str, weights: str, size: int) -> Choice:
+        cache, rate = packed_layers(self.config, keys, values, ()), self.sheet.bytes_per_second
+        kv, left = cache.nbytes(self.batch, self.context), self.room - size
+        step = size - self._unread(weights) + self._read(cache)
+        return Choice(
+            keys,
+            values,
+            weights,
+            weight_bytes=size,
+            kv_bytes=kv,
+            fits=kv <= left,
+            largest_batch=_largest(left, lambda n: cache.nbytes(n, self.context)),
+            largest_context=_largest(left, lambda n: cache.nbytes(self.batch, n)),
+            step_bytes=step,
+            step_seconds=None if rate is None else step / rate,
+        )
+
+    def _read(self, cache: CacheSizes) -> int:
+        """Bytes of the cache that a step reads, layer by layer."""
+        from halfbyte.hf.model_support import layer_window
+
+        windows = (layer_window(self.text, i) or self.context for i in range(len(cache.formats)))
+        return sum(
+            replace(cache, formats=(formats,)).nbytes(self.batch, min(window, self.context))
+            for formats, window in zip(cache.formats, windows, strict=True)
+        )
+
+    def _unread(self, weights: str) -> int:
+        """Bytes of weights that a step does not read: an embedding of its own, of which it takes rows, and experts not hit."""
+        from halfbyte.hf.weights import is_tied
+
+        model: Any = self.skeleton
+        embedding = 0 if is_tied(model) else 2 * math.prod(model.get_input_embeddings().weight.shape)
+        stacks = (2 * math.prod(s) if weights == "bf16" else weight_format(weights).nbytes(s) for s in self._expert_shapes())
+        return embedding + int(sum(stacks) * (1 - self._hit()))
+
+    def _expert_shapes(self) -> list[tuple[int, ...]]:
+        from halfbyte.hf.weights import targets
+
+        return [tuple(t.shape) for t in targets(self.skeleton).values() if t.projection]
+
+    def _hit(self) -> float:
+        """Expected share of the experts that a step uses; 1 where the configuration does not say how many a token uses."""
+        shapes, used = self._expert_shapes(), getattr(self.text, "num_experts_per_tok", None)
+        return 1.0 if not shapes or not isinstance(used, int) else 1 - (1 - used / shapes[0][0]) ** self.batch
+
+    def notes(self) -> list[str]:
+        """What the figures assume."""
+        said, known = [], getattr(self.text, "max_position_embeddings", None)
+        if self._expert_shapes():
+            said.append(f"a step of {self.batch:,} sequences reads {self._hit():.0%} of the experts, if all are used equally often")
+        if isinstance(known, int) and self.context > known:
+            said.append(f"a context of {self.context:,} tokens is more than the {known:,} positions of this model")
+        if self.batch > 16:
+            said.append(f"with M = {self.batch:,} linear layers may be compute-bound: halfbyte bench linear --rows {self.batch}")
+        return said
+
+
+def _largest(left: int, nbytes: Callable[[int], int]) -> int:
+    """The largest count whose bytes are at most `left`."""
+    return max(0, bisect_right(range(2**31), left, key=nbytes) - 1)
+
+
+def python_lines(advice: Advice, choice: Choice) -> str:
+    """The lines that load the model in the formats of a choice."""
+    formats = {} if choice.weights == "bf16" or advice.is_quantized else {"weights": choice.weights}
+    formats |= {} if choice.keys == choice.values == "bf16" else {"keys": choice.keys, "values": choice.values}
+    name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)
+    given = ", ".join([name, *(f'{option}="{value}"' for option, value in formats.items())])
+    return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({given}, dtype=torch.bfloat16)"
+
+
+def command(advice: Advice, choice: Choice) -> str:
+    """The command that generates text in the formats of a choice."""
+    weights = "" if choice.weights == "bf16" or advice.is_quantized else f" --weights {choice.weights}"
+    name = shlex.quote(advice.model)
+    return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}'

@@ -1,0 +1,321 @@
+"""Evidence cards: what formats cost on one model, as a file that others can read and publish.
+
+    {"format": "halfbyte evidence card", "version": 1, "model": "owner/name",
+     "sizes": {"model_type": "llama", "layers": 2, ...},
+     "text": "...", "windows": [8, 1024], "chunk": 16, "long": 1024, "tasks": ["arc_easy"],
+     "results": [{"keys": "bf16", "values": "bf16", "weights": "bf16", "perplexity": 8.1, ...}, ...],
+     "environment": {...}}
+
+The first result is the 16-bit run, which the others are compared with. All run through a cache of their own formats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from halfbyte.cache_plan import ModelSizes
+from halfbyte.device import describe
+from halfbyte.errors import InvalidArgument, check, require
+from halfbyte.evals.calibrate import sizes_of
+from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
+from halfbyte.evals.model import agreement
+from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
+from halfbyte.evals.text import Tokenizer
+from halfbyte.formats import key_format, weight_format
+from halfbyte.measure.records import environment
+from halfbyte.memory import packed_layers, quantized_bytes
+from halfbyte.nn import QuantLayer
+from halfbyte.paths import resolve_model, write_whole
+from halfbyte.reference.hadamard import rotated
+
+KIND, VERSION = "halfbyte evidence card", 1
+#: Bytes of a card; twenty results take a hundredth of it.
+LONGEST = 1 << 20
+#: Weight formats from the most bits on; of several in one entry the first that the model's sizes divide by.
+WEIGHTS = (("bf16",), ("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
+#: What every result says, and is a number.
+_FIGURES = ("perplexity", "change", "noise", "kl_mean", "kl_p99", "top1", "kv_bytes_per_token", "weight_bytes")
+_LONG = ("found", "written", "parted", "nll")
+
+
+def caches() -> dict[str, tuple[str, str]]:
+    """Formats of keys and values of a card, each with what it is chosen for, from the most bits on."""
+    from halfbyte.hf.quantize_model import KEYS, VALUES
+
+    return {
+        "16 bits": ("bf16", "bf16"),
+        "Safe": ("int8", "int8"),
+        "Default": (KEYS, VALUES),
+        "Smallest": ("int4_channel", "int4"),
+        "Fastest": ("int4", "int4"),
+    }
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a card says of one choice of formats: perplexity against 16 bits in % with its noise, mean KL divergence in nats."""
+
+    change: float
+    noise: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Card:
+    """What `halfbyte eval MODEL --suite` measured.
+
+    windows    (number, tokens of each); long: tokens of the long contexts, 0 for none
+    agreement  (equal, compared) greedy tokens with 16-bit keys and values, ours and those of transformers' own attention
+    """
+
+    model: str
+    sizes: ModelSizes
+    text: str
+    windows: tuple[int, int]
+    chunk: int
+    long: int
+    tasks: tuple[str, ...]
+    results: tuple[dict[str, Any], ...]
+    agreement: tuple[int, int]
+    environment: dict[str, Any]
+
+    def matches(self, config: Any) -> bool:
+        """Whether a configuration, or a model, has the sizes of this card's model."""
+        return self.sizes == sizes_of(config)
+
+    def evidence(self, keys: str, values: str, weights: str) -> Evidence | None:
+        """The result of exactly these formats."""
+        for r in self.results:
+            if (r["keys"], r["values"], r["weights"]) == (keys, values, weights):
+                return Evidence(r["change"], r["noise"], r["kl_mean"])
+        return None
+
+    def write(self, path: Path) -> tuple[Path, Path]:
+        """Write the JSON file `path` and the same for people next to it, with the suffix .md."""
+        return write_whole(path, self.to_json()), write_whole(path.with_suffix(".md"), self.markdown())
+
+    def to_json(self) -> str:
+        """What the file holds."""
+        return json.dumps({"format": KIND, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    def markdown(self) -> str:
+        """The card as a page of Markdown."""
+        count, length = self.windows
+        made = self.environment
+        versions = ", ".join(f"{name} {v}" for name, v in made.get("versions", {}).items())
+        lines = [
+            f"# {self.model}",
+            f"{self.sizes.model_type}: {self.sizes.layers} layers, {self.sizes.kv_heads} KV heads of {self.sizes.head_dim}. "
+            f"{count} windows of {length:,} tokens of {self.text}, fed {self.chunk} at a time, so that older keys and values come "
+            f"from the packed cache. Changes are against the 16-bit run, \u00b1 two standard errors over tokens; KL is in nats.",
+            _table(QUALITY, quality_rows(self)),
+        ]
+        if self.long:
+            lines += [
+                f"Contexts of {self.long:,} tokens: tokens of hidden keys found again, tokens before greedy texts part from the "
+                "16-bit ones (median), nats a token of these texts by the 16-bit model.",
+                _table(LONG, long_rows(self)),
+            ]
+        if self.tasks:
+            rows = [(_name(r), *(_metrics(r["lm_eval"][t]) for t in self.tasks)) for r in self.results if "lm_eval" in r]
+            lines += ["lm-eval:", _table(("formats", *self.tasks), rows)]
+        equal, compared = self.agreement
+        lines.append(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention.")
+        lines.append(f"{made.get('device', '')}; {versions}; {str(made.get('date', ''))[:10]}. `{made.get('command', '')}`")
+        return "\n\n".join(lines) + "\n"
+
+
+QUALITY = ("formats", "perplexity", "change %", "KL mean", "top-1 %", "KV B/token", "weights MB")
+LONG = ("formats", "keys found %", "parts after", "nats a token")
+
+
+def _name(r: dict[str, Any]) -> str:
+    cache = r["keys"] if r["keys"] == r["values"] else f"{r['keys']} / {r['values']}"
+    return f"{cache} + {r['weights']}"
+
+
+def quality_rows(card: Card) -> list[tuple[str, ...]]:
+    """A row a result, under `QUALITY`."""
+    return [
+        (
+            _name(r),
+            f"{r['perplexity']:.4f}",
+            f"{r['change']:+.2f} \u00b1 {r['noise']:.2f}",
+            f"{r['kl_mean']:.1e}",
+            f"{100 * r['top1']:.1f}",
+            f"{r['kv_bytes_per_token']:,.0f}",
+            f"{r['weight_bytes'] / 1e6:,.1f}",
+        )
+        for r in card.results
+    ]
+
+
+def long_rows(card: Card) -> list[tuple[str, ...]]:
+    """A row a result that has long contexts, under `LONG`."""
+    named = [(_name(r), LongContext("", card.long, **r["long_context"])) for r in card.results if "long_context" in r]
+    return [(name, f"{100 * r.found:.0f}", f"{r.median_parted:,.0f} of {r.written:,}", f"{r.nll:.3f}") for name, r in named]
+
+
+def _metrics(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _table(headers: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# ------------------------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a card is measured on: tokens of a text, cut into windows int64 [n, T], and lm-eval tasks."""
+
+    model: str
+    text: str
+    ids: list[int]
+    windows: torch.Tensor
+    chunk: int
+    long: int
+    tasks: tuple[str, ...] = ()
+
+
+def settings(model: Any) -> list[Setting]:
+    """Every cache with every weight format that fits the model, rotated as `halfbyte.hf.quantize` does; the 16-bit run first."""
+    from halfbyte.hf.model_support import head_dims, text_config
+
+    dim = head_dims(text_config(model))[0]
+    quantized = any(isinstance(m, QuantLayer) for m in model.modules())
+    weights = ["bf16"] if quantized else [w for names in WEIGHTS if (w := first_fitting(model, names)) is not None]
+    pairs = [(keys, values) for keys, values in caches().values() if fits(model.config, keys, values)]
+    return [Setting(k, v, None if w == "bf16" else w, rotated(None, key_format(k), dim)) for w in weights for k, v in pairs]
+
+
+def first_fitting(model: Any, names: Sequence[str]) -> str | None:
+    """The first of these weight formats that the model's layers divide by; None if there is none."""
+    for name in names:
+        try:
+            quantized_bytes(model, None if name == "bf16" else weight_format(name))
+        except InvalidArgument:
+            continue
+        return name
+    return None
+
+
+def fits(config: Any, keys: str, values: str) -> bool:
+    """Whether these formats divide the model's head dims."""
+    try:
+        packed_layers(config, keys, values, ())
+    except InvalidArgument:
+        return False
+    return True
+
+
+def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -> Card:
+    """Perplexity and divergence of every setting; long contexts and tasks of those with 16-bit weights or the default cache."""
+    if suite.tasks:
+        require("lm_eval", "--tasks")
+    wanted = settings(loaded)
+    tasks = Tasks(loaded, tokenizer, suite.ids, suite.long) if suite.long else None
+    thorough = [s for s in wanted if s.weights is None or (s.keys, s.values) == caches()["Default"]]
+    results = {
+        s: _plain(r) for s, r in zip(wanted, run_evaluation(loaded, wanted, suite.windows, suite.chunk, console), strict=True)
+    }
+    if tasks is not None:
+        for setting, found in zip(thorough, run_long_context(loaded, thorough, tasks, console), strict=True):
+            results[setting]["long_context"] = {name: getattr(found, name) for name in _LONG}
+    for setting in thorough if suite.tasks else ():
+        results[setting]["lm_eval"] = lm_eval_results(loaded, suite.model, setting, suite.tasks)
+    return Card(
+        suite.model,
+        sizes_of(loaded),
+        suite.text,
+        (suite.windows.shape[0], suite.windows.shape[1]),
+        suite.chunk,
+        suite.long,
+        suite.tasks,
+        tuple(results.values()),
+        agreement(loaded, suite.windows[:2, : min(48, suite.windows.shape[1])]),
+        asdict(environment(describe(loaded.device), torch.get_num_threads())),
+    )
+
+
+def _plain(result: Quality) -> dict[str, Any]:
+    """One result as the card has it."""
+    s = result.setting
+    formats = {"keys": s.keys, "values": s.values, "weights": s.weights or result.plain_weights, "rotate_keys": s.rotate_keys}
+    return formats | {name: getattr(result, name) for name in _FIGURES}
+
+
+def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+    """{task: {metric: value}} of lm-eval tasks, every log-likelihood and generation read from a cache of the setting's formats."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    from halfbyte import hf
+
+    used = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(model), trust_remote_code=False)
+    try:
+        with hf.packed_forwards(used):
+            found = lm_eval.simple_evaluate(HFLM(pretrained=used, tokenizer=tokenizer), tasks=list(tasks), bootstrap_iters=0)
+    finally:
+        hf.quantize(used, keys="bf16", values="bf16")  # it may be `loaded` itself
+    return {
+        task: {name.removesuffix(",none"): value for name, value in found["results"][task].items() if type(value) is float}
+        for task in tasks
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------------- reading
+
+
+def shipped_cards() -> list[Card]:
+    """The cards that come with the library."""
+    return [read_card(path) for path in sorted((Path(__file__).parents[1] / "data" / "evidence").glob("*.json"))]
+
+
+def card_of(config: Any) -> Card | None:
+    """The shipped card of a model with these sizes."""
+    return next((card for card in shipped_cards() if card.matches(config)), None)
+
+
+def read_card(path: Path) -> Card:
+    """A card from its file, checked. Raises `InvalidArgument`, naming what is wrong."""
+    what = f"card={str(path)!r}"
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+        data: Any = json.loads(text) if len(text) <= LONGEST else {}
+    except OSError as error:
+        raise InvalidArgument(f"{what} cannot be read ({error.strerror}); halfbyte eval MODEL --suite writes one") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{what} is no JSON ({str(error)[:200]}); halfbyte eval MODEL --suite writes one") from error
+    check(isinstance(data, dict) and data.get("format") == KIND, f'{what} is no card; expected "format": "{KIND}"')
+    check(data.get("version") == VERSION, f"{what} has version {data.get('version')!r}; this halfbyte reads {VERSION}")
+    try:
+        given = {f.name: data[f.name] for f in fields(Card)}
+        given |= {"sizes": ModelSizes(**given["sizes"]), "results": tuple(map(_checked, given["results"]))}
+        given |= {name: tuple(given[name]) for name in ("windows", "tasks", "agreement")}
+        return Card(**given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{what} is damaged ({type(error).__name__}: {str(error)[:200]}); write it again") from error
+
+
+def _checked(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose formats are names and whose figures are finite numbers. Raises KeyError or ValueError."""
+    odd = [name for name in ("keys", "values", "weights") if not isinstance(result[name], str)]
+    odd += [name for name in _FIGURES if type(result[name]) not in (int, float) or not math.isfinite(result[name])]
+    if odd:
+        raise ValueError(f"{odd[0]} is {result[odd[0]]!r}")
+    return result

@@ -1,0 +1,261 @@
+"""`halfbyte advise` and evidence cards: sizes against the memory estimate, steps by hand, evidence only from cards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte import cli
+from halfbyte.device import datasheet_name
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
+from halfbyte.evals.advice import RESERVED, TOLERATED, advise, command, python_lines
+from halfbyte.evals.card import Card, Evidence, caches, read_card, settings
+from halfbyte.evals.quality import Setting
+from halfbyte.memory import estimate
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 100,
+}
+FIGURES = ("perplexity", "change", "noise", "kl_mean", "kl_p99", "top1", "kv_bytes_per_token", "weight_bytes")
+
+
+def folder(path: Path, kind: str, **changes: object) -> str:
+    transformers.AutoConfig.for_model(kind, **{**SIZES, **changes}).save_pretrained(path)
+    return str(path)
+
+
+def result(keys: str, values: str, weights: str, change: float, noise: float = 0.01) -> dict[str, object]:
+    figures = dict.fromkeys(FIGURES, 1.0) | {"change": change, "noise": noise}
+    return {"keys": keys, "values": values, "weights": weights, "rotate_keys": False, **figures}
+
+
+def card(model: str, *results: dict[str, object]) -> Card:
+    from halfbyte.evals.calibrate import sizes_of
+    from halfbyte.memory import load_config
+
+    return Card("owner/name", sizes_of(load_config(model)), "a text", (8, 512), 16, 0, (), results, (32, 32), {})
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return folder(tmp_path / "llama", "llama", tie_word_embeddings=False)
+
+
+def test_sizes_are_those_of_the_memory_estimate(llama: str) -> None:
+    found = advise(llama, gpu="h200", batch=4, context=512)
+    assert len(found.choices) == 4 * len(caches())
+    for c in found.choices:
+        same = estimate(llama, batch=4, context=512, keys=c.keys, values=c.values, weights=c.weights)
+        assert (c.weight_bytes, c.kv_bytes) == (same.weight_bytes, same.kv_bytes)
+        embedding = 2 * 100 * 128  # not tied: a step takes four of its rows
+        assert c.step_bytes == same.total_bytes - embedding
+        assert c.step_seconds == pytest.approx(c.step_bytes / 4.8e12)
+
+
+def test_what_fits_fits_and_one_more_does_not(llama: str) -> None:
+    found = advise(llama, gpu="3MB", batch=4, context=512)
+    room = int(3e6 * (1 - RESERVED))
+    assert {c.fits for c in found.choices} == {True, False}
+    for c in found.choices:
+        options = {"keys": c.keys, "values": c.values, "weights": c.weights}
+        more, longer = (c.largest_batch + 1, 512), (4, c.largest_context + 1)
+        for batch, context in (more, longer):
+            assert estimate(llama, batch=batch, context=context, **options).total_bytes > room
+        for batch, context in ((c.largest_batch, 512), (4, c.largest_context)):
+            assert estimate(llama, batch=batch, context=context, **options).total_bytes <= room
+        assert c.fits == (c.largest_batch >= 4)
+        assert c.step_seconds is None
+
+
+def test_nothing_fits_is_said(llama: str) -> None:
+    found = advise(llama, gpu="10kB")
+    assert found.recommended is None
+    assert "nothing fits" in found.reason
+    assert {c.largest_batch for c in found.choices} == {0}
+
+
+def test_a_step_reads_no_more_than_the_window(tmp_path: Path) -> None:
+    """Gemma 2 alternates; its cache keeps every token."""
+    model = folder(tmp_path, "gemma2", sliding_window=64, query_pre_attn_scalar=32)
+    plain = advise(model, gpu="h100", context=512).choices[0]
+    per_token = 2 * 2 * 2 * 32  # keys and values of one layer, 16 bits
+    assert plain.kv_bytes == 4 * per_token * 512
+    assert plain.step_bytes == plain.weight_bytes + per_token * 2 * (512 + 64)  # its embedding is tied
+
+
+def test_a_step_reads_the_experts_that_are_hit(tmp_path: Path) -> None:
+    model = folder(tmp_path, "mixtral", num_local_experts=8, num_experts_per_tok=2)
+    experts = 4 * 8 * 3 * 128 * 256 * 2  # bytes of all stacks
+    for batch, share in ((1, 0.25), (2, 1 - 0.75**2)):
+        found = advise(model, gpu="h100", batch=batch, context=64)
+        plain = found.choices[0]
+        read = plain.weight_bytes + plain.kv_bytes - 2 * 100 * 128 - experts * (1 - share)
+        assert plain.step_bytes == pytest.approx(read, abs=2)
+        assert any(f"{share:.0%} of the experts" in note for note in found.notes)
+
+
+def test_groups_that_do_not_divide_give_way(tmp_path: Path) -> None:
+    found = advise(folder(tmp_path, "llama", hidden_size=192, intermediate_size=192), gpu="h100")
+    assert [c.weights for c in found.choices[::5]] == ["bf16", "int8_col", "nvfp4", "int4_g64"]
+
+
+def test_without_a_card_quality_is_not_known(llama: str) -> None:
+    found = advise(llama, gpu="h200")
+    assert found.card is None
+    assert all(c.evidence is None for c in found.choices)
+    assert (found.recommended.weights, found.recommended.keys, found.recommended.values) == ("nvfp4", "int4_channel", "int8")
+    assert "not known" in found.reason
+
+
+def test_a_card_decides(llama: str) -> None:
+    """Fewest bytes among those within the tolerated change, noise included; what the card lacks is not taken."""
+    good, noisy = result("int8", "int8", "int8_col", 0.2), result("int4", "int4", "nvfp4", 0.2, noise=TOLERATED)
+    found = advise(llama, gpu="h200", card=card(llama, result("bf16", "bf16", "bf16", 0), good, noisy))
+    assert (found.recommended.keys, found.recommended.weights) == ("int8", "int8_col")
+    assert found.recommended.evidence == Evidence(0.2, 0.01, 1.0)
+    assert sum(c.evidence is not None for c in found.choices) == 3
+    bad = advise(llama, gpu="h200", card=card(llama, result("int8", "int8", "bf16", -3.0)))
+    assert bad.recommended is None
+    assert "less than 1 %" in bad.reason
+
+
+def test_a_card_of_another_model_is_refused(llama: str, tmp_path: Path) -> None:
+    other = folder(tmp_path / "other", "llama", num_hidden_layers=2)
+    with pytest.raises(InvalidArgument, match="card is of owner/name"):
+        advise(other, card=card(llama, result("int8", "int8", "bf16", 0)))
+
+
+def test_quantized_models_need_their_format(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"quantized already \(gptq\)"):
+        advise(str(tmp_path))
+    found = advise(str(tmp_path), gpu="h100", weights="int4_g128")
+    assert {c.weights for c in found.choices} == {"int4_g128"}
+    assert "weights=" not in python_lines(found, found.choices[1])
+    assert "--weights" not in command(found, found.choices[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [("deepseek_v3", Unsupported, "latent"), ("mamba", Unsupported, "recurrent")],
+)
+def test_models_without_a_packed_cache_are_refused(tmp_path: Path, kind: str, error: type[Exception], said: str) -> None:
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(error, match=said):
+        advise(str(tmp_path))
+
+
+def test_unknown_types_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "never_heard_of"}))
+    with pytest.raises(CheckpointError, match="never_heard_of"):
+        advise(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA L40S", "l40s"),
+        ("Some GPU", None),
+    ],
+)
+def test_gpus_by_the_driver_s_name(name: str, entry: str | None) -> None:
+    assert datasheet_name(name) == entry
+
+
+def test_the_lines_run() -> None:
+    found = advise("demo", gpu="h200")
+    for choice in (found.choices[0], found.choices[7]):
+        space: dict[str, object] = {}
+        exec(python_lines(found, choice), space)
+        model = space["model"]
+        ids = torch.tensor([[100, 101, 102]])
+        assert model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
+
+
+# ------------------------------------------------------------------------------------------------------------------ cards
+
+
+def test_a_card_is_read_as_written(llama: str, tmp_path: Path) -> None:
+    made = card(llama, result("bf16", "bf16", "bf16", 0.0), result("int4", "int4", "nvfp4", 1.25, 0.5))
+    made = replace(made, environment={"device": "a CPU", "versions": {"torch": "2.13"}, "command": "halfbyte eval"})
+    file, page = made.write(tmp_path / "card.json")
+    assert read_card(file) == made
+    assert "| int4 + nvfp4 | 1.0000 | +1.25 \u00b1 0.50 |" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "is no card"),
+        ('{"format": "halfbyte evidence card", "version": 9}', "version 9"),
+        ('{"format": "halfbyte evidence card", "version": 1}', "is damaged"),
+    ],
+)
+def test_damaged_cards_are_named(tmp_path: Path, damage: str, said: str) -> None:
+    (tmp_path / "card.json").write_text(damage)
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        read_card(tmp_path / "card.json")
+    assert "card.json" in str(caught.value)
+
+
+def test_figures_that_are_no_numbers_are_refused(llama: str, tmp_path: Path) -> None:
+    file, _ = card(llama, result("int8", "int8", "bf16", float("nan"))).write(tmp_path / "card.json")
+    with pytest.raises(InvalidArgument, match="change is nan"):
+        read_card(file)
+
+
+def test_the_suite_measures_what_advise_shows() -> None:
+    from halfbyte.evals.model import load
+
+    model, _ = load("demo")
+    shown = {(c.keys, c.values, c.weights) for c in advise("demo", gpu="h200").choices}
+    measured = settings(model)
+    assert {(s.keys, s.values, s.weights or "bf16") for s in measured} == shown
+    assert measured[0] == Setting()
+    assert {s.rotate_keys for s in measured if s.keys == "int4"} == {True}
+
+
+def test_the_shipped_card_is_of_the_shipped_model() -> None:
+    found = advise("demo", gpu="h200", context=1024)
+    assert found.card == "demo"
+    assert all(c.evidence is not None for c in found.choices)
+    assert found.recommended is not None
+
+
+@pytest.mark.slow
+def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "card.json"
+    with pytest.raises(SystemExit) as done:
+        cli.main(["eval", "demo", "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file)])
+    assert not done.value.code
+    made = read_card(file)
+    assert made.windows == (1, 32)
+    assert sum("long_context" in r for r in made.results) == 8
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        cli.main(["advise", "demo", "--card", str(file), "--gpu", "24GB", "--json"])
+    assert not done.value.code
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["choices"][1]["evidence"]["change"] == made.results[1]["change"]
