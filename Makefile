@@ -34,7 +34,8 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
-# Every family of models and every saved folder, of which `make test` takes a sample; and PEFT and lm-eval, which it does without.
+# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; and PEFT and lm-eval,
+# which it does without.
 hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
 	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
 
