@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
 @app.command("all")
 @measures
 def run_all(options: RunOptions) -> None:
-    """Everything: attention, linear layers, baselines and every study. Ctrl-C keeps what was measured."""
+    """Everything: attention, linear layers, mixtures of experts, baselines and every study. Ctrl-C keeps what was measured."""
     from benchmarks import report_sections, suites
 
     run_suites(options, "everything", suites.every, report_sections.section_of)
@@ -55,6 +55,15 @@ def run_linear(options: RunOptions, impl: Impls = "") -> None:
     from benchmarks import report_sections, suites
 
     run_suites(options, "linear layers", lambda s: [suites.linear(s, words(impl))], report_sections.section_of)
+
+
+@app.command("experts")
+@measures
+def run_experts(options: RunOptions, impl: Impls = "") -> None:
+    """Mixtures of experts at 1 to 64 tokens, by the tuned and the portable kernel, against reading the experts that are hit."""
+    from benchmarks import report_sections, suites
+
+    run_suites(options, "mixtures of experts", lambda s: [suites.experts(s, words(impl))], report_sections.section_of)
 
 
 @app.command("qkv")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import decode_cases, linear_cases, qkv_layers, report_sections, studies
+from benchmarks import decode_cases, experts_cases, linear_cases, qkv_layers, report_sections, studies
 from benchmarks.baselines import run as run_baselines
 from benchmarks.overhead import CallJob
 from benchmarks.studies import fused_qkv
 from halfbyte.measure import suite
+from halfbyte.measure.report_sections import plain
 from halfbyte.measure.session import Session
 from halfbyte.measure.suite import Suite
 from halfbyte.measure.timing import MANY_GRAPHS
@@ -29,6 +30,14 @@ def linear(session: Session, impls: Sequence[str] = ()) -> Suite:
         return suite.linear_layers(impls=impls)
     return Suite(
         lambda s: linear_cases.jobs(impls or ["auto"], s.device.kind, s.options.quick), report_sections.LINEAR, MANY_GRAPHS
+    )
+
+
+def experts(session: Session, impls: Sequence[str] = ()) -> Suite:
+    """Mixtures of experts when they decode; on a CPU a small one."""
+    default = ("auto", "triton") if session.device.kind == "cuda" else ("auto",)
+    return Suite(
+        lambda s: experts_cases.jobs(impls or default, s.device.kind, s.options.quick), plain("experts_linear"), MANY_GRAPHS
     )
 
 
@@ -56,4 +65,4 @@ def study(name: str) -> Suite:
 
 def every(session: Session) -> list[Suite]:
     """All of them: the host's overhead and appends are among the cases with targets."""
-    return [decode(session), linear(session), baselines(), *(study(name) for name in studies.QUESTIONS)]
+    return [decode(session), linear(session), baselines(), experts(session), *(study(name) for name in studies.QUESTIONS)]

@@ -139,12 +139,20 @@ def test_three_weights_share_a_launch() -> None:
         ("nf4_dq", 4096, 4096, 1, "portable kernel only"),
         ("int4_col", 4096, 4096, 1, "per-channel zero points"),
         ("int4_sym_col", 4096, 4104, 1, "not a multiple of 16"),
-        ("int4_sym_g128", 4096, 128, 1, "4-byte copies"),
-        ("int4_g128", 4096, 256, 1, "4-byte copies"),
+        ("int4_g128", 4096, 128, 1, "2-byte copies"),
+        ("int4_g64", 4096, 2880, 1, "2-byte copies"),
     ],
 )
 def test_what_is_left_to_the_portable_kernel(name: str, n: int, k: int, rows: int, why: str) -> None:
     assert why in str(planned(name, n, k, rows))
+
+
+def test_scales_two_bytes_off_a_multiple_of_four() -> None:
+    """Copied in pieces of 4 bytes that begin ahead of odd rows: MXFP4 with K = 2880, zero points with K = 768."""
+    scales, zeros = tuned("mxfp4", 2880, 2880).spec, tuned("int4_g128", 2048, 768).spec
+    assert (scales.odd_scales, scales.scales_per_copy, scales.scale_stride(False)) == (True, 4, 36)
+    assert (zeros.odd_scales, zeros.odd_zeros, zeros.zeros_per_copy, zeros.scale_stride(True)) == (False, True, 4, 12)
+    assert not tuned("mxfp4", 4096, 4096).spec.odd_scales
 
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:

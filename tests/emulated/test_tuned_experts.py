@@ -44,8 +44,8 @@ class Case:
 
 CASES = (
     Case("int4_g128", 1, 8, (9, 96, 2048), activation=ACTIVATIONS[1]),
-    Case("int4_g128", 1, 4, (5, 64, 2560), "gates", num_sms=8),
-    Case("int4_sym_g128", 4, 2, (6, 40, 1024), "bias fp16", num_sms=1),
+    Case("int4_g128", 1, 4, (5, 70, 768), "gates", num_sms=8),
+    Case("int4_sym_g128", 4, 2, (6, 40, 1408), "bias fp16", num_sms=1),
     Case("int4_g32", 2, 2, (3, 34, 1152), "gates bias"),
     Case("int4_g64", 5, 2, (3, 70, 768), activation=ACTIVATIONS[2]),
     Case("int4_sym_col", 20, 1, (4, 33, 544), "gates"),
@@ -53,8 +53,8 @@ CASES = (
     Case("int8_g128", 8, 2, (2, 36, 512), "bias", ACTIVATIONS[3]),
     Case("nf4", 2, 1, (3, 70, 1088), "gates"),
     Case("fp4_bnb", 17, 2, (3, 32, 320), "fp16"),
-    Case("mxfp4", 4, 2, (6, 98, 1152), "bias", OAI, num_sms=2),
-    Case("mxfp4", 40, 2, (4, 36, 640), "gates bias fp16"),
+    Case("mxfp4", 4, 2, (6, 98, 1472), "bias", OAI, num_sms=2),
+    Case("mxfp4", 40, 2, (4, 36, 704), "gates bias fp16"),
     Case("nvfp4", 1, 2, (2, 66, 1344), "gates"),
     Case("nvfp4", 12, 2, (2, 32, 576), activation=ACTIVATIONS[1]),
 )
@@ -94,15 +94,17 @@ def test_one_expert_takes_all() -> None:
 
 
 def test_nothing_but_an_experts_own_pairs_reaches_it() -> None:
-    """NaN in one token's row, gate and expert stays there."""
-    weight, ids = stack("int4_sym_g32", 4, 34, 256), torch.tensor([[0, 1], [1, 2], [0, 2]])
-    x, gates = normal(3, 256).half(), torch.rand(3, 2)
+    """NaN in one token's row, gate, expert and output channel stays there."""
+    weight, ids = stack("mxfp4", 4, 34, 320), torch.tensor([[0, 1], [1, 2], [0, 2]])
+    x, gates = normal(3, 320).half(), torch.rand(3, 2)
     clean = mix(Mixture(x, weight, ids, gates), ORDERS[0])
     assert weight.scales is not None
-    weight.scales[3], x[1], gates[1] = torch.nan, torch.nan, torch.nan
+    weight.scales[3], weight.scales[0, 5], x[1], gates[1] = 255, 255, torch.nan, torch.nan
     out = mix(Mixture(x, weight, ids, gates), ORDERS[0])
     assert out[1].isnan().all()
-    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+    assert out[[0, 2], 5].isnan().all()
+    others = torch.arange(34) != 5
+    assert torch.equal(out[[0, 2]][:, others], clean[[0, 2]][:, others])
 
 
 def test_act_order_and_strides() -> None:

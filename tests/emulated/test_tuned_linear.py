@@ -39,6 +39,8 @@ CASES = (
     Product("mxfp4", 2, (64,), 2176, num_sms=8),
     Product("nvfp4", 16, (72, 8, 8), 1088),
     Product("nvfp4", 1, (64,), 2112, torch.float16),
+    Product("mxfp4", 1, (66,), 1472),  # scales 2 bytes off a multiple of 4
+    Product("int4_g32", 8, (40, 33), 1472),
     Product("int4_g128", 24, (128,), 1024),  # warp groups from here on
     Product("int4_sym_g32", 33, (200,), 1152, bias=True),
     Product("nf4", 17, (128,), 1088, num_sms=8),

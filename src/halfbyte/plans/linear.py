@@ -44,9 +44,7 @@ def gluon_linear(
     refusal = _refusal(shape, m, width, capability)
     if refusal:
         return refusal
-    if weight.group:
-        scales, zeros = copy_width(shape, width, weight.scale_bytes), copy_width(shape, width, 1)
-        shape = replace(shape, scales_per_copy=scales, zeros_per_copy=zeros)
+    shape = with_copies(shape, width) or shape
     spec = staged(shape, per_sm, capability)
     if spec is None:
         per_sm = 1
@@ -81,16 +79,30 @@ def _refusal(shape: LinearSpec, m: int, width: int, capability: tuple[int, int])
         return f"K = {width}; the tuned kernel takes K below 2^30"
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
-    copied = copy_width(shape, width, weight.scale_bytes) and (copy_width(shape, width, 1) or not weight.zero)
-    if weight.group and not copied:
-        return f"the {width // weight.group} scales of an output channel are not aligned for 4-byte copies"
+    if with_copies(shape, width) is None:
+        return f"the {width // weight.group} scales of an output channel are not aligned for 2-byte copies"
     return ""
 
 
-def copy_width(shape: LinearSpec, width: int, size: int) -> int:
-    """`scale_copy_width` of the scales (or zero points) of `size` bytes in a step of this shape; 0 where rows have one each."""
+def with_copies(shape: LinearSpec, width: int) -> LinearSpec | None:
+    """The same with how the scales and zero points of a step are copied; None where they cannot be."""
     weight = shape.weights[0]
-    return scale_copy_width(shape.columns(weight), width // weight.group, size) if weight.group else 0
+    if not weight.group:
+        return shape
+    columns, row = shape.columns(weight), width // weight.group
+    scales, odd_scales = _copies(columns, row, weight.scale_bytes)
+    zeros, odd_zeros = _copies(columns, row, 1) if weight.zero else (1, False)
+    if not scales or not zeros:
+        return None
+    return replace(shape, scales_per_copy=scales, zeros_per_copy=zeros, odd_scales=odd_scales, odd_zeros=odd_zeros)
+
+
+def _copies(columns: int, row: int, size: int) -> tuple[int, bool]:
+    """`scale_copy_width`, and whether odd rows begin 2 bytes off a multiple of 4: then pieces of 4 bytes begin ahead of them."""
+    width = scale_copy_width(columns, row, size)
+    if width or row * size % 4 != 2 or columns * size % 4:
+        return width, False
+    return 4 // size, True
 
 
 def scale_copy_width(columns: int, row: int, size: int) -> int:
@@ -131,6 +143,8 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
         scale_slots=4,
         scales_per_copy=1,
         zeros_per_copy=1,
+        odd_scales=False,
+        odd_zeros=False,
         use_pdl=False,
         x_rows=x_rows,
         separate_reduce_smem=True,

@@ -141,6 +141,8 @@ class LinearSpec:
     scale_slots: int  # steps whose scales are kept, at least `stages`; with twice as many K slices run independently
     scales_per_copy: int
     zeros_per_copy: int  # zero points, the same
+    odd_scales: bool  # rows of scales are 2 bytes longer than a multiple of 4: copies of odd rows begin 2 bytes ahead of them
+    odd_zeros: bool
     use_pdl: bool
     x_rows: int  # rows of the batch that are loaded: 1, 2, 4 or `block_m`
     separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
@@ -192,12 +194,12 @@ class LinearSpec:
 
     @property
     def zeros_at(self) -> int:
-        return self.scales_at + self._scale_bytes(self.weights[0].scale_bytes)
+        return self.scales_at + self.scale_slots * self.tile * self.scale_stride(False)
 
     @property
     def barriers_at(self) -> int:
         """Where the mbarriers lie, 8 bytes each: a "full" one for each slot of scales, then the "empty" ones."""
-        return self.zeros_at + self.weights[0].zero * self._scale_bytes(1)
+        return self.zeros_at + self.weights[0].zero * self.scale_slots * self.tile * self.scale_stride(True)
 
     @property
     def has_empty_barrier(self) -> bool:
@@ -215,9 +217,10 @@ class LinearSpec:
         """Codes, x, scales and zero points of all stages, and barriers."""
         return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
 
-    def _scale_bytes(self, size: int) -> int:
-        """Of all slots of scales (or zero points) of `size` bytes."""
-        return self.scale_slots * self.tile * self.columns(self.weights[0]) * size
+    def scale_stride(self, zeros: bool) -> int:
+        """Bytes from row to row of the scales (or zero points) of a step."""
+        size, odd = (1, self.odd_zeros) if zeros else (self.weights[0].scale_bytes, self.odd_scales)
+        return self.columns(self.weights[0]) * size + 4 * odd
 
     def columns(self, weight: WeightSpec) -> int:
         """Scales of a row in one step."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from halfbyte.device import block_shared_memory
 from halfbyte.plans.decode_attention import DecodePlan, reduce_fanin_of, with_reduce_smem
-from halfbyte.plans.linear import copy_width, staged
+from halfbyte.plans.linear import staged, with_copies
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import wgmma_staged
 
@@ -79,13 +79,10 @@ def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: tuple[i
     if c.tile not in TILES[spec.warps_m] or c.chunk not in CHUNKS or c.stages not in STAGES or c.blocks not in (1, 2):
         return f"{c} is no shape of this kernel"
     shape = replace(spec, tile=c.tile, chunk=c.chunk, stages=1, pad_slots=0)
-    weight = shape.weights[0]
-    if weight.group:
-        scales, zeros = copy_width(shape, width, weight.scale_bytes), copy_width(shape, width, 1)
-        if not scales or (weight.zero and not zeros):
-            return f"the scales of {shape.step} k cannot be copied in pieces of 4 bytes or more"
-        shape = replace(shape, scales_per_copy=scales, zeros_per_copy=zeros)
-    return staged(shape, c.blocks, capability, (c.stages,)) or f"{c.stages} stages do not fit shared memory {c.blocks} times"
+    copied = with_copies(shape, width)
+    if copied is None:
+        return f"the scales of {shape.step} k cannot be copied in pieces of 4 bytes or more"
+    return staged(copied, c.blocks, capability, (c.stages,)) or f"{c.stages} stages do not fit shared memory {c.blocks} times"
 
 
 def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWgmmaSpec | str:

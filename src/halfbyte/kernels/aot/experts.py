@@ -34,10 +34,11 @@ _CASES = (
 #: The same for the tuned kernel: blocks of 1 to 16 pairs, every kind of code and scale, every size of its table.
 _TUNED = (
     *((name, 1, projection) for name in ("int4_g64", "int4_sym_g128", "int8_col", "nf4", "nvfp4") for projection in _QWEN),
-    ("int4_g128", 1, _QWEN[0]),
+    *(("int4_g128", tokens, projection) for tokens in (1, 16) for projection in _QWEN),
     ("int4_sym_g32", 4, _QWEN[0]),
     *(("int4_g32", tokens, projection) for tokens in (16, 64) for projection in _QWEN),
-    *(("nvfp4", tokens, projection) for tokens in (4, 16, 64) for projection in _OSS),
+    *(("mxfp4", tokens, projection) for tokens in (1, 4, 16, 64) for projection in _OSS),
+    ("nvfp4", 64, _OSS[1]),
     ("int4_g128", 1, (8, 2, 4096, 14336, None, "gates")),
     ("int4_g128", 64, (8, 2, 28672, 4096, Activation("silu"), "fp16")),
     ("mxfp4", 16, (8, 2, 28672, 4096, Activation("gelu"), "bias")),

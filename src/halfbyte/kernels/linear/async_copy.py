@@ -34,8 +34,9 @@ def make_rings(S: gl.constexpr, C: gl.constexpr):
     scales = codes
     zeros = codes
     if S.groups > 0:
-        scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
-        if S.zero:
+        if not C.odd_scales:
+            scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
+        if S.zero and not C.odd_zeros:
             zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
     x_type: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
     x_shape: gl.constexpr = [C.stages, C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
@@ -66,10 +67,10 @@ def _scale_lanes(S, C, piece):
 
 
 @gluon.constexpr_function
-def _scale_pieces(S, C, piece, size):
+def _scale_pieces(S, C, piece, zeros):
     """The same for scales (or zero points), of which all warps of the block copy a part."""
     rows = _scale_lanes(S, C, piece) * C.warps * piece // C.columns(S)
-    return [(row, 0, 0, row * C.columns(S) * size) for row in range(0, C.tile, rows)]
+    return [(row, 0, 0, row * C.scale_stride(zeros)) for row in range(0, C.tile, rows)]
 
 
 @gluon.constexpr_function
@@ -106,6 +107,23 @@ def _copy_asm(pieces, base, size, fill, cached):
     return " ".join(lines) + " }"
 
 
+@gluon.constexpr_function
+def _odd_asm(pieces, base):
+    """As `_copy_asm` for scales whose odd rows begin 2 bytes off a multiple of 4. $5 bytes of a row are left from piece 0 on; $6 is
+    as $4 for the piece behind it, which only the last thread of an odd row copies too.
+    """
+    distance = next((row for row, _, _, _ in pieces if row), 0)
+    lines = ["{ .reg .pred q; .reg .b32 n, m, s; .reg .b64 p, d; mov.u32 s, global_smem; add.u32 s, s, $1; mov.b64 p, $2;"]
+    lines.append(f"mul.wide.s32 d, $3, {distance}; max.s32 n, $5, 0; min.s32 n, n, 4;")
+    lines.append("sub.s32 m, $5, 4; max.s32 m, m, 0; min.s32 m, m, 4;")
+    for row, _, _, at in pieces:
+        if row:
+            lines.append("add.s64 p, p, d;")
+        lines.append(f"setp.gt.s32 q, $4, {row}; @q cp.async.ca.shared.global [s+{base + at}], [p], 4, n;")
+        lines.append(f"setp.gt.s32 q, $6, {row}; @q cp.async.ca.shared.global [s+{base + at + 4}], [p+4], 4, m;")
+    return " ".join(lines) + " }"
+
+
 @gluon.jit
 def _scale_thread(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The number of a thread among those of the block that copy scales (or zero points), and whether it is one of them."""
@@ -115,12 +133,16 @@ def _scale_thread(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scales_from(Base, n0, step, K, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _scales_from(Base, n0, step, K, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The address of a thread's first scales (or zero points) of a step of a tile."""
+    size: gl.constexpr = 1 if zeros else S.scale_bytes
+    piece: gl.constexpr = C.zeros_per_copy if zeros else C.scales_per_copy
     pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
     t, _ = _scale_thread(piece, S, C)
     row = K // S.group
     at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + t % pieces * piece)
+    if C.odd_zeros if zeros else C.odd_scales:
+        Base = Base.to(gl.int64) - t // pieces % 2 * 2
     return Base.to(gl.int64) + at * size
 
 
@@ -141,33 +163,53 @@ def rows_at(codes, scales, zeros, row, step, K, S: gl.constexpr, C: gl.constexpr
     at = row.to(gl.int64) * width + step * (C.k_slices * S.words(C))
     codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
     if S.groups > 0:
-        scales = _scales_from(scales, row, step, K, S.scale_bytes, C.scales_per_copy, S, C)
+        scales = _scales_from(scales, row, step, K, False, S, C)
         if S.zero:
-            zeros = _scales_from(zeros, row, step, K, 1, C.zeros_per_copy, S, C)
+            zeros = _scales_from(zeros, row, step, K, True, S, C)
     return codes, scales, zeros
 
 
 @gluon.jit
-def _fetch_scales(
-    at, slot, rows, left, K, base: gl.constexpr, size: gl.constexpr, piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr
-):
+def _fetch_scales(at, slot, rows, left, K, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    base: gl.constexpr = C.zeros_at if zeros else C.scales_at
+    size: gl.constexpr = 1 if zeros else S.scale_bytes
+    piece: gl.constexpr = C.zeros_per_copy if zeros else C.scales_per_copy
     pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
     t, takes_part = _scale_thread(piece, S, C)
     first_row = gl.where(takes_part, t // pieces, 1 << 30)
-    gl.inline_asm_elementwise(
-        _copy_asm(_scale_pieces(S, C, piece, size), base, piece * size, True, False),
-        "=r,r,l,r,r,r,~{memory}",
-        [
-            slot * (C.tile * C.columns(S) * size) + t * (piece * size),
-            at,
-            K // S.group * size,
-            rows - first_row,
-            left - t % pieces * (piece * S.group),
-        ],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if C.odd_zeros if zeros else C.odd_scales:
+        odd = t // pieces % 2
+        last = (odd == 1) & (t % pieces == pieces - 1)
+        gl.inline_asm_elementwise(
+            _odd_asm(_scale_pieces(S, C, piece, zeros), base),
+            "=r,r,l,r,r,r,r,~{memory}",
+            [
+                (slot * C.tile + t // pieces) * C.scale_stride(zeros) + t % pieces * 4,
+                at,
+                K // S.group * size,
+                rows - first_row,
+                gl.where(left > 0, left // S.group * size + odd * 2, 0) - t % pieces * 4,
+                gl.where(last, rows - first_row, 0),
+            ],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            _copy_asm(_scale_pieces(S, C, piece, zeros), base, piece * size, True, False),
+            "=r,r,l,r,r,r,~{memory}",
+            [
+                slot * (C.tile * C.columns(S) * size) + t * (piece * size),
+                at,
+                K // S.group * size,
+                rows - first_row,
+                left - t % pieces * (piece * S.group),
+            ],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -179,10 +221,10 @@ def fetch_scales(turn, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     codes, scales, zeros, rows = at
     left = gl.where(wanted, K - step * C.step, 0)
     slot = slot_of(turn, C)
-    _fetch_scales(scales, slot, rows, left, K, C.scales_at, S.scale_bytes, C.scales_per_copy, S, C)
+    _fetch_scales(scales, slot, rows, left, K, False, S, C)
     scales += C.columns(S) * S.scale_bytes
     if S.zero:
-        _fetch_scales(zeros, slot, rows, left, K, C.zeros_at, 1, C.zeros_per_copy, S, C)
+        _fetch_scales(zeros, slot, rows, left, K, True, S, C)
         zeros += C.columns(S)
     filled(slot, C)
     return codes, scales, zeros, rows

@@ -5,8 +5,9 @@ in the columns of all groups but its own, and the scales of several groups are a
 groups of 32 are summed one by one, and the scales of 16-code groups multiply codes, which is exact in 16 bits.
 """
 
-# ruff: noqa: RUF005
-# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
+# ruff: noqa: RET505, RUF005
+# Triton compiles a part of Python: tuples are joined with `+`, and an `else` after a return is how a branch is left out of what it
+# compiles.
 
 from __future__ import annotations
 
@@ -32,13 +33,37 @@ def _bits(n):
     return n.bit_length() - 1
 
 
+@gluon.constexpr_function
+def _entry_asm(type_of, at):
+    return f"{{ .reg .b32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.{type_of} $0, [a+{at}]; }}"
+
+
 @gluon.jit
-def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
+def _stored(rings, slot, zeros: gl.constexpr, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a step, [tile, columns], by lanes as an MMA needs them."""
+    if C.odd_zeros if zeros else C.odd_scales:  # odd rows lie 2 bytes further
+        base: gl.constexpr = C.zeros_at if zeros else C.scales_at
+        size: gl.constexpr = 1 if zeros else S.scale_bytes
+        row = gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
+        c = gl.arange(0, C.columns(S), layout=gl.SliceLayout(0, layout))[None, :]
+        at = (slot * C.tile + row) * C.scale_stride(zeros) + row % 2 * 2 + c * size
+        if size == 1:
+            s = gl.inline_asm_elementwise(_entry_asm("u8", base), "=r,r,~{memory}", [at], dtype=gl.int32, is_pure=False, pack=1)
+            return s.to(gl.uint8)
+        else:
+            s = gl.inline_asm_elementwise(_entry_asm("b16", base), "=h,r,~{memory}", [at], dtype=gl.int16, is_pure=False, pack=1)
+            return s.to(gl.float16, bitcast=True)
+    else:
+        return rings[gl.constexpr(2 if zeros else 1)].index(slot).load(layout)
+
+
+@gluon.jit
+def _scales_of(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [k_slices, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G)
-    s = gl.permute(gl.reshape(ring.load(scale_layout(C, G)), [C.tile, C.k_slices, G]), [1, 0, 2])
+    s = gl.permute(gl.reshape(_stored(rings, slot, zeros, scale_layout(C, G), S, C), [C.tile, C.k_slices, G]), [1, 0, 2])
     parts = halves(gl.reshape(s, [C.k_slices, C.tile] + twos), _bits(G))
     made = ()
     for g in gl.static_range(G):
@@ -47,7 +72,7 @@ def _scales_of(ring, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
+def _column_scales(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step, where groups lie side by side: for each product those of its columns, in fp32."""
     mma: gl.constexpr = mma_layout(C)
     groups_per_mma: gl.constexpr = S.groups_per_mma(C)
@@ -57,7 +82,10 @@ def _column_scales(ring, S: gl.constexpr, C: gl.constexpr):
     like = gl.reshape(
         gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, groups_per_mma, C.x_rows]
     )
-    s = gl.reshape(ring.load(column_scale_layout(C, G, groups_per_mma)), [C.tile, C.k_slices, G // groups_per_mma, groups_per_mma])
+    s = gl.reshape(
+        _stored(rings, slot, zeros, column_scale_layout(C, G, groups_per_mma), S, C),
+        [C.tile, C.k_slices, G // groups_per_mma, groups_per_mma],
+    )
     parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.k_slices, C.tile, groups_per_mma] + twos), sets)
     made = ()
     for i in gl.static_range(gl.constexpr(G // groups_per_mma)):
@@ -87,7 +115,7 @@ def _rows_alike(c, C: gl.constexpr):
 
 
 @gluon.jit
-def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
+def _sixteenths(rings, slot, S: gl.constexpr, C: gl.constexpr):
     """Scales of 16-code groups, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
@@ -95,7 +123,7 @@ def _sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.k_slices, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G // 4)
-    s = (to_float(ring.load(sixteenth_layout(C, G)), S) * S.scale_factor(C)).to(half)
+    s = (to_float(_stored(rings, slot, False, sixteenth_layout(C, G), S, C), S) * S.scale_factor(C)).to(half)
     s = gl.permute(gl.reshape(s, [C.tile, C.k_slices, G // 4, 4]), [1, 0, 3, 2])
     parts = halves(gl.reshape(s, [C.k_slices, C.tile, 4] + twos), _bits(G // 4))
     made = ()
@@ -123,20 +151,20 @@ def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.conste
     scales = ()
     zeros = ()
     if S.groups_per_mma(C) > 1:
-        scales = _column_scales(rings[1].index(scale_slot), S, C)
+        scales = _column_scales(rings, scale_slot, False, S, C)
         if S.zero:
-            zeros = _column_scales(rings[2].index(scale_slot), S, C)
+            zeros = _column_scales(rings, scale_slot, True, S, C)
         dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma_layout(C))
         sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
         for part in gl.static_range(gl.constexpr(C.chunk // 128)):
             acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
         return acc
     if S.operands_scaled(C):
-        scales = _sixteenths(rings[1].index(scale_slot), S, C)
+        scales = _sixteenths(rings, scale_slot, S, C)
     elif S.groups > 0:
-        scales = _scales_of(rings[1].index(scale_slot), S, C)
+        scales = _scales_of(rings, scale_slot, False, S, C)
     if S.zero:
-        zeros = _scales_of(rings[2].index(scale_slot), S, C)
+        zeros = _scales_of(rings, scale_slot, True, S, C)
     for part in gl.static_range(gl.constexpr(C.chunk // 128)):
         acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
     return acc

@@ -1,0 +1,165 @@
+"""`python -m benchmarks experts`: decoding by mixtures of experts, both projections, against reading the experts that are hit.
+
+Tokens choose their experts at random. Bytes are those of the experts that are hit, each once. All calls of a case use the same
+ids; each has a copy of the stack, more of them than the L2 cache holds. On a CPU one small mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+import halfbyte
+from benchmarks.targets import Target, judge
+from halfbyte.formats import weight_format
+from halfbyte.measure.checks import Accuracy, linear_accuracy
+from halfbyte.measure.linear import copies_of
+from halfbyte.measure.records import Record, with_timing
+from halfbyte.measure.session import Job, Session
+from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
+from halfbyte.measure.trials import Trial, one_by_one
+from halfbyte.plans import plan
+from halfbyte.reference.experts import Activation, ExpertsCall, expert_values, experts_linear, hit
+from halfbyte.tensors import QuantTensor
+
+TOKENS = (1, 4, 16, 64)
+#: Shares of the roofline by number of tokens.
+BARS = {1: 0.85, 4: 0.85, 16: 0.7}
+#: Weights that are drawn and quantized at a time.
+_PIECE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts of a model: their number, how many a token takes, hidden and intermediate size."""
+
+    model: str
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    formats: str
+    activation: Activation
+    bias: bool = False
+
+
+_SILU, _OAI = Activation("silu"), Activation("silu", 1.702, 7.0, 1.0)
+LAYERS = (
+    Layer("Qwen3-30B-A3B", 128, 8, 2048, 768, "int4_g128", _SILU),
+    Layer("GPT-OSS-20B", 32, 4, 2880, 2880, "mxfp4", _OAI, bias=True),
+    Layer("GPT-OSS-120B", 128, 4, 2880, 2880, "mxfp4", _OAI, bias=True),
+    Layer("Mixtral-8x7B", 8, 2, 4096, 14336, "int4_g128", _SILU),
+)
+SMALL = Layer("a small mixture", 4, 2, 256, 128, "int4_g128", _SILU)
+
+
+def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
+    """Both projections of each layer; `quick`: of the smallest."""
+    for impl in impls:
+        plan("experts_linear", impl, kind)
+    layers = (SMALL,) if kind != "cuda" else LAYERS[:1] if quick else LAYERS
+    return [ProjectionJob(layer, down, tuple(impls)) for layer in layers for down in (False, True)]
+
+
+@dataclass(frozen=True)
+class ProjectionJob:
+    """One projection of a layer with all numbers of tokens: gate and up with their activation, or down with the weighted sum."""
+
+    layer: Layer
+    down: bool
+    impls: tuple[str, ...]
+    op: str = "experts_linear"
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer.model}, {'down' if self.down else 'gate and up'}"
+
+    def case(self, tokens: int) -> str:
+        return f"{self.name}, {tokens} token{'s' * (tokens > 1)}"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """A record for each number of tokens and implementation."""
+        wanted = {t: [i for i in self.impls if session.wants(self.case(t), self.layer.formats, f"halfbyte {i}")] for t in TOKENS}
+        if not any(wanted.values()):
+            return
+        session.free()
+        generator = torch.Generator(session.device.torch).manual_seed(0)
+        with torch.no_grad(), fixed_threads(session.threads):
+            stack = self._stack(generator)
+            for tokens, impls in wanted.items():
+                if impls:
+                    yield from self._case(session, self._call(stack, tokens, generator), impls)
+
+    def _stack(self, generator: torch.Generator) -> QuantTensor:
+        """The weight of all experts, drawn and quantized some at a time."""
+        layer = self.layer
+        n, k = (layer.hidden, layer.inner) if self.down else (2 * layer.inner, layer.hidden)
+        pieces, step = [], max(1, _PIECE // (n * k))
+        for first in range(0, layer.experts, step):
+            size = (min(step, layer.experts - first), n, k)
+            values = torch.randn(size, generator=generator, device=generator.device).mul_(k**-0.5)
+            pieces.append(halfbyte.quantize(values, layer.formats))
+        parts = {name: torch.cat([piece.parts()[name] for piece in pieces]) for name in pieces[0].parts()}
+        return QuantTensor(weight_format(layer.formats), (layer.experts, n, k), **parts)
+
+    def _call(self, stack: QuantTensor, tokens: int, generator: torch.Generator) -> ExpertsCall:
+        layer, device = self.layer, generator.device
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device).bfloat16()
+
+        experts, n, k = stack.shape
+        ids = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, : layer.top_k].contiguous()
+        gates = normal(tokens, layer.top_k).softmax(1) if self.down else None
+        x, bias = normal(*((tokens, layer.top_k, k) if self.down else (tokens, k))), normal(experts, n) if layer.bias else None
+        return ExpertsCall(x, stack, ids, gates, bias, None if self.down else layer.activation)
+
+    def _case(self, session: Session, call: ExpertsCall, impls: Sequence[str]) -> Iterator[Record]:
+        (experts, n, k), (tokens, top_k), found = call.weight.shape, call.ids.shape, len(hit(call))
+        nbytes = call.weight.nbytes * found // experts
+        copies = max(2, session.copies(nbytes))
+        stacks = copies_of(call.weight, copies)
+        judge_one = one_by_one(promise(call))
+        trials = {
+            impl: Trial(f"{self.name} {impl}", Work([partial(_run, call._replace(weight=w), impl) for w in stacks]), judge_one)
+            for impl in impls
+        }
+        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
+        warm = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
+        bars = [Target(self.case(tokens), self.layer.formats, "roof_share", BARS[tokens])] if tokens in BARS else []
+        for impl, outcome in session.time(trials).items():
+            r = Record(self.op, shape, self.layer.formats, f"halfbyte {impl}", nbytes, session.environment, case=self.case(tokens))
+            timing = outcome.timing
+            if timing and outcome.accuracy:
+                timing = replace(timing, method=timing.method + warm)
+                r = session.against_roofline(with_timing(r, timing, outcome.accuracy))
+                share = None if NOT_CAPTURED in r.method else r.roof_share
+                yield replace(r, bars=judge(bars if impl == "auto" else [], {"roof_share": share}))
+            else:
+                yield replace(r, refused=f"{r.case} {impl}: {outcome.refused}", bars=judge(bars if impl == "auto" else [], {}))
+
+
+def _run(call: ExpertsCall, impl: str) -> torch.Tensor:
+    return halfbyte.experts_linear(*call[:4], bias=call.bias, activation=call.activation, impl=impl)
+
+
+def promise(call: ExpertsCall) -> Callable[[torch.Tensor], Accuracy]:
+    """The promise of a call, whose reference is computed now."""
+    truth, eager = experts_linear(call._replace(x=call.x.double())), _in_16_bits(call)
+    return lambda out: linear_accuracy(out, eager, truth)
+
+
+def _in_16_bits(call: ExpertsCall) -> torch.Tensor:
+    """What eager torch makes of the dequantized experts, one by one, each step rounded to x's dtype."""
+    x, weight, ids, gates, bias, activation = call
+    rows = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    y = rows.new_zeros(*ids.shape, weight.shape[1])
+    for expert in hit(call):
+        here, values = ids == expert, expert_values(weight, expert, torch.float32).to(x.dtype)
+        y[here] = F.linear(rows[here], values, None if bias is None else bias[expert])
+    y = y if activation is None else activation(y)
+    return y if gates is None else (y * gates.unsqueeze(-1)).sum(1)

@@ -1,0 +1,51 @@
+"""The cases of mixtures of experts: what runs, what its bytes are, and that a wrong result gets no time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import experts_cases
+from halfbyte.device import describe
+from halfbyte.measure.session import Options, Session
+from halfbyte.reference.experts import ExpertsCall
+
+GATE_AND_UP, DOWN = experts_cases.jobs(["auto"], "cpu")
+
+
+def session(pattern: str = "") -> Session:
+    return Session(Options(quick=True, pattern=pattern, threads=1), describe("cpu"))
+
+
+def test_both_projections_run_on_a_cpu() -> None:
+    measured = session().run([GATE_AND_UP, DOWN])
+    assert len(measured) == 2 * len(experts_cases.TOKENS)
+    assert all(r.seconds and r.error is not None and not r.refused for r in measured)
+    assert [r.case for r in session("4 tokens").run([DOWN])] == [
+        "a small mixture, down, 4 tokens",
+        "a small mixture, down, 64 tokens",
+    ]
+
+
+def test_bytes_are_those_of_the_experts_that_are_hit() -> None:
+    """An expert of 256 rows of 256 codes in groups of 128: 32,768 bytes, and 3 for each of 512 groups."""
+    one = session("1 token").run([GATE_AND_UP])[0]
+    assert (one.shape["hit"], one.nbytes) == (2, 2 * (32768 + 3 * 512))
+
+
+def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = experts_cases._run
+
+    def wrong(call: ExpertsCall, impl: str) -> torch.Tensor:
+        return 1.05 * right(call, impl)
+
+    monkeypatch.setattr(experts_cases, "_run", wrong)
+    (found,) = session("1 token").run([DOWN])
+    assert found.seconds is None
+    assert "exceeds the allowed" in found.refused
+
+
+def test_layers_on_a_gpu() -> None:
+    jobs = experts_cases.jobs(["auto", "triton"], "cuda")
+    assert len({job.name for job in jobs}) == 2 * len(experts_cases.LAYERS)
+    assert len(experts_cases.jobs(["auto"], "cuda", quick=True)) == 2
