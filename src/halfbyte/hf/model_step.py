@@ -184,36 +184,40 @@ def measure(
     """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
 
     `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call; `kernels`, where it is
-    `traced`, are its parts, seconds by count and name. `said` is called with what is being done.
+    `traced`, are its parts, seconds by count and name; not in 16 bits on a GPU, where tracing slows what is timed behind it.
+    `said` is called with what is being done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
     rate = roof.read(2**28 if machine.kind == "cuda" else 2**24).gb_per_s
     where = environment(machine, torch.get_num_threads())
 
-    def records(sides: Sequence[tuple[Any, Way]]) -> Iterator[Record]:
+    def timing(sides: Sequence[tuple[Any, Way]]) -> Iterator[tuple[Any, Way, Record]]:
         said(f"{', '.join(way.name for _, way in sides)}: timing")
         for (side, way), times in zip(sides, timed_in_turn(sides, steps), strict=True):
             wider = side.dtype.itemsize // 2 if way is PLAIN else 1
             held = ("bf16", "bf16") if way is PLAIN else (formats.keys, formats.values)
             names = ("fp32" if wider > 1 else "bf16") if way is PLAIN else str(formats)
-            made = _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
-            if not traced:
-                yield made
-                continue
-            said(f"{way.name}: tracing")
-            parts, least = parts_of(side, steps, way), _LEAST * times.step
-            yield replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
+            yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
 
+    def with_parts(side: Any, way: Way, made: Record) -> Record:
+        said(f"{way.name}: tracing")
+        parts, least = parts_of(side, steps, way), _LEAST * (made.seconds or 0)
+        return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
+
+    torch.compiler.reset()  # which holds the model that was measured before
     in_turn = machine.kind == "cpu"
     plain = copy.deepcopy(model) if in_turn else model
     if not in_turn:
-        yield from records([(plain, PLAIN)])
+        yield from (made for *_, made in timing([(plain, PLAIN)]))
     torch.compiler.reset()
     quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
     packed = [(model, way) for way in PACKED]
-    for sides in [[(plain, PLAIN), *packed]] if in_turn else [[side] for side in packed]:
-        yield from records(sides)
+    groups = [[(plain, PLAIN), *packed]] if in_turn else [[side] for side in packed]
+    for side, way, made in [
+        one for sides in groups for one in timing(sides)
+    ]:  # traced once all are timed: CUPTI slows what follows
+        yield with_parts(side, way, made) if traced else made
 
 
 def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
