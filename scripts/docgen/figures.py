@@ -86,11 +86,6 @@ def _gqa_slowdown() -> str:
     return _span((found["torch sdpa"] / found["torch sdpa, folded heads"] for found in timed), 1, "x")
 
 
-def _demo_minutes() -> str:
-    """Time of the evaluations of `halfbyte demo`, as its own records have it."""
-    return f"{sum(r['seconds'] for r in tables.json_lines('demo.jsonl')) / 60:.0f} minutes"
-
-
 # ---------------------------------------------------------------------------------------------------------- what ships
 
 
@@ -134,7 +129,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),
-    "demo_minutes": _demo_minutes,
     "host_us": _host_time,
     "kv_formats": lambda: str(len(KV_FORMATS)),
     "largest_m": _largest_m,
