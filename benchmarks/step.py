@@ -1,7 +1,8 @@
 """`python -m benchmarks.step [CASE]...`: whole models in known sizes, with random weights: a decode step, and its parts.
 
 Each case in 16 bits with transformers' static cache, by plain generate(), with a graph a step, and with fused blocks; a record of
-each is appended to --output, with the kernels of a step. On a CPU cases are only listed. Llama-3-70B's 16 bits do not fit one GPU.
+each is appended to --output. Those of the last case have the kernels of a step: tracing slows what is timed behind it. On a CPU
+cases are only listed. Llama-3-70B's 16 bits do not fit one GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from halfbyte.cli import run_app
 from halfbyte.cli.bench_model import show
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
@@ -49,20 +51,23 @@ def main(
     machine = describe(device)
     if unknown := sorted({*(names or ())} - {*CASES}):
         raise InvalidArgument(f"there is no case {', '.join(unknown)}; choose from: {', '.join(CASES)}")
-    for name in names or CASES:
+    chosen = names or list(CASES)
+    for name in chosen:
         case = CASES[name]
         print(f"{name}: {case.model}, batch {case.batch}, {case.context:,} tokens; target on an H200: {case.target}")
         if machine.kind != "cuda":
             continue
+        model, steps = of_sizes(SIZES[case.model], machine, FORMATS), Steps(case.batch, case.context, NEW)
         found = []
-        for record in measure(
-            of_sizes(SIZES[case.model], machine, FORMATS), FORMATS, Steps(case.batch, case.context, NEW), machine
-        ):
+        for record in measure(model, FORMATS, steps, machine, traced=name == chosen[-1]):
             found.append(record)
             if output is not None:
                 records.append(output, [record])
         show(found, name)
+        del model
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    run_app(app)

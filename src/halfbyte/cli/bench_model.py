@@ -62,9 +62,9 @@ def bench_model(
 
 
 def show(found: Sequence[Record], title: str, wide: bool = False) -> None:
-    """A table of every way, the first in 16 bits, and the parts of a step of the first and the last."""
+    """A table of every way, the first in 16 bits, and the parts of a step of the first and the last, where they were traced."""
     print_table(title, HEADERS, [_row(record, found[0]) for record in found], text_columns=2, wide=wide)
-    for record in (found[0], found[-1]):
+    for record in (r for r in (found[0], found[-1]) if r.kernels):
         print_table(f"A step of {record.implementation}", PARTS, _parts(record), text_columns=1, wide=wide)
 
 

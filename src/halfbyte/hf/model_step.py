@@ -168,29 +168,33 @@ def measure(
 ) -> Iterator[Record]:
     """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
 
-    `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by
-    count and name. `said` is called with what is being done.
+    `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by count and name; not in 16
+    bits on a GPU, where tracing slows what is timed behind it. `said` is called with what is being done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
     rate = roof.read(2**28 if machine.kind == "cuda" else 2**24).gb_per_s
     where = environment(machine, torch.get_num_threads())
 
-    def record(way: Way, names: str, nbytes: int) -> Record:
+    def timing(way: Way, names: str, nbytes: int) -> Record:
         said(f"{way.name}: timing")
-        made = _record(shape, names, way.name, nbytes, where, *timed(model, steps, way), rate)
-        if not traced:
-            return made
+        return _record(shape, names, way.name, nbytes, where, *timed(model, steps, way), rate)
+
+    def with_parts(made: Record, way: Way) -> Record:
         said(f"{way.name}: tracing")
         parts, least = parts_of(model, steps, way), _LEAST * (made.seconds or 0)
         return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
 
+    torch.compiler.reset()  # which holds the model that was measured before
     wider = model.dtype.itemsize // 2
-    yield record(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
+    plain = timing(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
+    yield with_parts(plain, PLAIN) if traced and machine.kind == "cpu" else plain
     torch.compiler.reset()
     quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
-    for way in PACKED:
-        yield record(way, str(formats), bytes_read(model, steps, formats.keys, formats.values))
+    nbytes = bytes_read(model, steps, formats.keys, formats.values)
+    found = [(way, timing(way, str(formats), nbytes)) for way in PACKED]
+    for way, made in found:  # once all are timed: CUPTI slows what is timed later
+        yield with_parts(made, way) if traced else made
 
 
 def _record(
