@@ -97,7 +97,7 @@ for folder in sys.argv[1:]:
 @pytest.mark.parametrize("imported", [False, True] if os.environ.get("HALFBYTE_FAMILIES") == "all" else [False])
 def test_every_loader_in_a_new_process(build, prompt, tmp_path, imported):
     """With the import each gives what the saved model gives, or fails: AutoModel makes no output layer; a pipeline goes on to the
-    tokenizer, which these folders lack. Without it all fail but one, which is right: plain weights in a model that does not generate.
+    tokenizer, which these folders lack. Without it all fail but one, which is right: plain weights in a model without generate().
     """
     folders, expected, ids = [], [], torch.arange(1, 22)[None]
     for number, options in enumerate(({"weights": "nf4"}, {"keys": "int8", "values": "int8"}, {"weights": "nf4", "keys": "int4"})):
