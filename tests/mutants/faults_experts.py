@@ -87,7 +87,7 @@ EXPERTS = [
     Mutant(
         "all pairs of an expert are one block of the tuned kernel",
         TABLE,
-        "sort_pairs",
+        "_blocks",
         Rewrite("(_p - _s) % C.x_rows == 0", "_p == _s"),
         tuned("test_any_ids[True-8]"),
     ),
