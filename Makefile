@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite engine-test trust mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite engine-test oracle-test trust mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -34,7 +34,8 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
-# Every family of models and every saved folder, of which `make test` takes a sample; and PEFT and lm-eval, which it does without.
+# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; and PEFT and lm-eval,
+# which it does without.
 hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
 	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
 
@@ -48,6 +49,17 @@ $(ENGINE)/.ready: pyproject.toml constraints.txt
 
 engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
 	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
+
+# The libraries whose files are read, as oracles; an environment of its own, because the tests of halfbyte do without them.
+ORACLES := .venv-oracles
+$(ORACLES)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ORACLES)
+	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  bitsandbytes==0.50.2 compressed-tensors==0.20.0 torchao==0.18.0 pytest pytest-timeout hypothesis -e '.[hf]'
+	touch $@
+
+oracle-test: $(ORACLES)/.ready ## layers packed by bitsandbytes, compressed-tensors and torchao against their own values
+	PYTHONPATH=.:tests $(ORACLES)/bin/python -m pytest -W ignore tests/oracles
 
 # Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.
 trust: $(VENV)/.ready-test ## the programme of drawn calls, damaged files, kills and soaks, for hours; goes on where it stopped

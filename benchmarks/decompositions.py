@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from halfbyte.device import Device
+from halfbyte.device import Device, resident_blocks
 from halfbyte.errors import Unsupported
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.settings import interpreted, pair_launches
@@ -91,12 +91,11 @@ class Published:
 
 
 def resident(made: Any, device: Device) -> int:
-    """Thread blocks of a compiled Triton kernel that a multiprocessor of Hopper holds at a time; 1 in the interpreter."""
-    if device.kind != "cuda":
+    """Thread blocks of a compiled Triton kernel that a multiprocessor holds at a time; 1 in the interpreter."""
+    if device.capability is None:
         return 1
-    threads = 32 * made.metadata.num_warps
-    registers, shared = -(-int(made.n_regs) // 8) * 8 * threads, int(made.metadata.shared) + 1024
-    return int(max(1, min(65536 // registers, 228 * 1024 // shared, 2048 // threads, 32)))
+    taken = {"threads": 32 * made.metadata.num_warps, "registers": int(made.n_regs), "shared_bytes": int(made.metadata.shared)}
+    return resident_blocks(device.capability, **taken)
 
 
 class Halfbyte:

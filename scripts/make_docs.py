@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
 
 import make_tables as tables
-from docgen import formats, hero, performance, reference, summary
+from docgen import formats, hero, performance, reference, summary, trust
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -34,6 +34,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
+    "docs/concepts/trust.md": {"programme": trust.programme_table},
     "docs/concepts/granularities.md": {"granularities": formats.granularities},
     "docs/internals/decode.md": {"bytes": formats.token_bytes},
     "docs/internals/decisions.md": {"decisions": reference.decisions},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
+        (["bench", "model", "--weights", "int3"], "fmt='int3' is not a format"),
+        (["bench", "model", "--values", "int4_channel"], "values='int4_channel' is for keys only"),
+        (["bench", "model", "./no-such-folder"], "there is no folder"),
+        (["bench", "model", "-o", "."], "--output '.' is a folder"),
         (["bench", "peers", "--measure"], "`python -m benchmarks baselines` now"),
         (["bench", "study", "memory", "-o", "."], "`python -m benchmarks study` now"),
         (["bench", "all"], "`python -m benchmarks all` now"),
@@ -135,6 +140,32 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["work"] == "x [4, 4096] times nf4 [4096, 4096], nf4 [1024, 4096], nf4 [1024, 4096]"
     assert run("explain", "--heads", "8/2", *hardware) == 0
     assert "2 work items" in capsys.readouterr().out
+
+
+def test_explain_compiles_and_tells_registers_and_occupancy(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said must be what the limits of an SM give for what the assembler says."""
+    pytest.importorskip("triton")
+    for shape in (
+        ["--linear", "4096x4096", "--weights", "int4_sym_g128"],
+        ["--heads", "8/1", "--keys", "int4", "--values", "int4"],
+    ):
+        assert run("explain", *shape, "--sms", "132", "--capability", "9.0", "--compile", "--json") == 0
+        facts = json.loads(capsys.readouterr().out)
+        ((taken, fits),) = [(facts[name], facts[name.replace("takes", "fits")]) for name in facts if name.endswith(" takes")]
+        registers, kilobytes, threads = (int(found) for found in re.findall(r"(\d+) (?:registers|KB|threads)", taken))
+        assert "none spilled" in taken
+        assert 32 < registers <= 255
+        programs, limit = min((65536 // (-(-registers // 8) * 8 * threads), "registers"), (227 // kilobytes, "shared memory"))
+        assert (
+            fits
+            == f"{programs} programs a multiprocessor, limited by {limit}: {100 * programs * threads / 2048:.0f} % of its warps"
+        )
+
+
+def test_explain_compiles_contiguous_caches_only(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    assert run("explain", "--page", "64", "--compile", "--sms", "132", "--capability", "9.0") == 1
+    assert "pages and windows are other variants" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("keys", "dim", "said"), [("int4", 128, "blocks of 128"), ("int4_g32", 96, "of 32"), ("int8", 128, "")])

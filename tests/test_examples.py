@@ -31,13 +31,14 @@ def test_example(name: str) -> None:
 
 
 def test_the_whole_model_leaves_records(tmp_path: Path) -> None:
-    """Two sides; fp32 weights and cache take four times the bytes of 8-bit ones, less what stays in 32 bits."""
+    """Four of them; fp32 weights and cache take four times the bytes of 8-bit ones, less what stays in 32 bits."""
     file, script = tmp_path / "models.jsonl", EXAMPLES / "06_tokens_per_second.py"
     options = ["--new", "4", "--weights", "int8_col", "--values", "int8", "--output", str(file)]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    plain, packed = records.read(file).records
+    plain, packed, recorded, fused = records.read(file).records
+    assert (packed.nbytes, packed.formats) == (recorded.nbytes, recorded.formats) == (fused.nbytes, fused.formats)
     assert (plain.op, plain.formats, packed.formats) == ("generate", "fp32", "int8_col, int8/int8")
     assert plain.shape == packed.shape == {"B": 1, "T": 256, "layers": 6}
     assert 2.5 < plain.nbytes / packed.nbytes < 4
-    assert done.stdout.count("of a step takes") == 2
+    assert done.stdout.count("of a step takes") == 4

@@ -1,8 +1,11 @@
-"""Where generated text comes from. The only lines of `docgen` that know where the benchmarks live."""
+"""Where generated text comes from. The only lines of `docgen` that know where the benchmarks and the programme of tests live."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from typing import Any
 
 import make_tables as tables
 
@@ -33,6 +36,7 @@ __all__ = [
     "key_format",
     "linear",
     "model",
+    "programme",
     "rotated",
     "tables",
 ]
@@ -70,3 +74,10 @@ def demo() -> list[dict[str, object]]:
 def cpu() -> list[dict[str, object]]:
     """Times on a CPU."""
     return [r for r in tables.json_lines("cpu.jsonl") if r["seconds"] is not None]
+
+
+def programme() -> dict[str, Any]:
+    """The rows of `make trust` by name."""
+    sys.path.insert(0, str(ROOT / "tests" / "trust"))
+    rows: dict[str, Any] = importlib.import_module("programme").ROWS
+    return rows

@@ -81,9 +81,19 @@ def resident_blocks(capability: Capability, *, threads: int, registers: int, sha
 
     threads: of a block; registers: of a thread, allocated in eights; shared_bytes: that the kernel allocates in a block.
     """
+    found = blocks_by_resource(capability, threads=threads, registers=registers, shared_bytes=shared_bytes)
+    return max(1, min(found.values()))
+
+
+def blocks_by_resource(capability: Capability, *, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
+    """How many blocks each resource of one SM has room for; arguments as in `resident_blocks`."""
     sm = sm_limits(capability)
-    of_block = -(-registers // 8) * 8 * threads, shared_bytes + DRIVER_SHARED_BYTES
-    return max(1, min(sm.registers // of_block[0], sm.shared_bytes // of_block[1], sm.threads // threads, sm.blocks))
+    return {
+        "registers": sm.registers // (-(-registers // 8) * 8 * threads),
+        "shared memory": sm.shared_bytes // (shared_bytes + DRIVER_SHARED_BYTES),
+        "threads": sm.threads // threads,
+        "resident blocks": sm.blocks,
+    }
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def command(row: Row, seed: int, seconds: float) -> list[str]:
 
 def environment(row: Row) -> dict[str, str]:
     path = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
-    return {**os.environ, **PLACES[row.place], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    quiet = {"TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **PLACES[row.place], **quiet, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 # ------------------------------------------------------------------------------------------------------------ in the process
@@ -130,7 +131,7 @@ def work(row: Row, seed: int, seconds: float) -> int:
         count, error = attempt(row, seed)
         first = first or peak()
         if not error and peak() > first + row.megabytes:
-            error = f"the memory of the process grew by {peak() - first} MB since its first seed"
+            error, first = f"the memory of the process grew by {peak() - first} MB since its first seed", peak()
         print(json.dumps({"seed": seed, "count": count, "megabytes": peak(), "error": error}), flush=True)
         seed, failed = seed + 1, failed or bool(error)
         if time.monotonic() >= until:

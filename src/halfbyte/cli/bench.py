@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from halfbyte.cli.bench_model import bench_model
 from halfbyte.cli.options import Formats, Impls, RunOptions, measures, run_suites, write_report
 from halfbyte.cli.shared import Where, integers, pairs, print_table, words
 from halfbyte.errors import InvalidArgument
@@ -85,6 +86,9 @@ def bench_linear(
         if rows or size
     ]
     run_suites(options, "linear layers", lambda _: [suite.linear_layers(shapes, words(formats), words(impl))])
+
+
+app.command("model")(bench_model)
 
 
 @app.command("roofline")

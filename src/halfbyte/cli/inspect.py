@@ -121,6 +121,9 @@ def explain(
     deterministic_batch: Annotated[bool, typer.Option("--deterministic-batch", help="Batch-invariant attention.")] = False,
     sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,
     capability: Annotated[str, typer.Option(help="Compute capability; empty: this machine's GPU, or 9.0.")] = "",
+    compile_it: Annotated[
+        bool, typer.Option("--compile", help="Compile the tuned kernel, which needs no GPU: registers, spills, occupancy.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Which kernel a GPU runs for decode attention or a linear layer: tiles, programs, splits, and the reasons."""
@@ -134,6 +137,10 @@ def explain(
     name, num_sms, capable = this_gpu()
     table = NO_TABLE if sms or capability else table_of(name, num_sms)
     gpu: dict[str, Any] = {"sm_count": sms or num_sms, "capability": (major, minor) if capability else capable, "table": table}
+    if compile_it:
+        from halfbyte.measure.precompile import resources
+
+        gpu["resources"] = resources
     _check_belongs(context, bool(linear))
     if linear:
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
@@ -150,7 +157,7 @@ def explain(
 
 
 #: Options of `explain` that say something about a linear layer only, and about both.
-_OF_LINEAR, _OF_BOTH = {"weights", "rows"}, {"linear", "dtype", "sms", "capability", "as_json"}
+_OF_LINEAR, _OF_BOTH = {"weights", "rows"}, {"linear", "dtype", "sms", "capability", "compile_it", "as_json"}
 
 
 def _check_belongs(context: typer.Context, linear: bool) -> None:

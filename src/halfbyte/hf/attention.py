@@ -34,6 +34,8 @@ DECODE_QUERIES = 16
 #: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
 PACKED = -1
 
+NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
+
 #: Keyword arguments that models pass along and that do not change what attention computes.
 _HARMLESS = frozenset(
     (
@@ -178,9 +180,7 @@ def _check_supported(module: nn.Module, kwargs: dict[str, Any]) -> None:
         if name == "is_causal" and not given:
             raise Unsupported("is_causal=False: attention over a packed cache is causal")
         if name == "output_attentions":
-            raise Unsupported(
-                'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
-            )
+            raise Unsupported(NO_WEIGHTS)
         if name not in _HARMLESS:
             raise Unsupported(
                 f"{type(module).__name__} passes {name} to attention, which is not implemented over a packed cache; "

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
-from halfbyte.hf.attention import NAME
+from halfbyte.hf.attention import NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
 from halfbyte.hf.layer_options import BUCKET
@@ -68,7 +68,7 @@ class DefaultCache:
         given = getattr(given, "self_attention_cache", given)
         if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
-            given.expect_drafts(_prompt(generation_config, model_kwargs, mode, given))
+            _begin(given, generation_config, model_kwargs, mode)
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
         unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
@@ -77,7 +77,7 @@ class DefaultCache:
         elif wanted and unset:
             made = self.settings.make(self.model, longest)
             made.is_default = True
-            made.expect_drafts(_prompt(generation_config, model_kwargs, mode, made))
+            _begin(made, generation_config, model_kwargs, mode)
             crosses = model_kwargs.get("encoder_hidden_states") is not None
             model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
@@ -170,10 +170,13 @@ def _drafts(mode: Any) -> bool:
     return bool(getattr(mode, "value", mode) == "assisted_generation")
 
 
-def _prompt(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, cache: PackedCache) -> int | None:
-    """Tokens of the prompt, if drafts will come behind them."""
+def _begin(cache: PackedCache, generation_config: Any, model_kwargs: dict[str, Any], mode: Any) -> None:
+    """Refuse a call that a packed cache cannot serve, and tell the cache of drafts."""
+    if generation_config.output_attentions:
+        raise Unsupported(NO_WEIGHTS)  # not every model passes the option on to attention
     if not _drafts(mode):
-        return None
+        cache.expect_drafts(None)
+        return
     if held := int(cache.get_seq_length()):
         raise Unsupported(
             f"past_key_values holds {held} tokens, and transformers would feed them again before its first drafts; leave "
@@ -181,7 +184,8 @@ def _prompt(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, cac
         )
     mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
     given = model_kwargs.get("position_ids") if mask is None else mask
-    return int(generation_config.max_length - (generation_config.max_new_tokens or 0) if given is None else given.shape[-1])
+    without = generation_config.max_length - (generation_config.max_new_tokens or 0)
+    cache.expect_drafts(int(without if given is None else given.shape[-1]))
 
 
 def _beyond(generation_config: Any, mode: Any) -> int:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rich.console import Console
 
-from halfbyte.device import Device
+from halfbyte.device import Device, blocks_by_resource, sm_limits
+from halfbyte.errors import Unsupported, require
 from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.progress import progress
@@ -78,6 +79,33 @@ def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability:
     target = Target(number)
     for configuration in configurations(problem, plan, capability):
         build(configuration, target)
+
+
+def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
+    """What the kernels of a plan take of an SM, and how many programs it holds at a time, in words. Compiles them; needs no GPU.
+
+    Raises `MissingPackage` without Triton, and `Unsupported` for caches in pages or with tokens in 16 bits.
+    """
+    require("triton", "explain --compile")
+    from halfbyte.kernels.aot.compiling import Target, build
+
+    if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
+        raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
+    found: dict[str, str] = {}
+    for configuration in configurations(problem, plan, capability):
+        made = build(configuration, Target(10 * capability[0] + capability[1]))
+        threads = 32 * configuration.options.get("num_warps", 4)
+        taken = {"threads": threads, "registers": made.registers, "shared_bytes": made.shared_bytes}
+        room = blocks_by_resource(capability, **taken)
+        programs, limit = min((count, name) for name, count in room.items())
+        share = programs * threads / sm_limits(capability).threads
+        name = configuration.kernel.__name__.strip("_")
+        spilled = f"{made.spill_bytes} bytes spilled" if made.spill_bytes else "none spilled"
+        found[f"{name} takes"] = (
+            f"{made.registers} registers a thread, {spilled}; {made.shared_bytes / 1024:.0f} KB of shared memory, {threads} threads"
+        )
+        found[f"{name} fits"] = f"{programs} programs a multiprocessor, limited by {limit}: {100 * share:.0f} % of its warps"
+    return found
 
 
 def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Configuration]:

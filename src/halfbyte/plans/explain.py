@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,16 @@ from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_pr
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.tuning_cache import NO_TABLE, Table, decode_plan, linear_plan
+from halfbyte.plans.tuning_cache import NO_TABLE, LinearProblem, Table, decode_plan, linear_plan
 from halfbyte.reference.hadamard import block_size
+
+#: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
+Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
+
+
+def no_resources(problem: object, plan: object, capability: tuple[int, int]) -> dict[str, str]:
+    """Nothing is compiled."""
+    return {}
 
 
 def explanation(
@@ -32,6 +40,7 @@ def explanation(
     capability: tuple[int, int],
     table: Table = NO_TABLE,
     window: tuple[int, int] = (0, 0),
+    resources: Resources = no_resources,
 ) -> dict[str, str]:
     """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
 
@@ -70,7 +79,7 @@ def explanation(
     tuned, source = decode_plan(p, sm_count, capability, True, table)
     if isinstance(tuned, DecodePlan):
         kernel, *rest = tuned.describe().items()
-        return facts | dict([kernel, ("plan", source), *rest])
+        return facts | dict([kernel, ("plan", source), *rest, *resources(p, tuned, capability).items()])
     return facts | {"not gluon": tuned} | portable_plan(p, sm_count, capability).describe(p)
 
 
@@ -86,6 +95,7 @@ def linear_explanation(
     sm_count: int,
     capability: tuple[int, int],
     table: Table = NO_TABLE,
+    resources: Resources = no_resources,
 ) -> dict[str, str]:
     """As `explanation`, for x [rows, width] times one weight (`linear`), or two or three in one launch, of so many out features.
 
@@ -116,7 +126,8 @@ def linear_explanation(
     tuned, source = linear_plan(asked, m=rows, width=width, dtype=dtype, **gpu)
     if isinstance(tuned, LinearPlan):
         kernel, *rest = tuned.describe(rows).items()
-        return facts | dict([kernel, ("plan", source), *rest])
+        compiled = resources(LinearProblem.of(asked, rows, width, dtype), tuned, capability)
+        return facts | dict([kernel, ("plan", source), *rest, *compiled.items()])
     if expanded(formats, rows, width):
         return facts | {"not gluon": tuned} | describe_slabs(features, rows, width)
     tiles = linear_tiles(asked, m=rows, width=width, num_sms=sm_count, capability=capability)

@@ -1,0 +1,274 @@
+"""Decode steps of a whole model, in 16 bits and quantized: how long one takes, what it must read, and where its time goes.
+
+The first token is timed by itself and subtracted, so a step is what every further token costs. A trace of a long call less one of
+a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.utils import logging
+
+from halfbyte.device import Device
+from halfbyte.errors import check
+from halfbyte.formats import key_format, value_format, weight_format
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.checkpoint import load as load_folder
+from halfbyte.hf.graph_generate import generate
+from halfbyte.hf.layer_options import layer_formats
+from halfbyte.hf.model_support import half_type, text_config
+from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.weights import check_fits, find_lm_head, select
+from halfbyte.measure.cupti import kernels_of
+from halfbyte.measure.records import Environment, Record, environment
+from halfbyte.measure.roofline import Roofline
+from halfbyte.measure.timing import QUICK
+from halfbyte.nn import QuantLayer
+from halfbyte.paths import resolve_model
+
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+_LLAMA: dict[str, Any] = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+_LLAMA |= {"max_position_embeddings": 131072, "rope_parameters": _ROPE}
+_QWEN: dict[str, Any] = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+_QWEN |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
+#: Sizes of known models, by name: random weights take as long as others.
+SIZES: dict[str, PretrainedConfig] = {
+    "llama-3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14336, **_LLAMA),
+    "qwen3-0.6b": Qwen3Config(hidden_size=1024, intermediate_size=3072, **_QWEN),
+    "qwen3-1.7b": Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN),
+}
+#: Calls whose median is taken, behind so many that compile and record.
+_REPEATS, _WARM_UP = 3, 2
+#: Parts below this share of a step are left out of its record.
+_LEAST = 1e-3
+#: Letters of a kernel's name.
+_SHOWN = 60
+
+
+class Way(NamedTuple):
+    """A way to generate: what records call it, and options of `generate()`."""
+
+    name: str
+    options: dict[str, Any]
+
+
+#: In 16 bits; its cache may be compiled and captured, as halfbyte's.
+PLAIN = Way("transformers", {"cache_implementation": "static"})
+#: With a packed cache.
+PACKED = (
+    Way("halfbyte", {}),
+    Way("halfbyte, one graph a step", {"custom_generate": generate}),
+    Way("halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step runs under one name: seconds in all, and how often."""
+
+    seconds: float = 0.0
+    times: float = 0.0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.seconds + other.seconds, self.times + other.times)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What `hf.quantize` makes of a model."""
+
+    weights: str
+    keys: str
+    values: str
+    lm_head: str | None = None
+
+    def __post_init__(self) -> None:
+        """Unknown names are refused here."""
+        weight_format(self.weights), key_format(self.keys), value_format(self.values), weight_format(self.lm_head or self.weights)
+
+    def __str__(self) -> str:
+        head = f", {self.lm_head} lm_head" if self.lm_head else ""
+        return f"{self.weights}{head}, {self.keys}/{self.values}"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A batch of random prompts of `context` tokens, and `new` tokens behind them."""
+
+    batch: int
+    context: int
+    new: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("context", 1), ("new", 2)):
+            value = getattr(self, name)
+            check(value >= least, f"{name}={value}; expected at least {least}")
+
+    def prompts(self, model: Any) -> torch.Tensor:
+        """The prompts [batch, context]; the same each time."""
+        rng = torch.Generator().manual_seed(0)
+        return torch.randint(text_config(model).vocab_size, (self.batch, self.context), generator=rng).to(model.device)
+
+
+def load(name: str, machine: Device, formats: Formats) -> Any:
+    """The 16-bit model of a folder, a Hub id or `demo` on a device; fp32 on a CPU, where 16 bits are slower.
+
+    Raises for formats that do not fit it, and for a model that is quantized already, which has no 16 bits to compare with.
+    """
+    logging.disable_progress_bar()
+    with machine.torch:
+        model = load_folder(resolve_model(name), dtype=_dtype(machine)).to(machine.torch).eval()
+    quantized = getattr(model, "hf_quantizer", None) is not None or any(isinstance(m, QuantLayer) for m in model.modules())
+    check(not quantized, f"model={name!r} is quantized already; give one of 16-bit weights, to compare with")
+    return checked(model, formats)
+
+
+def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
+    """A model of a configuration, with random weights; otherwise as `load`."""
+    with machine.torch:
+        return checked(AutoModelForCausalLM.from_config(config, dtype=_dtype(machine)).eval(), formats)
+
+
+def _dtype(machine: Device) -> torch.dtype:
+    return torch.bfloat16 if machine.kind == "cuda" else torch.float32
+
+
+def checked(model: Any, formats: Formats) -> Any:
+    """`model`, which the formats fit: what would be refused is refused before anything is timed."""
+    check_fits(select(model, ()), weight_format(formats.weights))
+    if formats.lm_head is not None:
+        find_lm_head(model, weight_format(formats.lm_head))
+    layer_formats(text_config(model), formats.keys, formats.values, (), half_type(model))
+    return model
+
+
+def measure(
+    model: Any,
+    formats: Formats,
+    steps: Steps,
+    machine: Device,
+    said: Callable[[str], object] = lambda text: None,
+    traced: bool = True,
+) -> Iterator[Record]:
+    """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
+
+    `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by count and name; not in 16
+    bits on a GPU, where tracing slows what is timed behind it. `said` is called with what is being done.
+    """
+    layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
+    shape = {"B": steps.batch, "T": steps.context, "layers": layers}
+    rate = roof.read(2**28 if machine.kind == "cuda" else 2**24).gb_per_s
+    where = environment(machine, torch.get_num_threads())
+
+    def timing(way: Way, names: str, nbytes: int) -> Record:
+        said(f"{way.name}: timing")
+        return _record(shape, names, way.name, nbytes, where, *timed(model, steps, way), rate)
+
+    def with_parts(made: Record, way: Way) -> Record:
+        said(f"{way.name}: tracing")
+        parts, least = parts_of(model, steps, way), _LEAST * (made.seconds or 0)
+        return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
+
+    torch.compiler.reset()  # which holds the model that was measured before
+    wider = model.dtype.itemsize // 2
+    plain = timing(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
+    yield with_parts(plain, PLAIN) if traced and machine.kind == "cpu" else plain
+    torch.compiler.reset()
+    quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
+    nbytes = bytes_read(model, steps, formats.keys, formats.values)
+    found = [(way, timing(way, str(formats), nbytes)) for way in PACKED]
+    for way, made in found:  # once all are timed: CUPTI slows what is timed later
+        yield with_parts(made, way) if traced else made
+
+
+def _record(
+    shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, first: float, step: float, rate: float
+) -> Record:
+    rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
+    return Record("generate", shape, formats, name, nbytes, where, step, **rates, note=f"first token {1e3 * first:.1f} ms")  # type: ignore[arg-type]
+
+
+def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1) -> int:
+    """What a step reads: the weights, without embeddings that only look up a token, and the cache of the prompts."""
+    weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lookup = 0 if getattr(head, "weight", None) is embedding.weight else embedding.weight.nbytes
+    cache = PackedCache(model.config, steps.context, keys=keys, values=values)
+    return int(weights - lookup + steps.batch * steps.context * cache.bytes_per_token * wider)
+
+
+def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
+    """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
+    once, whole = (_call(model, steps, way, new) for new in (1, steps.new))
+
+    def seconds(run: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    for run in [whole] * _WARM_UP:
+        run()
+    first = statistics.median(seconds(once) for _ in range(_REPEATS))
+    return first, max(statistics.median(seconds(whole) for _ in range(_REPEATS)) - first, 1e-9) / (steps.new - 1)
+
+
+def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
+    """A call of generate() that ends with `new` tokens, and when the device has made them."""
+    prompts = steps.prompts(model)
+    given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
+
+    def run() -> None:
+        model.generate(prompts, **given, **way.options)
+        if prompts.is_cuda:
+            torch.cuda.synchronize(prompts.device)
+
+    return run
+
+
+def parts_of(model: Any, steps: Steps, way: Way) -> dict[str, Part]:
+    """What a decode step runs, the longest first. Tracing slows what is timed later on a GPU."""
+    short, long = (_traced(_call(model, steps, way, new), model.device) for new in (1, steps.new))
+    each = 1 / (steps.new - 1)
+    found = {}
+    for name, whole in long.items():
+        once = short.get(name, Part())
+        if whole.times > once.times:  # the seconds of what is short may differ by less than they vary
+            found[name] = Part(max(0.0, whole.seconds - once.seconds) * each, (whole.times - once.times) * each)
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def _traced(run: Callable[[], None], device: torch.device) -> dict[str, Part]:
+    """All that runs, by name."""
+    if device.type != "cuda":
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run()
+        return {e.key: Part(e.self_cpu_time_total / 1e6, e.count) for e in seen.key_averages()}
+    found: dict[str, Part] = {}
+    for kernel in kernels_of(run):
+        name = short_name(kernel.name)
+        found[name] = found.get(name, Part()) + Part(kernel.seconds, 1)
+    return found
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without its return type, namespaces, template arguments and parameters."""
+    plain = kernel.removeprefix("void ")
+    while plain != (cut := re.sub(r"<[^<>]*>|\([^()]*\)", "", plain)):
+        plain = cut
+    return plain.rpartition("::")[2].strip()[:_SHOWN] or kernel[:_SHOWN]

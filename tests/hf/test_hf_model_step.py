@@ -1,0 +1,113 @@
+"""Decode steps of a whole model: what is timed, traced and counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import halfbyte.hf as hf
+from halfbyte import cli
+from halfbyte.device import describe
+from halfbyte.errors import InvalidArgument
+from halfbyte.hf import model_step
+from halfbyte.hf.model_step import PACKED, PLAIN, Formats, Part, Steps, bytes_read, load, of_sizes, parts_of, short_name, timed
+
+FORMATS = Formats("int4_g64", "int8", "int4_g32")
+
+
+def test_parts_of_a_step_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's are subtracted, and what is left is divided by the steps."""
+    model, steps = load("demo", describe("cpu"), FORMATS), Steps(2, 8, 3)
+    hf.quantize(model, **vars(FORMATS), fuse_qkv=True, fuse_gate_up=True)
+    layers = model.config.num_hidden_layers
+    for way in (PACKED[0], PACKED[2]):
+        parts = parts_of(model, steps, way)
+        times = {name: part.times for name, part in parts.items()}
+        assert times["halfbyte::decode_attention"] == layers
+        assert times["halfbyte::projections"] == times["halfbyte::linear"] == 2 * layers
+        assert [p.seconds for p in parts.values()] == sorted((p.seconds for p in parts.values()), reverse=True)
+    traces = iter([{"a": Part(1.0, 4), "b": Part(1.0, 2)}, {"a": Part(4.0, 10), "b": Part(0.5, 2), "c": Part(6.0, 3)}])
+    monkeypatch.setattr(model_step, "_traced", lambda run, device: next(traces))
+    assert parts_of(model, Steps(1, 8, 4), PLAIN) == {"c": Part(2.0, 1), "a": Part(1.0, 2)}
+
+
+def test_a_step_is_what_a_long_call_takes_beyond_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model = [0.0], torch.nn.Linear(1, 1)
+
+    def call(model: object, steps: Steps, way: object, new: int) -> object:
+        return lambda: clock.__setitem__(0, clock[0] + 5 + 2 * (new - 1))
+
+    monkeypatch.setattr(model_step, "_call", call)
+    monkeypatch.setattr(model_step.time, "perf_counter", lambda: clock[0])
+    assert timed(model, Steps(1, 8, 9), PLAIN) == (5, 2)
+
+
+def test_bytes_of_a_step() -> None:
+    """Weights but for the embedding, which only looks up a token, unless it is the output layer too; and the cache."""
+    model, steps = load("demo", describe("cpu"), FORMATS), Steps(3, 64, 2)
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    lookup = 0 if tied else model.get_input_embeddings().weight.nbytes
+    config = model.config
+    head = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    assert bytes_read(model, steps, "bf16", "bf16", 2) == weights - lookup + 3 * 64 * token * 4
+    assert bytes_read(model, steps, "bf16", "bf16") == weights - lookup + 3 * 64 * token * 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("add_norm", "add_norm"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::Fill<int>, std::array<char*, 1ul> >(int, Fill)",
+         "vectorized_elementwise_kernel"),
+        ("triton_per_fused_add_mul_0", "triton_per_fused_add_mul_0"),
+        ("void (anonymous namespace)::copy<float>(float*)", "copy"),
+        ("<strange>", "<strange>"),
+    ],
+)  # fmt: skip
+def test_names_of_kernels(kernel: str, short: str) -> None:
+    assert short_name(kernel) == short
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "model", *arguments])
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_step, "_WARM_UP", 1)
+    monkeypatch.setattr(model_step, "_REPEATS", 1)
+    file = tmp_path / "steps.jsonl"
+    options = ["--random", "--context", "8", "--new", "3", "--weights", "nf4", "--lm-head", "int8_col", "--output", str(file)]
+    run("--json", *options)
+    found = json.loads(capsys.readouterr().out)
+    assert [r["implementation"] for r in found] == [PLAIN.name, *(way.name for way in PACKED)]
+    assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8/int4_g32"] * 3]
+    assert all(r["seconds"] > 0 and r["kernels"] for r in found)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == found
+    run(*options)
+    said = capsys.readouterr().out
+    assert "A step of halfbyte, fused blocks" in said
+    assert "others, and waiting" in said
+    assert "12 x halfbyte::projections" in said
+
+
+def test_refused(tmp_path) -> None:
+    machine = describe("cpu")
+    with pytest.raises(InvalidArgument, match="new=1; expected at least 2"):
+        Steps(1, 8, 1)
+    with pytest.raises(InvalidArgument, match="int3"):
+        Formats("nf4", "int3", "int8")
+    with pytest.raises(InvalidArgument, match="int9"):
+        Formats("nf4", "int8", "int8", "int9")
+    config = LlamaConfig(hidden_size=96, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3, vocab_size=9)
+    for formats, said in (("int4_g64", "int8", "int8"), "96"), (("int8_col", "int4_g64", "int8"), "keys='int4_g64'"):
+        with pytest.raises(InvalidArgument, match=said):
+            of_sizes(config, machine, Formats(*formats))
+    hf.save(hf.quantize(load("demo", machine, FORMATS), "nf4"), tmp_path / "packed")
+    with pytest.raises(InvalidArgument, match="is quantized already; give one of 16-bit weights"):
+        load(str(tmp_path / "packed"), machine, FORMATS)

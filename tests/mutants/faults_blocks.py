@@ -1,0 +1,84 @@
+"""Faults of decoder blocks in few launches."""
+
+from __future__ import annotations
+
+from edits import Rewrite
+from mutant import Mutant, tests_of
+
+NORM, GATE, BLOCKS = "kernels/block/norm.py", "kernels/block/gate.py", "hf/fused_blocks.py"
+
+kernel = tests_of("interpreted/test_triton_block.py")
+blocks = tests_of("hf/test_hf_fused_blocks.py")
+
+BLOCK = [
+    Mutant(
+        "eps left out of a norm",
+        NORM,
+        "_normalized",
+        Rewrite("tl.sum(x * x, 1) * share + eps", "tl.sum(x * x, 1) * share"),
+        kernel("test_a_row_of_zeros_and_one_that_is_not_finite"),
+    ),
+    Mutant(
+        "what is normalized is not rounded before its weight",
+        NORM,
+        "_normalized",
+        Rewrite("KIND == 'rounded'", "KIND == 'never'"),
+        kernel("test_norms_of_queries_and_keys_in_one_launch[rounded]"),
+    ),
+    Mutant(
+        "the offset of a norm's weight forgotten",
+        NORM,
+        "_factors",
+        Rewrite("KIND == 'offset'", "KIND == 'never'"),
+        kernel("test_norms_of_queries_and_keys_in_one_launch[offset]"),
+    ),
+    Mutant(
+        "the branch scaled after it was added",
+        NORM,
+        "add_norm",
+        Rewrite("whole + row", "whole + row * multiplier"),
+        kernel("test_sum_and_norm"),
+    ),
+    Mutant(
+        "the cubic term of GELU doubled",
+        GATE,
+        "gated",
+        Rewrite("0.044715", "0.08943"),
+        kernel("test_gated_activations"),
+    ),
+    Mutant(
+        "a block without its sliding window",
+        BLOCKS,
+        "_Heads.__init__",
+        Rewrite("layer_window(module.config, module.layer_idx)", "None"),
+        blocks("test_the_same_tokens[mistral-1]"),
+    ),
+    Mutant(
+        "the norm behind attention left out",
+        BLOCKS,
+        "FusedBlock.forward",
+        Rewrite("self.after_attention", "None"),
+        blocks("test_the_same_tokens[gemma2-1]"),
+    ),
+    Mutant(
+        "the residual multiplier left out",
+        BLOCKS,
+        "FusedBlock._sum",
+        Rewrite("self.multiplier", "1.0"),
+        blocks("test_the_same_tokens[granite-1]"),
+    ),
+    Mutant(
+        "a forward that somebody replaced is passed over",
+        BLOCKS,
+        "_is_watched",
+        Rewrite("'forward' in vars(module)", "False"),
+        blocks("test_whoever_watches_or_changes_a_forward_keeps_the_plain_blocks"),
+    ),
+    Mutant(
+        "a step recorded with plain blocks replayed for fused ones",
+        "hf/graph_generate.py",
+        "_Loop._step",
+        Rewrite("_key(_m, _c, _b, _o, self.fuse_blocks)", "_key(_m, _c, _b, _o, False)"),
+        blocks("test_the_same_tokens[llama-1]"),
+    ),
+]

@@ -1,0 +1,94 @@
+"""Layers packed by other libraries, which run here themselves: their values, bit for bit. `make oracle-test`.
+
+bitsandbytes quantizes and dequantizes; compressed-tensors packs and unpacks; torchao decodes MXFP4 and NVFP4. All on a CPU.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_files import draw
+from halfbyte.checkpoints.adapters import make_adapter
+from halfbyte.checkpoints.layer import StoredLayer
+from halfbyte.checkpoints.safetensors_files import read_header
+
+SHAPE = (48, 512)
+
+
+def loaded(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
+    """The values that halfbyte reads, float32 [N, K], through a file."""
+    save_file({f"a.b.{name}": t.contiguous() for name, t in tensors.items()}, folder / "x.safetensors")
+    return make_adapter(config).convert(StoredLayer("a.b", *SHAPE, read_header(folder / "x.safetensors"))).dequantize()
+
+
+def normal(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes(kind: str, nested: bool, block: int, tmp_path: Path) -> None:
+    from bitsandbytes import functional
+
+    codes, state = functional.quantize_4bit(normal(), blocksize=block, quant_type=kind, compress_statistics=nested)
+    theirs = functional.dequantize_4bit(codes, state)
+    parts = {"weight": codes, **{f"weight.{name}": t for name, t in state.as_dict(packed=True).items()}}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    assert torch.equal(loaded(config, parts, tmp_path), theirs.view(SHAPE))
+
+
+#: Bits, group (None: per-channel), symmetric; 8 bits have fewer formats.
+PACKED = [*product((4,), (32, 128, None), (True, False)), *product((8,), (128, None), (True,))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "group", "symmetric"), PACKED)
+def test_compressed_tensors(bits: int, group: int | None, symmetric: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Packed by the library with scales and zero points drawn here; it computes in the type of the scales."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    arguments = QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, **strategy)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
+    rng, groups = torch.Generator().manual_seed(bits), SHAPE[1] // group if group else 1
+    scales = (torch.rand(SHAPE[0], groups, generator=rng) * 0.02 + 0.005).to(dtype)
+    state = {"weight": normal().to(dtype), "weight_scale": scales}
+    if not symmetric:
+        state["weight_zero_point"] = torch.randint(-8, 8, scales.shape, generator=rng).to(torch.int8)
+    if bits == 8 and dtype is torch.float32:
+        state["weight_scale"] = scales.half().float()  # 8-bit formats have fp16 scales; others are refused
+    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    packed = packer.compress(dict(state), scheme)
+    theirs = packer.decompress(dict(packed), scheme)["weight"]
+    group_0 = {"targets": ["Linear"], "weights": arguments.model_dump(mode="json")}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group_0}}
+    assert torch.equal(loaded(config, packed, tmp_path).to(dtype), theirs)
+
+
+@pytest.mark.parametrize("kind", ["quark mxfp4", "ct mxfp4"])
+def test_mxfp4_of_torchao(kind: str, tmp_path: Path) -> None:
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    drawn = draw(kind, *SHAPE)
+    codes = next(t for name, t in drawn.tensors.items() if name in ("weight", "weight_packed"))
+    scales = drawn.tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    theirs = to_dtype(codes, scales, torch.float4_e2m1fn_x2, 32, torch.float32)
+    assert torch.equal(loaded(drawn.config, drawn.tensors, tmp_path), theirs)
+
+
+def test_nvfp4_of_torchao(tmp_path: Path) -> None:
+    """torchao multiplies block and tensor scale first, as the files of modelopt mean it."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    drawn = draw("modelopt nvfp4", *SHAPE)
+    t = drawn.tensors
+    made = NVFP4Tensor(t["weight"], t["weight_scale"], 16, torch.float32, t["weight_scale_2"])
+    torch.testing.assert_close(loaded(drawn.config, t, tmp_path), made.dequantize(torch.float32), rtol=2**-22, atol=0)
