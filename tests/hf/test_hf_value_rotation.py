@@ -179,6 +179,9 @@ def test_the_cache_rotates_what_weights_cannot(build, prompt, greedy, tmp_path, 
     assert 0 < error < 2 * plain_error
     sequences = greedy(model, ids)[0]
     if change is quantized:
+        bare = hf.quantize(build(family), "int8_col")
+        loaded = hf.load(hf.save(bare, tmp_path / "bare"), keys="bf16", values="int8", rotate_values=True)
+        assert by_cache(loaded) == by_cache(model)
         again = hf.load(hf.save(model, tmp_path / "saved"))
         assert by_cache(again) == by_cache(model)
         assert torch.equal(greedy(again, ids)[0], sequences)

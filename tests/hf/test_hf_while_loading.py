@@ -41,7 +41,14 @@ def same(model, other):
 
 
 @pytest.mark.parametrize(
-    "options", [OPTIONS, {"weights": "nf4", "skip_modules": ("lm_head", "o_proj")}, {"values": "int4_g32"}, {}]
+    "options",
+    [
+        OPTIONS,
+        {"weights": "nf4", "skip_modules": ("lm_head", "o_proj")},
+        {"values": "int4_g32"},
+        {"values": "int4", "rotate_values": True},
+        {},
+    ],
 )
 def test_the_same_bits_as_quantize(plain, prompt, greedy, tmp_path, options):
     folder, ids = plain("llama"), prompt()

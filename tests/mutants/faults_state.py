@@ -280,6 +280,20 @@ STATE = [
         tests_of("hf/test_hf_by_layer.py")("test_what_is_saved_says_whether_keys_are_rotated"),
     ),
     Mutant(
+        "values rotated by the cache not rotated back",
+        "hf/attention.py",
+        "_by_token",
+        Rewrite("rotate_heads(_o) if _l.rotate_values else _o", "_o"),
+        tests_of("hf/test_hf_value_rotation.py")("test_attention_rotates_its_output_back"),
+    ),
+    Mutant(
+        "sink and recent tokens of a plan left out",
+        "cache_plan.py",
+        "CachePlan.exact_tokens",
+        Rewrite("_o if any(_o) else _g", "_g"),
+        tests_of("hf/test_hf_by_layer.py")("test_sink_and_recent_tokens_of_a_plan"),
+    ),
+    Mutant(
         "values that are rotated already rotated back",
         "hf/value_rotation.py",
         "layers_to_rotate",

@@ -74,7 +74,11 @@ def _projections(block: nn.Module, number: int, config: Any, dim: int) -> tuple[
     v_proj, o_proj = attention.v_proj, attention.o_proj
     for name, linear in (("v_proj", v_proj), ("o_proj", o_proj)):
         dense = type(linear) is nn.Linear and linear.weight.is_floating_point() and linear.weight.device.type != "meta"
-        check(dense, f"{what}: {name} is a {type(linear).__name__}; rotation needs 16- or 32-bit weights, so pass it with weights=")
+        check(
+            dense,
+            f"{what}: {name} is a {type(linear).__name__}; rotation needs 16- or 32-bit weights: pass it with weights=, or name "
+            f"values= as well, which the cache then rotates",
+        )
     parts = {name for name, _ in (*attention.named_children(), *attention.named_parameters(recurse=False))}
     if more := parts - {"v_proj", "o_proj"} - _ELSEWHERE:
         raise Unsupported(f"{what} has {', '.join(sorted(more))}, which may change values between v_proj and o_proj")
