@@ -9,12 +9,15 @@ import math
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import MOST_ROWS, gluon_linear, staged
+from halfbyte.plans.linear import gluon_linear, staged
 from halfbyte.plans.linear_spec import LinearSpec
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
 _MOST_TOKENS, _TABLES = 64, (32, 128, 512)
+
+#: Measured time of reading a weight once for blocks of so many rows (docs/internals/log/linear.md), over that for one.
+_TIMES = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.18, 16: 1.65}
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,14 @@ def tuned_experts(
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:
-    """Pairs of one expert that are multiplied together: a power of two, at most 16.
+    """Pairs of one expert that are multiplied together: what is fastest if tokens choose at random.
 
-    An expert with more is read again, a block for fewer is faster. Two standard deviations above the mean of tokens that
-    choose at random hold nearly all of them; no more than there are tokens.
+    An expert with more pairs is read again, and a block for more takes longer.
     """
-    mean = tokens * top_k / experts
-    return min(MOST_ROWS, 1 << max(0, math.ceil(math.log2(min(tokens, max(1.0, mean + 2 * math.sqrt(mean)))))))
+    chance = min(1.0, top_k / experts)
+    of = [math.comb(tokens, n) * chance**n * (1 - chance) ** (tokens - n) for n in range(tokens + 1)]  # pairs of an expert
+
+    def time(rows: int) -> float:
+        return _TIMES[rows] * sum(-(-n // rows) * p for n, p in enumerate(of))
+
+    return min((rows for rows in _TIMES if rows < 2 * tokens), key=time)

@@ -63,6 +63,11 @@ def _sum(a, b):
 
 
 @gluon.jit
+def _largest(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
 def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     """Write the table; returns how many blocks there are, and how many pairs have an expert."""
     layout: gl.constexpr = _key_layout(C)
@@ -70,30 +75,34 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     expert = gl.load(ids + s, mask=s < S, other=-1)
     good = (expert >= 0) & (expert < E)
     key = gl.where(s < S, gl.where(good, expert, E).to(gl.int32) << 10 | s, 0x7FFFFFFF)
-    # Keys, then which of them begin a block, then the blocks: one after the other in the same place.
     shape: gl.constexpr = [C.pairs // 32, 32]
-    keys = view(pool, C.blocks_at, gl.int32, shape, plain(1))
+    keys = view(pool, C.blocks_at, gl.int32, shape, plain(1))  # where blocks lie later
     _put(C.blocks_at, s, key, s < C.pairs)
     barrier()
-    place = s * 0  # among all keys
-    start = s * 0  # of the first pair of the same expert
+    place = s * 0
     for i in range((S + 31) // 32):
         other = keys.index(i).load(gl.SliceLayout(0, layout))[None, :]
         place += gl.sum((other < key[:, None]).to(gl.int32), axis=1)
-        start += gl.sum((other < (key & -1024)[:, None]).to(gl.int32), axis=1)
-    begins = good & ((place - start) % C.x_rows == 0)
     row = s // C.top_k if C.shared else s
-    barrier()  # all have read the keys
     _put(C.order_at, place, key, s < S)
     _put(C.rows_at, place, row * (2 * x_stride), s < S)
-    _put(C.blocks_at, gl.where(s < S, place, s), begins.to(gl.int32), s < C.pairs)
-    barrier()
+    barrier()  # all pairs are in their places, and all keys have been read
+    return _blocks(S, E, C)
+
+
+@gluon.jit
+def _blocks(S, E, C: gl.constexpr):
+    """Cut the sorted pairs into blocks; returns how many there are, and how many pairs have an expert."""
     flat: gl.constexpr = gl.BlockedLayout([C.sorted // (32 * C.warps)], [32], [C.warps], [0])
     p = gl.arange(0, C.sorted, layout=flat)
-    begins = gl.where(p < C.pairs, entry(C.blocks_at, gl.minimum(p, C.pairs - 1)), 0)
+    there = gl.where(p < S, p, 0)
+    expert = entry(C.order_at, there) >> 10
+    good = (p < S) & (expert < E)
+    first = (p == 0) | (entry(C.order_at, gl.maximum(there - 1, 0)) >> 10 != expert)
+    start = gl.associative_scan(gl.where(first & (p < S), p, 0), 0, _largest)  # of the expert's pairs
+    begins = (good & ((p - start) % C.x_rows == 0)).to(gl.int32)
     number = gl.associative_scan(begins, 0, _sum)
     count, pairs = gl.sum(begins), gl.sum(good.to(gl.int32))
-    barrier()  # all have read which begin a block
     _put(C.blocks_at, number - 1, p, begins > 0)
     _put(C.blocks_at, count + p, p * 0 + pairs, p < 2)
     barrier()
