@@ -15,6 +15,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV): minutes, and several GB with torch's CUDA build; PIP_EXTRA_INDEX_URL of README's Install takes the CPU build"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
