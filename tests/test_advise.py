@@ -145,6 +145,7 @@ def test_quantized_models_need_their_format(tmp_path: Path) -> None:
         advise(str(tmp_path))
     found = advise(str(tmp_path), gpu="h100", weights="int4_g128")
     assert {c.weights for c in found.choices} == {"int4_g128"}
+    assert (found.recommended.keys, found.recommended.values) == ("int4_channel", "int8")
     assert "weights=" not in python_lines(found, found.choices[1])
     assert "--weights" not in command(found, found.choices[1])
 

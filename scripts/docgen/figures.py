@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
-from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, demo, linear, model, tables
+from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, model, tables
 from docgen.summary import find, speedup
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
@@ -86,12 +86,6 @@ def _gqa_slowdown() -> str:
     return _span((found["torch sdpa"] / found["torch sdpa, folded heads"] for found in timed), 1, "x")
 
 
-def _demo_minutes() -> str:
-    """Time of the evaluations of `halfbyte demo`, as its own records have it."""
-    measured: list[dict[str, Any]] = demo()
-    return f"{sum(r['seconds'] for r in measured) / 60:.0f} minutes"
-
-
 # ---------------------------------------------------------------------------------------------------------- what ships
 
 
@@ -135,7 +129,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),
-    "demo_minutes": _demo_minutes,
     "host_us": _host_time,
     "kv_formats": lambda: str(len(KV_FORMATS)),
     "largest_m": _largest_m,

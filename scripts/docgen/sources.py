@@ -32,7 +32,6 @@ __all__ = [
     "Record",
     "attention",
     "cpu",
-    "demo",
     "key_format",
     "linear",
     "model",
@@ -64,11 +63,6 @@ def linear() -> list[Record]:
 def model() -> list[Record]:
     """Decode steps of a whole model, `examples/06_tokens_per_second.py`."""
     return read(ROOT / "results" / "models.jsonl").records
-
-
-def demo() -> list[dict[str, object]]:
-    """Quality of the shipped model, setting by setting."""
-    return tables.demo_records()
 
 
 def cpu() -> list[dict[str, object]]:

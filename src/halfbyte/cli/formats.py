@@ -23,4 +23,4 @@ def formats(
         print(json.dumps([dict(zip(HEADERS, row, strict=True)) for row in rows], indent=2))
         return
     print_table("", HEADERS, rows, text_columns=4)
-    print("What they cost on a model: halfbyte eval MODEL --every. What fits: halfbyte memory MODEL --memory 24GB")
+    print("What they cost: halfbyte eval MODEL --every. What fits: halfbyte advise MODEL")

@@ -49,7 +49,7 @@ Plan = Annotated[
 def demo(
     html: Annotated[Path, typer.Option("--html", "--report", help="The HTML page to write.")] = Path("halfbyte-report.html"),
     output: Output = None,
-    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the text, and no variants with outliers.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A quarter of the text, and no variants with outliers.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
     port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
 ) -> None:
@@ -150,7 +150,8 @@ def evaluate(
         print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
         if longer:
             print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
-        print(f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention")
+        same = f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention"
+        console().print(same, markup=False, highlight=False)
     if results_to.output is not None:
         append_records(results, results_to.output, longer)
     if results_to.html is not None:
@@ -267,7 +268,7 @@ def quantize(
         shutil.rmtree(output)
         raise InvalidArgument(f"output={str(output)!r} did not load again to the same bits and was removed; please report this")
     size, share = weight_bytes(made) / 1e6, packed_share(made)
-    print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized, loaded again and equal bit for bit")
+    print(f"{output}: {size:.2f} MB, {share:.1%} of the weights quantized\nloaded again and equal bit for bit")
 
 
 def extract(

@@ -131,7 +131,7 @@ def advise(
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
     recommended, reason = recommend(found)
     said = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
-    known = None if card is None else card.model
+    known = card.model if card is not None and any(c.evidence for c in found) else None
     return Advice(model, named, sheet, batch, context, method is not None, known, found, recommended, reason, said)
 
 
@@ -147,8 +147,9 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
         if not good:
             return None, f"of what fits, nothing is measured to change perplexity by less than {TOLERATED:g} %, noise included"
         return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step with perplexity within {TOLERATED:g} %, noise included"
+    given = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
-        if (c.keys, c.values, c.weights) == (KEYS, VALUES, WEIGHTS):
+        if (c.keys, c.values) == (KEYS, VALUES) and (given or c.weights == WEIGHTS):
             return c, "the defaults of halfbyte.hf.quantize; their quality on this model is not known"
     return max(fitting, key=lambda c: c.weight_bytes + c.kv_bytes), "most bits of those that fit; quality on this model not known"
 

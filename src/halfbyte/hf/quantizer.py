@@ -95,6 +95,11 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         """Raise unless a name of `modules` is a weight of the model that fits its format and lies in the files."""
         config: HalfbyteConfig = self.quantization_config
         target, fmt = known.get(name), WEIGHT_FORMATS[config.modules[name]]
+        if target is None and name.partition(".")[2] in known:
+            raise Unsupported(
+                f"the saved model has {name!r}, and AutoModel makes only the part of it that has no output layer; load it with "
+                f"AutoModelForCausalLM and take its base_model"
+            )
         if target is None:
             raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer and no experts of the model")
         whole = [other for other, t in known.items() if target.projection and t.owner is target.owner]

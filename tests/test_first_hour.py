@@ -1,0 +1,94 @@
+"""The first hour of a user: from a look at the machine to a decision about a model, in a terminal of 80 columns, offline.
+
+Each step is a process of its own in an empty folder, as it would be typed; a step uses what the steps before it left.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+HALFBYTE = [sys.executable, "-m", "halfbyte"]
+ENVIRONMENT = {"COLUMNS": "80", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+
+
+def step(folder: Path, *words: str, status: int = 0) -> str:
+    """What a command prints; it must end as expected, without a traceback, on lines of 80 columns but for what is to be copied."""
+    done = subprocess.run(
+        [*HALFBYTE, *words], cwd=folder, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stdout if status == 0 else done.stderr
+    wide = [line for line in said.splitlines() if len(line) > 80 and not re.match(r"halfbyte |model = ", line)]
+    assert status or words[0] == "doctor" or wide == []
+    return said
+
+
+def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
+    assert "versions" in step(tmp_path, "doctor")
+    assert "int4_channel" in step(tmp_path, "formats", "--for", "kv")
+
+    advice = step(tmp_path, "advise", "demo", "--gpu", "24GB", "--batch", "8", "--context", "2048")
+    assert "by the evidence card of demo" in advice
+    (keys, values, weights) = re.search(r"--keys (\w+) --values (\w+) --weights (\w+)", advice).groups()
+    assert "a100-80gb" in step(tmp_path, "advise", "demo", "--gpu", "abacus", status=1)
+
+    judged = step(tmp_path, "eval", "demo", "--keys", keys, "--values", values, "--windows", "1", "--length", "64")
+    assert f"{keys}" in judged
+    step(tmp_path, "quantize", "demo", "--weights", weights, "-o", "packed")
+    prompt = "def main("
+    texts = [
+        step(tmp_path, "generate", name, "--prompt", prompt, "--keys", keys, "--values", values, "--tokens", "8", *more)
+        for name, more in (("demo", ("--weights", weights)), ("./packed", ()))
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(prompt)
+    stored = step(tmp_path, "advise", "./packed", "--gpu", "24GB", "--weights", weights)
+    assert "halfbyte.hf.load('./packed', keys=" in stored
+    assert {p.name for p in tmp_path.iterdir()} == {"packed"}
+
+
+def test_the_demo_and_its_playground(tmp_path: Path) -> None:
+    """The report is written, the page answers with the same sections, formats can be tried, and Ctrl-C ends it quietly."""
+    command = [*HALFBYTE, "demo", "--quick", "--serve"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Playground: "):
+                break
+        host, port = re.search(r"http://([\d.]+):(\d+)/", said[-1]).groups()
+        connection = http.client.HTTPConnection(host, int(port), timeout=120)
+        connection.request("GET", "/")
+        page = connection.getresponse().read().decode()
+        asked = {"keys": "int8", "values": "int8", "weights": "bf16", "prompt": "def main(", "tokens": 4}
+        connection.request("POST", "/try", json.dumps(asked), {"Content-Type": "application/json"})
+        events = [json.loads(line) for line in connection.getresponse().read().splitlines()]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert (rest, "Traceback" in errors) == ("", False)
+    assert "evaluating" in errors  # progress, although this is no terminal
+    assert events[-1]["kind"] == "quality"
+    assert all(len(line.rstrip("\n")) <= 80 for line in said)
+    report = (tmp_path / "halfbyte-report.html").read_text()
+    sections = re.findall(r"<h2 id=.*?</h2>", report)
+    assert sections
+    assert re.findall(r"<h2 id=.*?</h2>", page) == sections
+    assert "Try formats" not in report
