@@ -6,7 +6,8 @@ A model's 16-bit weights must fit one GPU. `--model llama-3-8b` has that model's
 GPU generate() compiles both sides and captures them in CUDA graphs: 16 bits with transformers' static cache, halfbyte with its
 packed one, and q, k, v and gate, up in one launch each; then halfbyte records each step itself, also with fused blocks. Prompts are
 random tokens, times are medians, and the first token is subtracted from the steps. Each step stands with the time of only reading
-its weights and cache: a step far above that is not bound by bandwidth. `halfbyte bench model` also shows where the time goes.
+its weights and cache: a step far above that is not bound by bandwidth. Look at the speed-up; where the calls of both sides took
+overlapping times, noise decides it, and a line says so. `halfbyte bench model` also shows where the time goes.
 """
 
 import argparse
@@ -45,9 +46,13 @@ print(f"{given.model}, {layers} layers, batch {given.batch}, prompts of {given.c
 plain = None
 for record in measure(model, formats, Steps(given.batch, given.context, given.new), machine, traced=False):
     step, least = record.seconds, record.nbytes / record.roof_gb_per_s / 1e9
-    plain = plain or step
-    print(f"  {record.implementation}, {record.formats}: {record.note}; {1e3 * step:.2f} ms a step, {plain / step:.2f}x,")
+    plain = plain or record
+    faster = plain.seconds / step
+    print(f"  {record.implementation}, {record.formats}: {record.note}; {1e3 * step:.2f} ms a step, {faster:.2f}x,")
     rate, gigabytes = given.batch / step, record.nbytes / 1e9
     print(f"    {rate:,.0f} tokens a second; reading the {gigabytes:.3g} GB of a step takes {1e3 * least:.2f} ms")
+    if record is not plain and record.p10 <= plain.p90 and plain.p10 <= record.p90:
+        sides = (f"{1e3 * side.p10:.2f} to {1e3 * side.p90:.2f} ms" for side in (plain, record))
+        print(f"    noise decides: steps of {' and of '.join(sides)} overlap; run it on a quieter machine, or with more --new")
     if given.output:
         append(given.output, [record])

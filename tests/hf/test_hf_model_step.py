@@ -45,6 +45,29 @@ def test_a_step_is_what_a_long_call_takes_beyond_a_short_one(monkeypatch: pytest
     assert timed(model, Steps(1, 8, 9), PLAIN) == (5, 2)
 
 
+def test_sides_are_timed_in_turn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slows one round slows every side of it, and the spread shows it."""
+    clock, order = [0.0], []
+
+    def call(model: object, steps: Steps, way: object, new: int) -> object:
+        def run() -> None:
+            order.append((way.name, new))  # type: ignore[attr-defined]
+            busy = len(order) > len(sides) * (model_step._WARM_UP + 4)  # from the third round on
+            clock[0] += (2 if busy else 1) * (1 + new)
+
+        return run
+
+    sides = [(None, PLAIN), (None, PACKED[1])]
+    monkeypatch.setattr(model_step, "_call", call)
+    monkeypatch.setattr(model_step.time, "perf_counter", lambda: clock[0])
+    found = model_step.timed_in_turn(sides, Steps(1, 8, 9))
+    warm, names = order[: 2 * model_step._WARM_UP], [way.name for _, way in sides]
+    assert warm == [(name, 9) for name in names for _ in range(model_step._WARM_UP)]
+    assert order[len(warm) :] == [(name, new) for name in names for new in (1, 9)] * model_step._REPEATS
+    assert found[0] == found[1]
+    assert min(found[0].steps) < max(found[0].steps)
+
+
 def test_bytes_of_a_step() -> None:
     """Weights but for the embedding, which only looks up a token, unless it is the output layer too; and the cache."""
     model, steps = load("demo", describe("cpu"), FORMATS), Steps(3, 64, 2)
@@ -87,7 +110,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     found = json.loads(capsys.readouterr().out)
     assert [r["implementation"] for r in found] == [PLAIN.name, *(way.name for way in PACKED)]
     assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8/int4_g32"] * 3]
-    assert all(r["seconds"] > 0 and r["kernels"] for r in found)
+    assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
     run(*options)
     said = capsys.readouterr().out

@@ -1,15 +1,17 @@
 """Decode steps of a whole model, in 16 bits and quantized: how long one takes, what it must read, and where its time goes.
 
 The first token is timed by itself and subtracted, so a step is what every further token costs. A trace of a long call less one of
-a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting.
+a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting. On a CPU,
+which other programs share, all sides are timed in turn; a GPU holds one side at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -54,7 +56,7 @@ SIZES: dict[str, PretrainedConfig] = {
     "qwen3-1.7b": Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN),
 }
 #: Calls whose median is taken, behind so many that compile and record.
-_REPEATS, _WARM_UP = 3, 2
+_REPEATS, _WARM_UP = 5, 2
 #: Parts below this share of a step are left out of its record.
 _LEAST = 1e-3
 #: Letters of a kernel's name.
@@ -87,6 +89,19 @@ class Part:
 
     def __add__(self, other: Part) -> Part:
         return Part(self.seconds + other.seconds, self.times + other.times)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the first token, and of a decode step by each call."""
+
+    first: float
+    steps: tuple[float, ...]
+
+    @property
+    def step(self) -> float:
+        """Of a decode step: the median."""
+        return statistics.median(self.steps)
 
 
 @dataclass(frozen=True)
@@ -168,40 +183,49 @@ def measure(
 ) -> Iterator[Record]:
     """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
 
-    `seconds` of a record is a decode step; `kernels`, where it is `traced`, are its parts, seconds by count and name; not in 16
-    bits on a GPU, where tracing slows what is timed behind it. `said` is called with what is being done.
+    `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call; `kernels`, where it is
+    `traced`, are its parts, seconds by count and name; not in 16 bits on a GPU, where tracing slows what is timed behind it.
+    `said` is called with what is being done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
     rate = roof.read(2**28 if machine.kind == "cuda" else 2**24).gb_per_s
     where = environment(machine, torch.get_num_threads())
 
-    def timing(way: Way, names: str, nbytes: int) -> Record:
-        said(f"{way.name}: timing")
-        return _record(shape, names, way.name, nbytes, where, *timed(model, steps, way), rate)
+    def timing(sides: Sequence[tuple[Any, Way]]) -> Iterator[tuple[Any, Way, Record]]:
+        said(f"{', '.join(way.name for _, way in sides)}: timing")
+        for (side, way), times in zip(sides, timed_in_turn(sides, steps), strict=True):
+            wider = side.dtype.itemsize // 2 if way is PLAIN else 1
+            held = ("bf16", "bf16") if way is PLAIN else (formats.keys, formats.values)
+            names = ("fp32" if wider > 1 else "bf16") if way is PLAIN else str(formats)
+            yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
 
-    def with_parts(made: Record, way: Way) -> Record:
+    def with_parts(side: Any, way: Way, made: Record) -> Record:
         said(f"{way.name}: tracing")
-        parts, least = parts_of(model, steps, way), _LEAST * (made.seconds or 0)
+        parts, least = parts_of(side, steps, way), _LEAST * (made.seconds or 0)
         return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
 
     torch.compiler.reset()  # which holds the model that was measured before
-    wider = model.dtype.itemsize // 2
-    plain = timing(PLAIN, "fp32" if wider > 1 else "bf16", bytes_read(model, steps, "bf16", "bf16", wider))
-    yield with_parts(plain, PLAIN) if traced and machine.kind == "cpu" else plain
+    in_turn = machine.kind == "cpu"
+    plain = copy.deepcopy(model) if in_turn else model
+    if not in_turn:
+        yield from (made for *_, made in timing([(plain, PLAIN)]))
     torch.compiler.reset()
     quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
-    nbytes = bytes_read(model, steps, formats.keys, formats.values)
-    found = [(way, timing(way, str(formats), nbytes)) for way in PACKED]
-    for way, made in found:  # once all are timed: CUPTI slows what is timed later
-        yield with_parts(made, way) if traced else made
+    packed = [(model, way) for way in PACKED]
+    groups = [[(plain, PLAIN), *packed]] if in_turn else [[side] for side in packed]
+    for side, way, made in [
+        one for sides in groups for one in timing(sides)
+    ]:  # traced once all are timed: CUPTI slows what follows
+        yield with_parts(side, way, made) if traced else made
 
 
-def _record(
-    shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, first: float, step: float, rate: float
-) -> Record:
+def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
+    step = times.step
     rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
-    return Record("generate", shape, formats, name, nbytes, where, step, **rates, note=f"first token {1e3 * first:.1f} ms")  # type: ignore[arg-type]
+    spread = {"p10": min(times.steps), "p90": max(times.steps), "repeats": len(times.steps)}
+    note = f"first token {1e3 * times.first:.1f} ms"
+    return Record("generate", shape, formats, name, nbytes, where, step, **rates, **spread, note=note)  # type: ignore[arg-type]
 
 
 def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1) -> int:
@@ -215,17 +239,28 @@ def bytes_read(model: Any, steps: Steps, keys: str, values: str, wider: int = 1)
 
 def timed(model: Any, steps: Steps, way: Way) -> tuple[float, float]:
     """Seconds of a call that ends with the first token, and of a decode step: a long call less that one."""
-    once, whole = (_call(model, steps, way, new) for new in (1, steps.new))
+    (found,) = timed_in_turn([(model, way)], steps)
+    return found.first, found.step
+
+
+def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]:
+    """`timed` of several models and ways, a call of each after the other: what else runs here then slows all of them."""
+    calls = [(_call(model, steps, way, 1), _call(model, steps, way, steps.new)) for model, way in sides]
 
     def seconds(run: Callable[[], None]) -> float:
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
 
-    for run in [whole] * _WARM_UP:
-        run()
-    first = statistics.median(seconds(once) for _ in range(_REPEATS))
-    return first, max(statistics.median(seconds(whole) for _ in range(_REPEATS)) - first, 1e-9) / (steps.new - 1)
+    for _, whole in calls:
+        for _ in range(_WARM_UP):
+            whole()
+    samples = [[(seconds(once), seconds(whole)) for once, whole in calls] for _ in range(_REPEATS)]
+    found = []
+    for mine in zip(*samples, strict=True):
+        first = statistics.median(once for once, _ in mine)
+        found.append(Times(first, tuple(max(whole - first, 1e-9) / (steps.new - 1) for _, whole in mine)))
+    return found
 
 
 def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
