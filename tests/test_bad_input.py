@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         lambda: experts_linear(r(2, 128), quantize(r(2, 7, 128), "nf4"), IDS, activation="silu"),
         "weight has 7 rows; an activation takes pairs",
     ),
-    "experts: an unknown level": (lambda: experts_linear(r(2, 128), stack(), IDS, impl="gluon"), "impl='gluon' does not exist"),
+    "experts: an unknown level": (lambda: experts_linear(r(2, 128), stack(), IDS, impl="cutlass"), "impl='cutlass' does not exist"),
     # -- format names
     "key_format: unknown": (lambda: key_format("nope"), "keys='nope' is not a format; choose one of: fp16"),
     "key_format: a number": (lambda: key_format(3), "keys=3"),  # type: ignore[arg-type]
