@@ -220,15 +220,16 @@ def _scales(ax: Any, log_x: bool, log_y: bool) -> None:
 
 
 def _plain_logs(ax: Any) -> None:
-    """Logarithmic axes whose ticks are 1, 2 and 5 and read as numbers, where a chart has not chosen its own."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+    """Logarithmic axes with ticks at 1, 2 and 5, even ones where the axis is short, that read as numbers; chosen ticks stay."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     for axis in (ax.xaxis, ax.yaxis):
         if axis.get_scale() != "log":
             continue
         axis.set_minor_formatter(NullFormatter())
         if not isinstance(axis.get_major_locator(), FixedLocator):
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > 5 * low else MaxNLocator(5))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
