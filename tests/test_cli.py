@@ -75,7 +75,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "decode", "--heads", "5/2"], "q_heads=5"),
         (["bench", "linear", "--formats", "int3"], "formats='int3'"),
         (["bench", "linear", "--filter", "("], "filter='('"),
-        (["bench", "model", "--weights", "int3"], "fmt='int3' is not a format"),
+        (["bench", "model", "--weights", "int3"], "weights='int3' is not a format"),
         (["bench", "model", "--values", "int4_channel"], "values='int4_channel' is for keys only"),
         (["bench", "model", "./no-such-folder"], "there is no folder"),
         (["bench", "model", "-o", "."], "--output '.' is a folder"),

@@ -5,6 +5,7 @@ Each step is a process of its own in an empty folder, as it would be typed; a st
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -12,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,12 +63,21 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"packed"}
 
 
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A process that a test leaves behind would be waited for."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_the_demo_and_its_playground(tmp_path: Path) -> None:
     """The report is written, the page answers with the same sections, formats can be tried, and Ctrl-C ends it quietly."""
-    command = [*HALFBYTE, "demo", "--quick", "--serve"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    options = {"cwd": tmp_path, "env": {**os.environ, **ENVIRONMENT}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # What runs in a shell's background ignores Ctrl-C, and hands that down.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([*HALFBYTE, "demo", "--quick", "--serve"], text=True, **options) as process, killed(process):
         assert process.stdout is not None
         said = []
         for line in process.stdout:
