@@ -137,6 +137,12 @@ def test_a_card_of_another_model_is_refused(llama: str, tmp_path: Path) -> None:
         advise(other, card=card(llama, result("int8", "int8", "bf16", 0)))
 
 
+@pytest.mark.parametrize("gpu", ["24", "4090", "abacus", ""])
+def test_a_gpu_is_a_name_or_a_size_with_its_unit(llama: str, gpu: str) -> None:
+    with pytest.raises(InvalidArgument, match="a100-80gb.* or a size of memory such as 24GB"):
+        advise(llama, gpu=gpu)
+
+
 def test_quantized_models_need_their_format(tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model("llama", **SIZES)
     config.quantization_config = {"quant_method": "gptq", "bits": 4}

@@ -20,7 +20,9 @@ HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "step ms", "
 
 def advise(
     model: Model,
-    gpu: Annotated[str | None, typer.Option(help="A GPU such as h200, or its memory, such as 24GB; default: the one here.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU such as h200, or memory, as 24GB; default: the one here, or an h200.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
     weights: Annotated[str | None, typer.Option(help="The only weight format to consider; default: several.")] = None,

@@ -85,11 +85,12 @@ def find_gpu(name: str | None) -> tuple[str, Datasheet]:
         here = describe("cuda")
         known = DATASHEETS.get(datasheet_name(here.name) or "")
         return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
-    wanted = (name or "h200").lower()
+    wanted = "h200" if name is None else name.lower()
     if wanted in DATASHEETS:
         return wanted, DATASHEETS[wanted]
     try:
-        return f"a GPU of {name}", Datasheet(parse_bytes(wanted, "gpu"), None)
+        size = parse_bytes(wanted if wanted[-1:].isalpha() else "", "gpu")  # a unit is needed: 24 means GB, and 4090 is a name
+        return f"a GPU of {name}", Datasheet(size, None)
     except InvalidArgument:
         raise InvalidArgument(f"gpu={name!r}; give one of {', '.join(DATASHEETS)}, or a size of memory such as 24GB") from None
 

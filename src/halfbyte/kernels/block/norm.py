@@ -28,12 +28,10 @@ _TILE = 1024
 
 @triton.jit
 def _factors(norm, d, width, KIND: tl.constexpr):
-    """The weight of a norm in fp32, [1, N]; None without one."""
-    w = None
-    if norm is not None:
-        w = tl.load(norm + d, mask=d < width, other=0.0).to(tl.float32)
-        if KIND == "offset":
-            w += 1.0
+    """The weight of a norm in fp32, [1, N]."""
+    w = tl.load(norm + d, mask=d < width, other=0.0).to(tl.float32)
+    if KIND == "offset":
+        w += 1.0
     return w
 
 
@@ -54,18 +52,21 @@ def add_norm(
     """One row of each [M, width]; all contiguous."""
     d = tl.arange(0, N)[None, :]
     at, inside = tl.program_id(0).to(tl.int64) * width + d, d < width
-    first, second = _factors(after, d, width, AFTER), _factors(before, d, width, BEFORE)
+    if after is not None:
+        first = _factors(after, d, width, AFTER)
+    if before is not None:
+        second = _factors(before, d, width, BEFORE)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     whole = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    if first is not None:
+    if after is not None:
         row = _normalized(row, first, share, after_eps, hidden, AFTER, INTERPRETED).to(tl.float32)
     row = rounded(row * multiplier, hidden, INTERPRETED).to(tl.float32)
     total = rounded(whole + row, hidden, INTERPRETED)
     tl.store(hidden + at, total, mask=inside)
-    if second is not None:
+    if before is not None:
         made = _normalized(total.to(tl.float32), second, share, before_eps, out, BEFORE, INTERPRETED)
         tl.store(out + at, made, mask=inside)
 
