@@ -139,7 +139,7 @@ def test_a_card_of_another_model_is_refused(llama: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpu", ["24", "4090", "abacus", ""])
 def test_a_gpu_is_a_name_or_a_size_with_its_unit(llama: str, gpu: str) -> None:
-    with pytest.raises(InvalidArgument, match="a100-80gb.* or a size of memory such as 24GB"):
+    with pytest.raises(InvalidArgument, match=r"a100-80gb.* or a size of memory such as 24GB"):
         advise(llama, gpu=gpu)
 
 
