@@ -69,7 +69,7 @@ LINEAR = [
     Mutant(
         "x of another k",
         COPIES,
-        "fetch_x",
+        "_x_piece",
         Rewrite("_w + _p * 32 + _t % 4 * 8", "_w + _p * 16 + _t % 4 * 8"),
         copies("test_a_step_comes_to_where_it_is_read[int4_g32-1-28672]"),
     ),
@@ -84,7 +84,7 @@ LINEAR = [
         "scales beyond K",
         COPIES,
         "_fetch_scales",
-        Rewrite("_l - _t % _p * _g", "_l"),
+        Rewrite("left - _t % _p * _g", "left"),
         copies("test_a_step_comes_to_where_it_is_read[int4_g32-8-28672]"),
     ),
     Mutant(
@@ -97,7 +97,7 @@ LINEAR = [
     Mutant(
         "codes addressed in 32 bits",
         COPIES,
-        "weight_at",
+        "rows_at",
         Rewrite("_n.to(gl.int64) * _w", "_n * _w"),
         copies("test_weights_may_be_larger_than_32_bits_count[int4_sym_g128]"),
     ),
