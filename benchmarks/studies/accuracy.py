@@ -110,7 +110,7 @@ def quality_records(
 ) -> Iterator[Record]:
     """The record of the 16-bit run, then one for each setting; `cut` [windows, T]. One whose kernels break a promise is refused."""
     layers, (count, length) = recorded_heads(model, cut), cut.shape
-    plain, *broken = [_broken(model, layers, s) for s in (Setting(), *settings)]
+    plain, *broken = [broken_promise(model, layers, s) for s in (Setting(), *settings)]
     why = dict(zip(settings, [plain or mine for mine in broken], strict=True))
     kept = [s for s in settings if not why[s]]
     results = evaluate(model, [Setting(), *kept], cut, chunk=CHUNK, batch=count) if kept else []
@@ -121,7 +121,7 @@ def quality_records(
         yield replace(blank, refused=f"{case} {formats_of(s)}: {why[s]}")
 
 
-def _broken(model: Any, layers: Sequence[Heads], s: Setting) -> str:
+def broken_promise(model: Any, layers: Sequence[Heads], s: Setting) -> str:
     """Which promise the kernels of a setting break on the heads and weights of this model, in words; "" where they keep all."""
 
     def by_layer(value: Any) -> Sequence[Any]:

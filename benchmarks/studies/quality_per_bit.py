@@ -2,24 +2,39 @@
 
 On the shipped model and its outlier variants (`halfbyte.evals.outliers`), over held-out text: KL divergence from the 16-bit run
 with the same cache formats in all layers, keys rotated or not, with formats by layer, calibrated on other text, and with quantized
-weights, clipped or not; error of attention over quantized keys in float64, as in the study `accuracy`.
+weights, clipped or not; error of attention over quantized keys in float64, as in the study `accuracy`. Greedy continuations to
+the end of the model's positions: where they part from the 16-bit run's, and how likely that finds them.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.studies import Study
-from benchmarks.studies.accuracy import CHUNK, KEYS, QUALITY, KeysJob, QualityJob, formats_of, front, quality_records, shipped
+from benchmarks.studies.accuracy import (
+    CHUNK,
+    KEYS,
+    QUALITY,
+    KeysJob,
+    QualityJob,
+    broken_promise,
+    formats_of,
+    front,
+    quality_records,
+    shipped,
+)
 from halfbyte.evals.assignment import candidates
 from halfbyte.evals.calibrate import Divergence, Measurements, calibrate, fingerprint
+from halfbyte.evals.heads import recorded_heads
+from halfbyte.evals.long_context import LongContext, Tasks, long_context
 from halfbyte.evals.outliers import PROFILES, Outliers
 from halfbyte.evals.quality import Setting, every_kv_setting
-from halfbyte.evals.text import windows
-from halfbyte.formats import KV_FORMATS
+from halfbyte.evals.text import ByteTokenizer, windows
+from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 from halfbyte.hf.quantize_model import KEYS as DEFAULT_KEYS
 from halfbyte.hf.quantize_model import VALUES as DEFAULT_VALUES
 from halfbyte.hf.quantize_model import WEIGHTS as DEFAULT_WEIGHTS
@@ -29,7 +44,7 @@ from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table
 from halfbyte.measure.timing import fixed_threads
 
-BY_LAYER, OF_WEIGHTS, PLAIN = "quality by layer", "quality of weights", "no outliers"
+BY_LAYER, OF_WEIGHTS, WRITTEN, PLAIN = "quality by layer", "quality of weights", "long continuations", "no outliers"
 MODELS: dict[str, Outliers | None] = {PLAIN: None, **{p.name: p for p in PROFILES}}
 #: Windows and tokens of each; in a quick run the smaller ones.
 TEXT, QUICK_TEXT = (3, 256), (1, 128)
@@ -37,9 +52,18 @@ TEXT, QUICK_TEXT = (3, 256), (1, 128)
 BITS, QUICK_BITS = (3.0, 3.5, 4.5, 5.5, 6.5), (4.5,)
 FORMATS = ("int8", "int8_channel", "int4", "int4_g32", "int4_channel", "int2", "int2_g32")
 DEFAULT = Setting(DEFAULT_KEYS, DEFAULT_VALUES)
-#: Weights of about 4.5 bits, and those that may be clipped by search.
-WEIGHTS = ("int4_g64", "int4_g128", "int4_sym_g32", "nf4", "mxfp4", "nvfp4")
-CLIPPED = ("int4_g64", "nf4", "nvfp4")
+#: Weights of four bits: each with its range as it is, and clipped by search.
+WEIGHTS = tuple(name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.bits == 4)
+#: Tokens of a text with its continuation, nearly all that the shipped model has positions for; and the caches that continue it.
+CONTEXT, QUICK_CONTEXT = 2000, 160
+CONTINUED = (
+    DEFAULT,
+    Setting("int8", "int8"),
+    Setting("int4", "int4", rotate_keys=True),
+    Setting("int4", "int2_g32", rotate_keys=True),
+    Setting("int2_g32", "int2_g32", rotate_keys=True),
+    Setting("int2_g32", "int2_g32", rotate_keys=True, sink_tokens=64, recent_tokens=256),
+)
 #: Dims of a head of the shipped model: groups of as many are the head.
 HEAD_DIM = 64
 #: Keys and values in different formats.
@@ -72,7 +96,7 @@ def jobs(session: Session) -> list[Job]:
     text, bits = (QUICK_TEXT, QUICK_BITS) if quick else (TEXT, BITS)
     alike = tuple(s for s in settings() if not quick or s.kv in QUICK)
     keys = tuple(dict.fromkeys((str(s.keys), s.rotate_keys is True) for s in alike))
-    weights = [*(Setting(weights=w) for w in WEIGHTS), *(Setting(weights=w, clip="search") for w in CLIPPED)]
+    weights = [Setting(weights=w, clip=clip) for w in WEIGHTS for clip in (None, "search")]
     weights = [s for s in weights if not quick or formats_of(s) in QUICK]
     found: list[Job] = []
     for name, outliers in MODELS.items():
@@ -81,6 +105,7 @@ def jobs(session: Session) -> list[Job]:
             PlansJob(name, bits, *text, outliers=outliers),
             KeysJob(name, keys, *text, outliers=outliers),
             QualityJob(name, tuple(weights), *text, OF_WEIGHTS, outliers),
+            ContinuationsJob(name, CONTINUED[: 1 if quick else None], QUICK_CONTEXT if quick else CONTEXT, outliers=outliers),
         ]
     return found
 
@@ -110,6 +135,43 @@ class PlansJob:
         yield from (r for r in found if r.formats != Setting().kv)
 
 
+@dataclass(frozen=True)
+class ContinuationsJob:
+    """Greedy texts of the whole model to `context` tokens, each beside that of its 16-bit run."""
+
+    name: str
+    settings: tuple[Setting, ...]
+    context: int
+    op: str = WRITTEN
+    outliers: Outliers | None = None
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """The record of the 16-bit run, then one for each setting."""
+        wanted = [s for s in self.settings if session.wants(self.name, s.kv, "halfbyte")]
+        if not wanted:
+            return
+        model, tokens = shipped(session.device.torch, self.outliers)
+        tasks, base = Tasks(model, ByteTokenizer(), tokens, self.context), None
+        layers = recorded_heads(model, windows(tokens, CHUNK, 1))
+        with fixed_threads(session.threads):
+            for setting in (Setting(), *wanted):
+                blank = Record(self.op, {"T": self.context}, setting.kv, "halfbyte", 0, session.environment, case=self.name)
+                if why := broken_promise(model, layers, setting):
+                    yield replace(blank, refused=f"{self.name} {setting.kv}: {why}")
+                    continue
+                result, text = long_context(model, setting, tasks, base, model)
+                base = text if base is None else base
+                yield _continued(blank, result)
+
+
+def _continued(blank: Record, result: LongContext) -> Record:
+    """The record of a setting's continuations, `error` being the share of their tokens from the first on that differs."""
+    parted = f"equal tokens before the first that differs: {', '.join(f'{n:,}' for n in sorted(result.parted))}"
+    shape, share = {**blank.shape, "written": result.written}, 1 - result.median_parted / result.written
+    kind = "share of tokens from the first on that differs, median"
+    return replace(blank, shape=shape, error=share, error_kind=kind, perplexity=math.exp(result.nll), note=parted)
+
+
 # ------------------------------------------------------------------------------------------------------------------- the text
 
 
@@ -123,7 +185,7 @@ def _by_formats(measured: Sequence[Record]) -> dict[tuple[str, str], dict[str, R
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """One row for each setting; divergence, or error of attention, by model."""
+    """One row for each setting; by model its divergence, error of attention, or how far a greedy text is that of the 16-bit run."""
     found = _by_formats(measured)
     what = {QUALITY: "KL, all layers alike", BY_LAYER: "KL, by layer", KEYS: "attention error, keys", OF_WEIGHTS: "KL, weights"}
     order = sorted(found, key=lambda key: (list(what).index(key[0]), next(iter(found[key].values())).bits or 0, key[1]))
@@ -132,7 +194,18 @@ def table(measured: Sequence[Record]) -> Table:
         mine = found[op, name]
         bits = next(iter(mine.values())).bits or 0.0
         rows.append((what[op], name, f"{bits:.2f}", *(f"{mine[m].error:.1e}" if m in mine else "" for m in MODELS)))
-    return ("measure", "formats", "bits", *MODELS), rows
+    return ("measure", "formats", "bits", *MODELS), rows + _continued_rows([r for r in measured if r.op == WRITTEN])
+
+
+def _continued_rows(measured: Sequence[Record]) -> list[tuple[str, ...]]:
+    """For each cache: equal tokens of a continuation, the median, and the text's perplexity by the 16-bit model."""
+    rows = []
+    for name in dict.fromkeys(r.formats for r in measured if r.error is not None):
+        mine = {r.case: r for r in measured if r.formats == name and r.error is not None}
+        written = next(iter(mine.values())).shape["written"]
+        cells = (f"{(1 - (r.error or 0)) * written:,.0f}, {r.perplexity:.3f}" if (r := mine.get(m)) else "" for m in MODELS)
+        rows.append((f"equal tokens of {written:,}, perplexity", name, "", *cells))
+    return rows
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:

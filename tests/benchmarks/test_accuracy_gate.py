@@ -69,7 +69,11 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
         qkv_cases.FusedJob(LAYER, "auto", (1, 3), ("nf4",)),
     ],
     "accuracy": of_quality,
-    "quality-per-bit": lambda: [*of_quality(quality_per_bit.MODELS["Qwen3"]), quality_per_bit.PlansJob("plans", (7.0,), 1, 32)],
+    "quality-per-bit": lambda: [
+        *of_quality(quality_per_bit.MODELS["Qwen3"]),
+        quality_per_bit.PlansJob("plans", (7.0,), 1, 32),
+        quality_per_bit.ContinuationsJob("written", (Setting("int8", "int8"),), 160),
+    ],
 }
 #: What runs no kernel.
 NOTHING_RUNS = {"memory"}

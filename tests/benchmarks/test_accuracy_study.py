@@ -214,6 +214,7 @@ def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch)
                 quality_per_bit.PlansJob(name, (7.0,), 1, 32, outliers=outliers),
                 accuracy.KeysJob(name, (("int4", False), ("int4", True)), 1, 64, outliers=outliers),
                 accuracy.QualityJob(name, (Setting(weights="int4_col"),), 1, 64, quality_per_bit.OF_WEIGHTS, outliers),
+                quality_per_bit.ContinuationsJob(name, (Setting("int2", "int2"),), 160, outliers=outliers),
             ]
         )
     assert not [r.refused for r in s.records if r.refused]
@@ -227,6 +228,9 @@ def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch)
     (plan,) = (row for row in rows if row[0] == "KL, by layer" and row[3])
     assert 0 < float(plan[2]) <= 7
     assert ("KL, weights", "int4_col") in by_kind
+    exact, coarse = (by_kind["equal tokens of 152, perplexity", name] for name in ("bf16", "int2"))
+    assert exact[3].startswith("152, ")
+    assert int(coarse[3].split(",")[0]) < 152
     assert len(quality_per_bit.drawn(s.records)) == 2
     default, plans = quality_per_bit.says(s.records)
     assert default.startswith(
@@ -238,7 +242,7 @@ def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_quality_per_bit_measures_every_format_once() -> None:
     full = quality_per_bit.jobs(Session(Options(threads=1), FAKE))
-    assert [job.name for job in full[::4]] == list(quality_per_bit.MODELS)
+    assert [job.name for job in full[::5]] == list(quality_per_bit.MODELS)
     names = [s.kv for s in full[0].settings]  # type: ignore[attr-defined]
     assert len(set(names)) == len(names)
     as_wide_as_a_head = {"int8_g64", "int4_g64", "int2_g64"}
