@@ -103,12 +103,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "up of another size": (
         lambda: gated_projection(r(2, 64), [weight(8), weight(16)], [None] * 2, "silu"),
         InvalidArgument,
-        r"up has shape \[16, 64\]",
+        r"up has shape \[16",
     ),
     "x of another size": (
         lambda: gated_projection(r(2, 32), [weight(8)] * 2, [None] * 2, "silu"),
         InvalidArgument,
-        r"x \(for gate weight\) has shape",
+        r"x \(for gate weight\)",
     ),
     "an activation that no kernel has": (
         lambda: gated_projection(r(2, 64), [weight(8)] * 2, [None] * 2, "relu"),
