@@ -119,11 +119,8 @@ def tuned_experts(
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
     shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    shape, per_sm = _tiled(shape, dense.programs_per_sm, width)
-    spec = staged(shape, per_sm, capability)
-    if spec is None:
-        per_sm = 1
-        spec = staged(shape, per_sm, capability)
+    fitting = ((staged(shape, n, capability), n) for n in (dense.programs_per_sm, 1))
+    spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)
@@ -134,10 +131,6 @@ def tuned_experts(
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
     programs = min(per_sm * num_sms, most * columns * steps)
     return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
-
-
-def _tiled(shape: ExpertsMmaSpec, per_sm: int, width: int) -> tuple[ExpertsMmaSpec, int]:
-    return shape, per_sm
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:

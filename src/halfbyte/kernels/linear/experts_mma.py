@@ -14,9 +14,6 @@ A program writes a tile that it computed alone at once and waits for nothing: wi
 floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
 """
 
-# ruff: noqa: RUF005
-# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
-
 from __future__ import annotations
 
 from typing import Any
@@ -47,9 +44,8 @@ from halfbyte.reference.experts import ExpertsCall
 def _shares(tiles, steps):
     """How the programs divide tiles of so many steps: see `halfbyte.plans.linear.shares`.
 
-    Whole tiles for all if that keeps no program longer than 0.3 tiles, which a split costs; each of the first `more` takes one more.
-    Otherwise the fewest programs that have as many steps each as if all took part, and the first `more` take a step more. `unit`:
-    steps that they take more.
+    Whole tiles, if what a program may wait for others then is 0.3 tiles at most, about what a split costs. Otherwise the fewest
+    programs that have as many steps each as if all took part. The first `more` programs take `unit` steps more.
     """
     most = gl.num_programs(0)
     total = tiles * steps
