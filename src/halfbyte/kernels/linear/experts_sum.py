@@ -34,6 +34,7 @@ def weighted_sums(
     together: gl.constexpr,  # rows in flight
     use_pdl: gl.constexpr,
 ):
+    """One token's sum in one piece of N."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     size: gl.constexpr = 128 * gl.num_warps()
     n = gl.program_id(0) * size + gl.arange(0, size, layout=layout)
