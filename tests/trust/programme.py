@@ -251,10 +251,8 @@ _SOAK = "The same bits in every round, no drift of memory"
 ROWS = {
     row.name: row
     for row in (
-        Row("attention, CPU", _ACCURATE, "calls", 20_000, attention(("cpu",), 16, 512, 2**17), megabytes=4000),
-        Row(
-            "attention, interpreter", _ACCURATE, "calls", 2_000, attention(("triton",), 3, 40, 2**12), "interpreter", megabytes=4000
-        ),
+        Row("attention, CPU", _ACCURATE, "calls", 20_000, attention(("cpu",), 16, 512, 2**17)),
+        Row("attention, interpreter", _ACCURATE, "calls", 2_000, attention(("triton",), 3, 40, 2**12), "interpreter"),
         Row("attention, GPU", _ACCURATE, "calls", 10_000, attention(("auto", "triton"), 16, 8192, 2**25), "gpu", 600, 20_000),
         Row("linear, CPU", _PRODUCT, "GEMMs and projections", 20_000, products(("cpu",))),
         Row("linear, interpreter", _PRODUCT, "GEMMs and projections", 1_000, products(("triton",)), "interpreter"),
