@@ -100,7 +100,7 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def check_norm(name: str, norm: Norm, x: torch.Tensor) -> None:
-    """Raise `InvalidArgument` unless `norm` is one of rows of x."""
+    """Raise `InvalidArgument` unless `norm` has the width of x."""
     check_tensor(f"{name}.weight", norm.weight, x.shape[-1:], device=x.device)
     check(norm.kind in KINDS, f"{name}.kind={norm.kind!r}; choose one of: {', '.join(KINDS)}")
 
