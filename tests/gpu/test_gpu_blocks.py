@@ -14,6 +14,9 @@ from halfbyte.ops.linear import linear, projections
 from halfbyte.reference.block import Norm, rms_norm
 from halfbyte.tensors import QuantTensor
 
+pytestmark = pytest.mark.compile_first
+
+CASES = [("int4_g128", 1), ("int4_g128", 3), ("int4_g128", 8), ("int4_g32", 16), ("int8_col", 8), ("nf4", 1), ("mxfp4", 16)]
 K, N = PLACE.size(4096, 256), PLACE.size(2048, 128)
 
 
@@ -31,8 +34,7 @@ def further(found: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> bo
     return not error <= 1.1 * other
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16])
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g32", "int8_col", "nf4", "mxfp4"])
+@pytest.mark.parametrize(("name", "rows"), CASES)
 def test_a_block_in_one_launch_a_projection(name: str, rows: int) -> None:
     x, residual = (randn(rows, n, seed=n).bfloat16() for n in (K, N))
     out, (q, k), pair = weight(N, K, name, 1), [weight(n, N, name, n) for n in (N, 96)], [weight(3 * N, N, name, s) for s in (2, 3)]
