@@ -252,7 +252,20 @@ def says(measured: Sequence[Record]) -> list[str]:
             "On other text than that of their calibration, formats by layer diverge less than the best uniform choice of no more "
             f"bits in {better} of {len(gains)} cases, by a factor of {gains[least]:.2f} ({least}) to {max(gains.values()):.2f}."
         )
+    if ratios := _clipped([r for r in measured if r.op == OF_WEIGHTS and r.error]):
+        low, high = min(ratios, key=lambda name: ratios[name]), max(ratios, key=lambda name: ratios[name])
+        parts.append(
+            f"Searching the clip leaves {ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high}) of the KL of 4-bit weights without it."
+        )
     return parts
+
+
+def _clipped(measured: Sequence[Record]) -> dict[str, float]:
+    """By model and format, KL with clip="search" over KL without."""
+    found = {(r.case, r.formats): r.error or 0.0 for r in measured}
+    searched = {key: error for key, error in found.items() if key[1].endswith(" clipped")}
+    plain = {(case, name): found.get((case, name.removesuffix(" clipped"))) for case, name in searched}
+    return {f"{case}, {name}": searched[case, name] / kl for (case, name), kl in plain.items() if kl}
 
 
 def _compared(measured: Sequence[Record], default: str) -> str:
