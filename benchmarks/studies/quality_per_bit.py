@@ -255,7 +255,7 @@ def says(measured: Sequence[Record]) -> list[str]:
     if ratios := _clipped([r for r in measured if r.op == OF_WEIGHTS and r.error]):
         low, high = min(ratios, key=lambda name: ratios[name]), max(ratios, key=lambda name: ratios[name])
         parts.append(
-            f"Searching the clip leaves {ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high}) of the KL of 4-bit weights without it."
+            f"4-bit weights have {ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high}) times the KL with their clip searched."
         )
     return parts
 
