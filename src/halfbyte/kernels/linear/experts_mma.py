@@ -49,13 +49,13 @@ def _shares(tiles, steps):
     """
     most = gl.num_programs(0)
     total = tiles * steps
-    rounds = gl.maximum((tiles + most - 1) // most, 1)
+    rounds = gl.maximum(quotient(tiles + most - 1, most), 1)
     alone = 10 * (rounds * most - tiles) <= 3 * most
-    even = gl.where(alone, rounds, gl.maximum((total + most - 1) // most, 1))
-    programs = gl.maximum((gl.where(alone, tiles, total) + even - 1) // even, 1)
-    whole = tiles // programs
+    even = gl.where(alone, rounds, gl.maximum(quotient(total + most - 1, most), 1))
+    programs = gl.maximum(quotient(gl.where(alone, tiles, total) + even - 1, even), 1)
+    whole = quotient(tiles, programs)
     split = tiles - whole * programs
-    each = gl.where(alone, 0, split * steps // programs)
+    each = gl.where(alone, 0, quotient(split * steps, programs))
     more = gl.where(alone, split, split * steps - each * programs)
     return programs, whole, split, each, more, gl.where(alone, steps, 1)
 
