@@ -16,6 +16,9 @@ from halfbyte.reference.experts import Activation
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
 _MOST_TOKENS, _TABLES = 64, (32, 128, 512)
 
+#: What a program reads in the time that splitting a tile takes.
+_SPLIT_BYTES = 48 << 10
+
 #: Measured time of reading a weight once for blocks of so many rows (docs/internals/log/linear.md), over that for one.
 _TIMES = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.18, 16: 1.65}
 
@@ -39,6 +42,11 @@ class ExpertsMmaSpec(LinearSpec):
     def halves(self) -> int:
         """Columns of the product that become one of the result."""
         return 1 if self.activation is None else 2
+
+    @property
+    def steps_of_a_split(self) -> int:
+        """Steps that take a program about as long as its part of a split tile: partial results, a fence and a semaphore."""
+        return max(1, _SPLIT_BYTES // self.weights[0].slot_bytes(self))
 
     @property
     def ring_bytes(self) -> int:
