@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import gluon_linear, staged
+from halfbyte.plans.linear import gluon_linear, staged, with_copies
 from halfbyte.plans.linear_spec import LinearSpec
 from halfbyte.reference.experts import Activation
 
@@ -127,8 +127,7 @@ def tuned_experts(
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
     shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    fitting = ((staged(shape, n, capability), n) for n in (dense.programs_per_sm, 1))
-    spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
+    spec, per_sm = _fitting(shape, dense.programs_per_sm, width, capability)
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)
@@ -139,6 +138,18 @@ def tuned_experts(
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
     programs = min(per_sm * num_sms, most * columns * steps)
     return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
+
+
+def _fitting(shape: ExpertsMmaSpec, per_sm: int, width: int, capability: tuple[int, int]) -> tuple[LinearSpec | None, int]:
+    """The spec with as many stages as fit, and how many programs run at once on an SM; None if nothing fits.
+
+    Three programs with steps of half the length if they can be: more warps to unpack codes, and more requests under way.
+    """
+    halved = with_copies(replace(shape, chunk=128), width) if shape.x_rows <= 8 and shape.tile == 64 else None
+    if halved and (spec := staged(halved, 3, capability, (6, 5, 4, 3))):
+        return spec, 3
+    found = ((staged(shape, n, capability), n) for n in (per_sm, 1))
+    return next(((spec, n) for spec, n in found if spec), (None, 1))
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:
