@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
-from halfbyte.plans.linear import gluon_linear, staged, with_copies
-from halfbyte.plans.linear_spec import LinearSpec
+from halfbyte.plans.linear import gluon_linear, staged
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
@@ -123,11 +123,12 @@ def tuned_experts(
     dense = gluon_linear([(fmt, features)] * hit, m=rows, **facts)  # type: ignore[arg-type]
     if isinstance(dense, str):
         return dense
-    assert isinstance(dense.spec, LinearSpec)
+    finer, wanted = _finer(dense, width, num_sms)
     room = next(n for n in _TABLES if pairs <= n)
-    fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
+    fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0}
     shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    spec, per_sm = _fitting(shape, dense.programs_per_sm, width, capability)
+    fitting = ((staged(shape, n, capability), n) for n in (wanted, 1))
+    spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)
@@ -140,16 +141,19 @@ def tuned_experts(
     return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
 
 
-def _fitting(shape: ExpertsMmaSpec, per_sm: int, width: int, capability: tuple[int, int]) -> tuple[LinearSpec | None, int]:
-    """The spec with as many stages as fit, and how many programs run at once on an SM; None if nothing fits.
+def _finer(dense: LinearPlan, width: int, num_sms: int) -> tuple[LinearSpec, int]:
+    """The shape of a dense weight's plan, and how many programs run at once on an SM.
 
-    Three programs with steps of half the length if they can be: more warps to unpack codes, and more requests under way.
+    One token waits for its ids, then for few bytes: four programs an SM (three with zero points, for their registers) share those
+    out more evenly than two, as long as a tile has more than one step. As measured (docs/internals/log/linear.md); with more tokens
+    tiles of 64 rows are faster.
     """
-    halved = with_copies(replace(shape, chunk=128), width) if shape.x_rows <= 8 and shape.tile == 64 else None
-    if halved and (spec := staged(halved, 3, capability, (6, 5, 4, 3))):
-        return spec, 3
-    found = ((staged(shape, n, capability), n) for n in (per_sm, 1))
-    return next(((spec, n) for spec, n in found if spec), (None, 1))
+    spec = dense.spec
+    assert isinstance(spec, LinearSpec)
+    few = spec.x_rows == 1 and spec.tile == 64 and not spec.weights[0].codebook and dense.tiles <= 4 * num_sms
+    if few and spec.k_slices == 4 and width > spec.step:
+        return replace(spec, tile=32), 3 if spec.weights[0].zero else 4
+    return spec, dense.programs_per_sm
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:
