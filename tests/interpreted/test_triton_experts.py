@@ -178,6 +178,17 @@ def test_blocks_of_rows_change_no_bits() -> None:
     assert torch.equal(by_blocks(case), by_blocks(case))
 
 
+def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    right = _experts_prompt.run
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: ("", 132, (9, 0)))
+    monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
+    case = Mixture(normal(257, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(257, 1, dtype=torch.int64))
+    case.check(functools.partial(_run_on_gpu, impl="auto"))
+    case.check(_run_triton)
+    assert ran == [12]
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8], ids=str)
 def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
     ids = torch.tensor([[2, 0], [100, 2], [0, 1]]).to(dtype)

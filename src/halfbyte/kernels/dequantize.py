@@ -1,5 +1,5 @@
-"""Rows of quantized weights written out in 16 bits: one launch for one weight, for two or three that lie one below the other, or for
-the same rows of every expert of a stack that has tokens.
+"""Rows of quantized weights written out in 16 bits: one launch for one weight, for two or three that lie one below the other, or
+for the same rows of every expert of a stack that has tokens.
 
     out[n, k] = round16((unit(code[n, k]) - zero[n, k / g]) * scale[n, k / g])
 
@@ -74,7 +74,7 @@ def _unit(code, w: Weight):
 
 @triton.jit
 def _scales(at, row, seen, w: Weight, STACK: tl.constexpr):
-    """The scales at these places, [ROWS, GROUPS], of rows [ROWS, 1], as plain numbers, f32. Rows of a STACK have a tensor scale each."""
+    """The scales at these places, [ROWS, GROUPS], as plain numbers, f32. Rows [ROWS, 1] of a STACK have a tensor scale each."""
     stored = tl.load(w.scales + at, mask=seen, other=0)
     if w.F.nested:
         scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.F.nested, mask=seen, other=0) + tl.load(w.mean)

@@ -9,7 +9,7 @@ from halfbyte.tensors import QuantTensor
 
 
 def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:
-    """x in bf16, of a multiple of 8 columns; `rows` of each expert at a time, even. Nothing is empty, and nothing waits for the device.
+    """x in bf16, of a multiple of 8 columns; `rows` of each expert at a time, even. Nothing is empty; nothing waits for the device.
 
     Memory: that of the dequantized rows, and of x and their products for each pair.
     """

@@ -3,7 +3,7 @@
 One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
 experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
 gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
-is one launch a projection; prompts sort their tokens by expert first.
+is one launch a projection; prompts sort their tokens by expert first, and long ones dequantize experts for a 16-bit grouped GEMM.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def experts_linear(
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
     impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens) and "triton" (portable); "cpu", or
-                "reference" (float64)
+                "reference" (float64). "auto" dequantizes experts for prompts in bf16 of 257 or more pairs an expert, on Hopper and
+                Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -192,8 +193,9 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 def _dequantized_rows(call: ExpertsCall) -> int:
     """Rows of each expert to dequantize at a time for a prompt; 0: none."""
     (experts, features, width), (tokens, top_k), x = call.weight.shape, call.ids.shape, call.x
-    where = {"dtype": _DTYPES[x.dtype], "capability": gpu(x.device.index)[2]}
-    return dequantized_rows(call.weight.format, experts, features, width, tokens=tokens, top_k=top_k, **where)
+    dtype, capability = _DTYPES[x.dtype], gpu(x.device.index)[2]
+    problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "dtype": dtype, "capability": capability}
+    return dequantized_rows(call.weight.format, experts, features, width, **problem)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel

@@ -3,8 +3,8 @@
     gathered[p, :] = x[row(order[p]), :]       place[order[p]] = p
     out[r, :] = sum_i gate[r, i] f(y[place[r, i], :] + bias[e(r, i), :])
 
-`order` has the pairs of a token and an expert sorted by expert; y is the GEMM's result in that order, some columns at a time; f is the
-activation of pairs of columns. Without gates r is a pair, and there is one i. A pair whose id is no expert gives zeros.
+`order` has the pairs of a token and an expert sorted by expert; y is the GEMM's result in that order, some columns at a time; f is
+the activation of pairs of columns. Without gates r is a pair, and there is one i. A pair whose id is no expert gives zeros.
 """
 
 from __future__ import annotations
