@@ -88,14 +88,12 @@ def _prompts() -> Iterator[Configuration]:
         gather = functools.partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
         yield from recorded(full, gather)
         yield from recorded(full, functools.partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
-    for name in WEIGHT_FORMATS:
-        for act_order in {False, name == "int4_g128"}:
-            shape = (128, 1536, 2048)
-            parts = expected_parts(WEIGHT_FORMATS[name], shape, act_order=act_order)
-            weight = QuantTensor(WEIGHT_FORMATS[name], shape, **{part: empty(*s, dtype=d) for part, (s, d) in parts.items()})
-            values = empty(128, 1024, 2048, dtype=torch.bfloat16)
-            full = f"experts-{name}{'-act-order' * act_order}"
-            yield from recorded(full, functools.partial(launch_experts, weight, empty(129), values, 0))
+    for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
+        fmt, shape = WEIGHT_FORMATS[name], (128, 1536, 2048)
+        parts = {part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape, act_order=act_order).items()}
+        values = empty(128, 1024, 2048, dtype=torch.bfloat16)
+        given = (QuantTensor(fmt, shape, **parts), empty(129), values, 0)
+        yield from recorded(f"experts-{name}{'-act-order' * act_order}", functools.partial(launch_experts, *given))
 
 
 def _call(
