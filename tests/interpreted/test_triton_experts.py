@@ -134,7 +134,7 @@ def test_no_width_leaves_the_bias() -> None:
     assert torch.equal(out[0, 0], bias[1])
 
 
-def by_blocks(case: Mixture, rows: int = 16) -> torch.Tensor:
+def by_blocks(case: Mixture, rows: int = 48) -> torch.Tensor:
     """Through dequantized experts, `rows` of each at a time."""
     out = case.new_result().fill_(torch.nan)
     _experts_prompt.run(case, rows, out)
@@ -145,18 +145,18 @@ def by_blocks(case: Mixture, rows: int = 16) -> torch.Tensor:
 def test_dequantized_experts_in_every_format(name: str) -> None:
     ids = routed(12, 2, 3)
     for act_order in (False, True):
-        weight = stack(name, 3, 34, 256, act_order=act_order)
-        Mixture(normal(12, 256).bfloat16(), weight, ids, None, normal(3, 34), OAI).check(by_blocks)
-        Mixture(normal(12, 2, 256).bfloat16(), weight, ids, torch.rand(12, 2)).check(by_blocks)
+        weight = stack(name, 3, 66, 256, act_order=act_order)
+        Mixture(normal(12, 256).bfloat16(), weight, ids, None, normal(3, 66), OAI).check(by_blocks)
+        Mixture(normal(12, 2, 256).bfloat16(), weight, ids, normal(12, 2).softmax(1)).check(by_blocks)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_epilogue_of_dequantized_experts(activation: Activation | None) -> None:
     """Also with ids that are no expert, an expert without tokens, and slices of x."""
-    for gates in (None, torch.rand(len(IDS), 2)):
-        for bias in (None, normal(4, 36)):
+    for gates in (None, normal(len(IDS), 2).softmax(1)):
+        for bias in (None, normal(4, 132)):
             for x in (normal(len(IDS), 192)[:, ::2], normal(len(IDS) + 1, 2, 96)[1:]):
-                Mixture(x.bfloat16(), stack("int4_g32", 4, 36, 96), IDS, gates, bias, activation).check(by_blocks)
+                Mixture(x.bfloat16(), stack("int4_g32", 4, 132, 96), IDS, gates, bias, activation).check(by_blocks)
 
 
 def test_experts_without_tokens_are_not_dequantized() -> None:
@@ -173,7 +173,7 @@ def test_experts_without_tokens_are_not_dequantized() -> None:
 
 
 def test_blocks_of_rows_change_no_bits() -> None:
-    case = Mixture(normal(30, 64).bfloat16(), stack("mxfp4", 3, 50, 64), routed(30, 2, 3), torch.rand(30, 2), activation=OAI)
+    case = Mixture(normal(30, 64).bfloat16(), stack("mxfp4", 3, 50, 64), routed(30, 2, 3), normal(30, 2).softmax(1), activation=OAI)
     assert torch.equal(by_blocks(case), by_blocks(case, 50))
     assert torch.equal(by_blocks(case), by_blocks(case))
 

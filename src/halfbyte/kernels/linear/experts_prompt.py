@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
-from halfbyte.kernels.linear.experts import _activated
+from halfbyte.kernels.linear.activated import activated
 from halfbyte.reference.experts import Activation, ExpertsCall
 
 #: Numbers that a program gathers, and the most columns; rows and columns of y that it combines at a time.
@@ -63,7 +63,7 @@ def _combine(y, stride, place, ids, gates, bias, out, rows, E, N, first, columns
         z = tl.load(y + row[:, None] * stride + column[None, :], mask=seen, other=0.0).to(tl.float32)
         if bias is not None:
             z += tl.load(bias + expert[:, None] * N + first + column[None, :], mask=seen, other=0.0).to(tl.float32)
-        z = _activated(z, ROWS, C)
+        z = activated(z, ROWS, C)
         if gates is not None:
             z *= tl.load(gates + pair, mask=there, other=0.0).to(tl.float32)[:, None]
         total += z
