@@ -218,7 +218,7 @@ def test_the_next_call_keeps_step_and_cache(packed, prompt):
     assert torch.equal(*both(model, prompt(2)))
     assert kept_steps(model) == [step]
     assert len(step.forwards) == 2
-    assert step.forwards[0] is forward
+    assert step.forwards[1] is forward  # which was used last
     assert forward.inputs["input_ids"] is step.tokens.last
     hf.quantize(model, "int4_g32")  # the weights lie elsewhere
     assert torch.equal(*both(model, prompt(2)))

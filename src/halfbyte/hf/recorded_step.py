@@ -129,7 +129,7 @@ class Forward:
 
 
 class Step:
-    """A cache, the tokens of a call, and the forwards that read them."""
+    """A cache, the tokens of a call, and the forwards that read them, the one used last at the end."""
 
     def __init__(self, key: Hashable, cache: PackedCache, prompts: torch.Tensor, columns: int) -> None:
         self.key, self.cache = key, cache
@@ -148,7 +148,7 @@ class Step:
         if found is None:
             own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
             found = Forward(kind, {**own, "input_ids": self.tokens.last}, Recorded(warm_up, self.pool))
-            self.forwards = [*self.forwards, found][-MOST_FORWARDS:]
+        self.forwards = [*(one for one in self.forwards if one is not found), found][-MOST_FORWARDS:]
         return found
 
 
