@@ -23,7 +23,6 @@ from halfbyte.measure.records import Record, with_timing
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
 from halfbyte.measure.trials import Outcome, Trial, one_by_one
-from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.plans import plan
 from halfbyte.reference.experts import Activation, ExpertsCall, expert_values, experts_linear, hit
 from halfbyte.tensors import QuantTensor
@@ -192,10 +191,11 @@ def _values(call: ExpertsCall) -> torch.Tensor:
 def grouped(call: ExpertsCall, values: torch.Tensor) -> torch.Tensor:
     """A projection of a 16-bit model, whose weights are `_values`: pairs sorted, torch's grouped GEMM, what follows, and back."""
     x, _, ids, gates, bias, activation = call
-    order, starts = (t.long() for t in sorted_pairs(ids, len(values)))
+    keys, order = ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(keys, torch.arange(len(values), device=keys.device), right=True, out_int32=True)
     rows = x.reshape(-1, x.shape[-1])[order // (1 if x.ndim == 3 else ids.shape[1])]
-    y = F.grouped_mm(rows, values.mT, offs=starts[1:].int())
-    y = y if bias is None else y + bias[ids.flatten()[order]]
+    y = F.grouped_mm(rows, values.mT, offs=ends)
+    y = y if bias is None else y + bias[keys]
     if activation == _SILU:
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up

@@ -183,7 +183,7 @@ def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _experts_prompt.run
     monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: ("", 132, (9, 0)))
     monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
-    case = Mixture(normal(257, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(257, 1, dtype=torch.int64))
+    case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
     case.check(functools.partial(_run_on_gpu, impl="auto"))
     case.check(_run_triton)
     assert ran == [12]
@@ -198,15 +198,15 @@ def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
 
 
 def test_which_prompts_dequantize() -> None:
-    weight, qwen = stack("int4_g32", 1, 4, 64), (128, 1536, 2048)
-    where = {"top_k": 8, "dtype": "bf16", "capability": (9, 0)}
-    assert dequantized_rows(weight.format, *qwen, tokens=8192, **where) == 1024  # type: ignore[arg-type]
-    assert not dequantized_rows(weight.format, *qwen, tokens=512, **where)  # type: ignore[arg-type]
-    assert dequantized_rows(weight.format, 256, 4096, 7168, tokens=65536, **where) == 128  # type: ignore[arg-type]
-    assert dequantized_rows(weight.format, 8, 34, 64, tokens=512, **where) == 34  # type: ignore[arg-type]
+    qwen, where = (128, 1536, 2048), {"top_k": 8, "dtype": "bf16", "capability": (9, 0)}
+    assert dequantized_rows(*qwen, tokens=8192, **where) == 1024  # type: ignore[arg-type]
+    assert dequantized_rows(*qwen, tokens=1536, **where)  # type: ignore[arg-type]
+    assert not dequantized_rows(*qwen, tokens=1535, **where)  # type: ignore[arg-type]
+    assert dequantized_rows(256, 4096, 7168, tokens=65536, **where) == 128  # type: ignore[arg-type]
+    assert dequantized_rows(8, 34, 64, tokens=512, **where) == 34  # type: ignore[arg-type]
     for other in ({"dtype": "fp16"}, {"capability": (8, 0)}):
-        assert not dequantized_rows(weight.format, *qwen, tokens=8192, **where | other)  # type: ignore[arg-type]
-    assert not dequantized_rows(weight.format, 8, 1536, 2052, tokens=8192, **where)  # type: ignore[arg-type]
+        assert not dequantized_rows(*qwen, tokens=8192, **where | other)  # type: ignore[arg-type]
+    assert not dequantized_rows(8, 1536, 2052, tokens=8192, **where)  # type: ignore[arg-type]
 
 
 def test_plans_cover_the_work() -> None:

@@ -57,7 +57,7 @@ def experts_linear(
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
     impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens) and "triton" (portable); "cpu", or
-                "reference" (float64). "auto" dequantizes experts for prompts in bf16 of 257 or more pairs an expert, on Hopper and
+                "reference" (float64). "auto" dequantizes experts for prompts in bf16 of 96 or more pairs an expert, on Hopper and
                 Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
@@ -196,7 +196,7 @@ def _dequantized_rows(call: ExpertsCall) -> int:
     (experts, features, width), (tokens, top_k), x = call.weight.shape, call.ids.shape, call.x
     dtype, capability = _DTYPES[x.dtype], gpu(x.device.index)[2]
     problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "dtype": dtype, "capability": capability}
-    return dequantized_rows(call.weight.format, experts, features, width, **problem)
+    return dequantized_rows(experts, features, width, **problem)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
