@@ -1,4 +1,4 @@
-"""What surrounds a grouped GEMM of a mixture of experts for prompts: rows of x sorted by expert, and results back in their places.
+"""What surrounds a grouped GEMM of a mixture of experts for prompts: x sorted by expert, and results back in their places.
 
     gathered[p, :] = x[row(order[p]), :]       place[order[p]] = p
     out[r, :] = sum_i gate[r, i] f(y[place[r, i], :] + bias[e(r, i), :])
@@ -35,7 +35,7 @@ class CombineSpec:
 
 @triton.jit(do_not_specialize=["S"])
 def _gather(x, stride, order, out, place, S, width, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of x, one for PAIRS pairs each, in the order of the pairs."""
+    """x, a row for PAIRS pairs each, in the order of the pairs."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.load(order + p, mask=p < S, other=0)
@@ -73,7 +73,7 @@ def _combine(y, stride, place, ids, gates, bias, out, rows, E, N, first, columns
 
 
 def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """out [S, K]: the rows of x, whose columns are neighbors, in `order` [S]; place [S]: where each pair went, int32."""
+    """out [S, K]: x, whose columns are neighbors, in `order` [S]; place [S]: where each pair went, int32."""
     x, pairs = call.x.reshape(-1, call.x.shape[-1]), call.ids.numel()
     columns = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     rows = _GATHERED // columns
