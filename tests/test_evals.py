@@ -366,7 +366,7 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Sizes as small as they go: the verdict, a table within 80 columns, and a page whose sections are those that were run."""
-    small = {"LENGTH": 32, "QUICK_LENGTH": 32, "OUTLIER_LENGTH": 32, "WINDOWS": 1, "OUTLIER_WINDOWS": 1, "TOKENS": 4}
+    small = {"TEXT": (32, 1), "QUICK_TEXT": (32, 1), "OUTLIER_TEXT": (32, 1), "TOKENS": 4}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo, "every_kv_setting", lambda: [Setting("int8", "int8"), Setting("int4_g32", "int4_g32")])

@@ -22,9 +22,9 @@ from halfbyte.evals.verdict import verdict
 from halfbyte.measure.progress import progress
 from halfbyte.report import Report
 
-#: Many short windows: a step costs its calls of operators, which a batch of windows shares.
-WINDOWS, LENGTH, QUICK_LENGTH, CHUNK = 12, 256, 64, 16
-OUTLIER_WINDOWS, OUTLIER_LENGTH = 8, 64
+#: Length and number of windows. Many short ones: a step costs its calls of operators, which a batch of windows shares. Not much
+#: shorter: keys per channel keep the last block of tokens in 16 bits.
+TEXT, QUICK_TEXT, OUTLIER_TEXT, CHUNK = (256, 12), (128, 6), (128, 4), 16
 PROMPT = '''def merge_sorted(left, right):
     """Merge two sorted lists into one sorted list."""
     result = []
@@ -57,14 +57,14 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     torch.set_num_threads(1)  # more gain nothing on so small a model, and wait for each other where cores are busy
     model, tokenizer = load("demo")
     held = tokenizer.encode(heldout_text())
-    cut = windows(held, QUICK_LENGTH if quick else LENGTH, WINDOWS)
+    cut = windows(held, *(QUICK_TEXT if quick else TEXT))
     settings = [Setting(), *every_kv_setting(), *every_weight_setting(), Setting("int8", "int4_g32", "int4_g64")]
     console.print(
-        f"The shipped model on {WINDOWS} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
+        f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
         "Each row reads all older keys and values from a cache of its own format."
     )
-    results = run_evaluation(model, settings, cut, CHUNK, errors, batch=WINDOWS)
-    short = windows(held, OUTLIER_LENGTH, OUTLIER_WINDOWS)
+    results = run_evaluation(model, settings, cut, CHUNK, errors, batch=cut.shape[0])
+    short = windows(held, *OUTLIER_TEXT)
     variants = [] if quick else _with_outliers(model, settings, short, errors)
     texts = _written(model, tokenizer, errors)
     equal, compared = agreement(model, cut[:2, :48])
@@ -133,7 +133,7 @@ def _add_outliers(report: Report, results: list[Quality]) -> None:
     report.heading("Outliers").text(
         "Large models have outliers in keys, values and weights; the shipped one has none. These variants of it have: channels "
         "grow by powers of two and what reads them shrinks, which changes no 16-bit logit. "
-        f"They read {OUTLIER_WINDOWS} windows of {OUTLIER_LENGTH} tokens. Weights have the same outliers in each and run once.",
+        f"They read {OUTLIER_TEXT[1]} windows of {OUTLIER_TEXT[0]} tokens. Weights have the same outliers in each and run once.",
         *(f"{outliers.name}: {outliers.source}." for outliers in PROFILES),
     )
     report.table(header, rows, f"{BY_MODEL}; {SAFE_WORDS}")
