@@ -22,10 +22,12 @@ from halfbyte import cli
 from halfbyte.errors import CheckpointError, InvalidArgument
 from halfbyte.evals import demo
 from halfbyte.evals import model as models
+from halfbyte.evals.choices import caches
 from halfbyte.evals.present import add_results, append_records, merged, model_table, write_report
 from halfbyte.evals.quality import (
     Quality,
     Setting,
+    _Tally,
     evaluate,
     every_kv_setting,
     every_weight_setting,
@@ -121,6 +123,14 @@ def test_every_format_has_its_row() -> None:
     assert {s.keys for s in rows} | {s.values for s in rows} == {n for n in KV_FORMATS if n != "fp16"}
     assert {s.weights for s in rows} == {None, *WEIGHT_FORMATS}
     assert len(set(rows)) == len(rows)
+    assert {pair for pair in caches().values() if pair != ("bf16", "bf16")} <= {(s.keys, s.values) for s in rows}
+
+
+def test_the_noise_of_a_divergence_is_two_standard_errors_over_its_tokens() -> None:
+    tally = _Tally(Setting())
+    tally._kl, tally._tokens = [torch.tensor([[1.0, 3.0], [1.0, 3.0]]).double()], 4
+    found = tally.result()
+    assert (found.kl_mean, found.kl_noise) == (2.0, 1.0)  # a standard deviation of 1 over 4 tokens
 
 
 def test_weights_are_counted_as_stored(shipped: Any) -> None:

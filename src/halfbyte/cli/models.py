@@ -215,7 +215,7 @@ def _warn_of_positions(config: Any, length: int) -> None:
     known = getattr(text_config(config), "max_position_embeddings", None)
     if isinstance(known, int) and length > known:
         said = f"note: {length:,} tokens are more than the {known:,} positions of this model, which it may not read well in 16 bits"
-        print(said, file=sys.stderr)
+        console(stderr=True).print(said, markup=False, highlight=False)
 
 
 def read_plan_of(plan: Path, model: Any) -> CachePlan:
