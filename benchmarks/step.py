@@ -1,8 +1,9 @@
 """`python -m benchmarks.step [CASE]...`: whole models in known sizes, with random weights: a decode step, and its parts.
 
-Each case in 16 bits with transformers' static cache, by plain generate(), with a graph a step, and with fused blocks; a record of
-each is appended to --output. Those of the last case have the kernels of a step: tracing slows what is timed behind it. On a CPU
-cases are only listed. Llama-3-70B's 16 bits do not fit one GPU.
+Each case in 16 bits with transformers' static cache, by plain generate(), with a graph a step, and with fused blocks; --way chooses
+among them. All but the last compile, which takes a minute each for 32 layers. A record of each is appended to --output when it is
+timed, and one of its graph alone. The last case is traced in the end, as tracing slows what is timed behind it. On a CPU cases are
+only listed. Llama-3-70B's 16 bits do not fit one GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from halfbyte.cli import run_app
 from halfbyte.cli.bench_model import show
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf.model_step import SIZES, Formats, Steps, measure, of_sizes
+from halfbyte.hf.model_step import SIZES, WAYS, Formats, Steps, measure, of_sizes
 from halfbyte.measure import records
 
 #: The same in every case.
 FORMATS = Formats("int4_g128", "int8", "int4_g32", "int8_col")
-NEW = 33
+NEW = 129
 
 
 class Case(NamedTuple):
@@ -45,13 +46,18 @@ CASES = {
 def main(
     names: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Default: all.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file.")] = None,
+    way: Annotated[
+        list[str] | None, typer.Option("--way", help=f"Repeatable; default: {', '.join(w.short for w in WAYS)}.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N; on a CPU cases are listed only.")] = None,
 ) -> None:
     """Decode steps of whole models in known sizes."""
     machine = describe(device)
     if unknown := sorted({*(names or ())} - {*CASES}):
         raise InvalidArgument(f"there is no case {', '.join(unknown)}; choose from: {', '.join(CASES)}")
-    chosen = names or list(CASES)
+    if unknown := sorted({*(way or ())} - {w.short for w in WAYS}):
+        raise InvalidArgument(f"--way {', '.join(unknown)} is not known; choose from: {', '.join(w.short for w in WAYS)}")
+    chosen, ways = names or list(CASES), [w for w in WAYS if w.short in (way or [w.short])]
     for name in chosen:
         case = CASES[name]
         print(f"{name}: {case.model}, batch {case.batch}, {case.context:,} tokens; target on an H200: {case.target}")
@@ -59,7 +65,7 @@ def main(
             continue
         model, steps = of_sizes(SIZES[case.model], machine, FORMATS), Steps(case.batch, case.context, NEW)
         found = []
-        for record in measure(model, FORMATS, steps, machine, traced=name == chosen[-1]):
+        for record in measure(model, FORMATS, steps, machine, traced=name == chosen[-1], ways=ways):
             found.append(record)
             if output is not None:
                 records.append(output, [record])

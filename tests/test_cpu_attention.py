@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accuracy import attention_errors
+from allocated import Allocated
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.formats import KV_FORMATS, key_format
 from halfbyte.kv_buffer import AttentionOptions, KVBuffer
@@ -278,6 +279,20 @@ def test_no_sequences_and_no_capacity() -> None:
         cut = (None if t is None else t[:, :, :0] for t in (p.codes, p.scales, p.offsets))
         setattr(c, name, KVBuffer(p.format, *cut))  # type: ignore[arg-type]
     c.check()
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("page", [None, 32])
+def test_memory_is_that_of_a_block_however_long_the_cache_is(name: str, page: int | None) -> None:
+    """One decoded block, its scores, and what unpacking and gathering make on the way."""
+    block = 1 << 14
+    c = case(keys=name, values=name if name in VALUE_FORMATS else "int8", lengths=[8000, 5000], heads=(4, 2), dim=head_dim(name))
+    if page is not None:
+        order = shuffled(2, c.keys.codes.shape[2] // page)
+        c = Case(**{**c.__dict__, "keys": paged(c.keys, page, order), "values": paged(c.values, page, order), "page_table": order})
+    with Allocated() as allocated:
+        c.run(block)
+    assert 1 <= allocated.most / (8 * block) <= 3  # in numbers of 8 bytes, as float64 has them
 
 
 @pytest.mark.parametrize("keys", ["fp16", "int8", "int8_token", "int8_tensor", "fp8", "int4_g32", "int4_channel"])

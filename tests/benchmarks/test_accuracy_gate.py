@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from benchmarks import qkv_cases, qkv_layers
+from benchmarks.engine_step import Requests
 from benchmarks.rank import Model, Rank
 from benchmarks.studies import (
     QUESTIONS,
     accuracy,
     capacity,
     decode_70b,
+    engines,
     int4_gqa,
     int4_ladder,
     prompts,
@@ -62,6 +65,7 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
     ],
     "prompts": lambda: [prompts.CaseJob(2, 20, 0), prompts.CaseJob(2, 20, 33)],
     "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, FAKE, 2, 3), 3, 64)],
+    "engines": lambda: [engines.StepJob(Requests(2, 20)), engines.StepJob(Requests(2, 20, prompt=6, past=15))],
     "capacity": lambda: [capacity.CapacityJob(Model(RANK, FAKE, 2, 3), 64, f, 2 * 10**6) for f in ("bf16", "int4")],
     "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, 256, (1, 3))],
     "fused-qkv": lambda: [
@@ -92,6 +96,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality_per_bit, "FORMATS", ("int8", "int4"))
     for name, size in (("DIM", 64), ("KV_HEADS", 1), ("Q_HEADS", 2)):
         monkeypatch.setattr(prompts, name, size)
+        monkeypatch.setattr(engines, name, size)
 
 
 def seed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -100,11 +105,11 @@ def seed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor, int], t
     products: dict[str, Any] = sys.modules["halfbyte.ops.linear"]._LEVELS
 
     def attend(right: Any) -> Any:
-        def wrong(*args: Any) -> Any:
-            out, lse = right.decode_attention(*args)
+        def wrong(op: Any, *args: Any) -> Any:
+            out, lse = op(*args)
             return fault(out, 0), lse
 
-        return SimpleNamespace(decode_attention=wrong)
+        return SimpleNamespace(**{name: partial(wrong, getattr(right, name)) for name in ("decode_attention", "chunk_attention")})
 
     for name, right in list(attention.items()):
         monkeypatch.setitem(attention, name, attend(right))

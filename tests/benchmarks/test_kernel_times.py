@@ -65,7 +65,7 @@ class FakeProfiler:
 
 
 def event(name: str, start: float, us: float, kind: str = "DeviceType.CUDA") -> Any:
-    span = SimpleNamespace(start=start, elapsed_us=lambda: us)
+    span = SimpleNamespace(start=start, end=start + us, elapsed_us=lambda: us)
     return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=False)
 
 
@@ -90,6 +90,19 @@ def test_kernels_are_taken_apart_by_work_and_call(fake: FakeProfiler) -> None:
     assert seconds_of(found["two"]) == pytest.approx(4.5e-6)  # the median of 2 and 7
     assert seconds_of([[], []]) is None
     assert seconds_of([]) is None
+
+
+def test_kernels_that_overlap_share_the_time(fake: FakeProfiler) -> None:
+    """Each counts from where those before it have ended; the fake starts them 100 us apart."""
+    work = [("a", 100.0), ("b", 250.0), ("inside", 40.0), ("late", 60.0)]
+
+    def run() -> None:
+        for name, us in work:
+            fake.launch(name, us)
+
+    times = {k.name: round(1e6 * k.seconds) for k in cupti.busy_parts_of(run)}
+    assert times == {"a": 100, "b": 250, "inside": 0, "late": 10}
+    assert [k.seconds for k in cupti.kernels_of(run)] == pytest.approx([1e-4, 2.5e-4, 4e-5, 6e-5])
 
 
 def test_works_over_one_rotation_find_none_of_it_in_the_cache(fake: FakeProfiler) -> None:

@@ -28,7 +28,7 @@ from machine.launch import emulated
 ORDERS = (Order(together=True, early=False), Order(together=False, early=True))
 
 
-#: Storages that the last launch read or wrote before it waited for the kernel before.
+#: Storages that a launch of the last call read or wrote before it waited for the kernel before.
 EARLY: set[int] = set()
 
 

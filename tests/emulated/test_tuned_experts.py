@@ -84,7 +84,8 @@ def test_any_ids(gated: bool, num_sms: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_id_is_an_expert(gated: bool) -> None:
     ids, weight = torch.tensor([[-1, 3], [5, 2**40]]), stack("int8_g128", 3, 40, 256)
-    case = Mixture(normal(2, 2, 256).half(), weight, ids, torch.rand(2, 2) if gated else None, normal(3, 40))
+    gates = torch.full((2, 2), torch.nan) if gated else None
+    case = Mixture(normal(2, 2, 256).half(), weight, ids, gates, normal(3, 40))
     assert not mix(case, ORDERS[0]).any()
 
 

@@ -340,7 +340,8 @@ class Call:
         start = given.pop("query_start", cache.lengths - self.q.shape[2])
         options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5} | given)
         oldest = reference.oldest_visible(start, options)
-        k, v = (reference.read(p, cache.lengths, cache.page_table, oldest) for p in (cache.keys, cache.values))
+        held = max(cache.lengths.tolist(), default=0)  # no query sees what lies beyond, which may be most of the memory
+        k, v = (reference.read(p, cache.lengths, cache.page_table, oldest)[:, :, :held] for p in (cache.keys, cache.values))
         k = rotate(k.double()) if cache.rotate_keys else k
         return reference.attend(self.q.to(dtype), k.to(dtype), v.to(dtype), cache.lengths, start, options)
 

@@ -11,7 +11,7 @@ from gpu_place import DRY, PLACE
 from torch._dynamo.utils import counters
 
 import halfbyte.hf as hf
-from halfbyte.hf import graph_generate
+from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.paths import shipped_model
 
 transformers = pytest.importorskip("transformers")
@@ -54,15 +54,19 @@ def check_alike(a: tuple[list[int], torch.Tensor], b: tuple[list[int], torch.Ten
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
-    """One CUDA graph a step, replayed by this call and by later ones: the very tokens of the eager loop, alike if compiled."""
-    found, kept = model("nf4", fuse_qkv=True), graph_generate._kept
+    """CUDA graphs, replayed by this call and by later ones: the very tokens of the eager loop, alike if compiled."""
+    found = model("nf4", fuse_qkv=True)
     for seed in range(3):
         made = []
         for options in ({}, {"custom_generate": hf.generate}):
             torch.manual_seed(seed)
             made.append(text(found, disable_compile=True, **{"do_sample": sample, **options}))
         assert made[0] == made[1]
-        assert DRY or kept[found].graph is not None
+        (step,) = kept_steps(found)
+        (forward,) = step.forwards
+        recorded = [forward.recorded, *(choice.graph for choice in forward.choices.values())]
+        assert len(recorded) > 1
+        assert DRY or all(one.graph is not None for one in recorded)
     if not DRY and not sample:
         check_alike(steps(found), steps(found, custom_generate=hf.generate))
 

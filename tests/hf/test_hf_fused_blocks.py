@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import halfbyte.hf as hf
 from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument
-from halfbyte.hf import fused_blocks, graph_generate
+from halfbyte.hf import fused_blocks
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
+from halfbyte.hf.recorded_step import kept_steps
 
 CACHE = {"keys": "int8", "values": "int4_g32"}
 DESCRIBED: dict[str, Any] = {
@@ -83,10 +84,11 @@ def test_the_same_tokens(family, batch, prompt, blocks_ran):
     given = padded(ids) if batch > 1 else {}
     plain = tokens(model, ids, **given)
     assert not blocks_ran
-    recorded = graph_generate._kept[model]
+    (step,) = kept_steps(model)
     assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)
     assert torch.equal(tokens(model, ids, fuse_blocks=True, **given), plain)  # by the step that was kept
-    assert graph_generate._kept[model] is not recorded  # which has plain blocks
+    assert kept_steps(model) == [step]
+    assert len(step.forwards) == 2  # of plain blocks, and of fused ones
     assert len(blocks_ran) == 2 * 19 * model.config.num_hidden_layers  # the first token is the prompt's
     assert len(set(plain[:, 21:].flatten().tolist())) > 5
 

@@ -17,11 +17,13 @@ import torch
 import transformers as tf
 from tiny_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
-from halfbyte.hf import graph_generate
+from halfbyte.hf import choice, graph_generate, recorded_step
+from halfbyte.hf.recorded_step import kept_steps
 
 #: Files that read a CPU's memory only: lengths, checks of contents and of the prompt's mask.
 CPU_ONLY = ("cache.py", "attention.py")
@@ -203,29 +205,159 @@ def test_the_device_is_read_once_in_so_many_tokens(packed, prompt, monkeypatch, 
     assert of_the_loop == ["graph_generate.py"] * 5  # after 8, 16, 24, 32 tokens, and at the end
 
 
-def test_the_next_call_of_the_same_shape_keeps_step_and_cache(packed, prompt, monkeypatch):
-    made, init = [], graph_generate.Step.__init__
-    monkeypatch.setattr(graph_generate.Step, "__init__", lambda self, *a: made.append(self) or init(self, *a))
+def test_the_next_call_keeps_step_and_cache(packed, prompt):
+    """Whatever the lengths of its prompts and answers, if the batch is as large and all fits."""
     model = packed()
-    first = both(model, prompt(2))
-    step = graph_generate._kept[model]
-    inputs = step.inputs["input_ids"]
-    second = both(model, prompt(2, seed=4))
-    third = both(model, prompt(2, tokens=30, seed=5))  # the same bucket of capacity
-    assert len(made) == 1
-    assert graph_generate._kept[model] is step
-    assert step.inputs["input_ids"] is inputs
-    assert all(torch.equal(a, b) for a, b in (first, second, third))
-    padding = both(model, padded(prompt(2))[0], attention_mask=padded(prompt(2))[1])  # other inputs: recorded again
+    assert torch.equal(*both(model, prompt(2), max_new_tokens=60))
+    (step,) = kept_steps(model)
+    (forward,) = step.forwards
+    for seed, tokens, new in ((4, 21, 60), (5, 30, 20), (6, 3, 2), (7, 40, 50)):
+        assert torch.equal(*both(model, prompt(2, tokens, seed), max_new_tokens=new))
+    padding = both(model, padded(prompt(2))[0], attention_mask=padded(prompt(2))[1])  # other inputs: another forward
     assert torch.equal(*padding)
-    assert len(made) == 1
-    assert step.inputs["input_ids"] is not inputs
-    assert torch.equal(*both(model, prompt(3)))
-    assert torch.equal(*both(model, prompt(3, tokens=100)))
-    assert len(made) == 3
+    assert torch.equal(*both(model, prompt(2)))
+    assert kept_steps(model) == [step]
+    assert len(step.forwards) == 2
+    assert step.forwards[1] is forward  # which was used last
+    assert forward.inputs["input_ids"] is step.tokens.last
     hf.quantize(model, "int4_g32")  # the weights lie elsewhere
-    assert torch.equal(*both(model, prompt(3, tokens=100)))
-    assert len(made) == 4
+    assert torch.equal(*both(model, prompt(2)))
+    assert step not in kept_steps(model)
+    assert len(kept_steps(model)) == 1
+
+
+def test_what_is_kept_is_bounded(packed, prompt, monkeypatch):
+    """A longer call replaces the step of its batch size; those used least recently go first, by number and by bytes."""
+    model = packed()
+
+    def kept(batch, tokens=21):
+        assert torch.equal(*both(model, prompt(batch, tokens), max_new_tokens=3))
+        return [(len(step.tokens.last), step.cache.capacity) for step in kept_steps(model)]
+
+    assert kept(2) == [(2, 64)]
+    assert kept(2, 600) == [(2, 640)]
+    assert kept(2) == [(2, 640)]
+    assert kept(1) == [(2, 640), (1, 64)]
+    assert kept(2) == [(1, 64), (2, 640)]
+    for batch in (3, 4):
+        kept(batch)
+    assert kept(5) == [(2, 640), (3, 64), (4, 64), (5, 64)]
+    used = sum(step.cache.nbytes for step in kept_steps(model)[-2:])
+    monkeypatch.setattr(recorded_step, "_BUDGET", used + step_bytes(model, 6))
+    assert kept(6) == [(4, 64), (5, 64), (6, 64)]
+    monkeypatch.setattr(recorded_step, "_BUDGET", 0)
+    assert kept(1) == [(1, 64)]  # the last one always is
+    nbytes, gone = kept_steps(model)[0].cache.nbytes, weakref.ref(kept_steps(model)[0].cache)
+    assert hf.release(model) == nbytes > 0
+    assert hf.release(model) == 0
+    gc.collect()
+    assert gone() is None
+
+
+def step_bytes(model, batch):
+    """Of a cache of 64 tokens a sequence."""
+    return int(hf.PackedCache(model, 64, **CACHE).bytes_per_token * 64 * batch)
+
+
+def test_room_of_a_kept_cache():
+    for tokens in range(1, 70000, 37):
+        room = recorded_step.roomy(tokens)
+        assert tokens <= room <= max(tokens + 63, 1.25 * tokens)
+        assert room % 64 == 0
+        assert recorded_step.roomy(room) == room
+    assert len({recorded_step.roomy(tokens) for tokens in range(4096, 8192)}) == 5  # the next octave's first among them
+
+
+class Tape(TorchDispatchMode):
+    """Ops of a function, which can run again over the same memory, as a CUDA graph does: numbers stay what they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "reads the device"
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Choices are recorded and replayed here, too, over logits that stay where they are; the tapes."""
+    tapes, run = [], recorded_step.Forward.__call__
+
+    class Taped(recorded_step.Recorded):
+        def __call__(self, function, device):
+            self.calls += 1
+            if self.calls <= self.warm_up:
+                return function()
+            if self.graph is not None:
+                return self.graph.replay()
+            self.graph = Tape()
+            tapes.append(self.graph)
+            with self.graph:
+                return function()
+
+    def in_place(self, forward):
+        logits = run(self, forward)
+        self.logits = self.logits.copy_(logits) if hasattr(self, "logits") else logits.clone()
+        return self.logits
+
+    monkeypatch.setattr(choice, "Recorded", Taped)
+    monkeypatch.setattr(recorded_step.Forward, "__call__", in_place)
+    return tapes
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        ({}, 1),
+        ({"do_sample": True}, 1),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}, 1),
+        ({"min_new_tokens": 9}, 2),  # before and behind that length
+        ({"min_length": 30}, 2),
+        ({"max_new_tokens": 1}, 0),
+        ({"repetition_penalty": 1.3}, 0),
+        ({"max_time": 1000.0}, 0),
+        ({"do_sample": True, "typical_p": 0.8}, 0),
+        ({"return_dict_in_generate": True, "output_scores": True}, 0),
+        ({"return_dict_in_generate": True}, 1),
+        ({"stopping_criteria": tf.StoppingCriteriaList([tf.MaxLengthCriteria(31)])}, 1),
+        ({"stopping_criteria": tf.StoppingCriteriaList([tf.EosTokenCriteria(7)])}, 0),
+    ],
+    ids=str,
+)
+def test_choices_of_logits_alone_are_recorded(packed, prompt, taped, options, recorded):
+    """And replayed by calls of other lengths. On a GPU a CUDA graph stands where the tape is."""
+    model, keeps = packed(), not options.get("return_dict_in_generate")
+    eos = some_tokens(model, prompt(3), 3)
+    for seed, tokens in ((0, 21), (1, 30), (2, 5)):
+        given = {**options, "min_length": tokens + 9} if "min_length" in options else options
+        made = both(model, prompt(3, tokens, seed), eos_token_id=eos, **given)
+        assert torch.equal(*(getattr(x, "sequences", x) for x in made))
+        assert len(taped) == recorded * (1 if keeps else seed + 1)
+
+
+def test_every_way_to_choose_has_a_recorded_choice_of_its_own(packed, prompt, taped):
+    model = packed()
+    ways = [{"do_sample": True, "temperature": t, "top_k": k} for t in (0.5, 2.0) for k in (3, 9)]
+    ways += [{"eos_token_id": [8, 9]}, {"eos_token_id": 8}, {"eos_token_id": 8, "pad_token_id": 3}]
+    for _ in range(2):
+        for options in ways:
+            assert torch.equal(*both(model, prompt(2), **options))
+        assert len(taped) == len(ways)
+    other = [{"do_sample": True, "top_k": k} for k in range(20, 25)]
+    for options in other:
+        assert torch.equal(*both(model, prompt(2), **options))
+    (step,) = kept_steps(model)
+    assert len(step.forwards[0].choices) == recorded_step.MOST_CHOICES
 
 
 def test_a_model_is_freed_with_its_step_and_can_be_copied(packed, prompt):
@@ -233,7 +365,7 @@ def test_a_model_is_freed_with_its_step_and_can_be_copied(packed, prompt):
     both(model, prompt(2))
     other = copy.deepcopy(model)
     assert torch.equal(*both(other, prompt(2)))
-    assert graph_generate._kept[other] is not graph_generate._kept[model]
+    assert kept_steps(other) != kept_steps(model)
     gone = weakref.ref(model)
     del model
     gc.collect()

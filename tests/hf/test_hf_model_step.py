@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,23 @@ from halfbyte import cli
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument
 from halfbyte.hf import model_step
-from halfbyte.hf.model_step import PACKED, PLAIN, Formats, Part, Steps, bytes_read, load, of_sizes, parts_of, short_name, timed
+from halfbyte.hf.model_step import (
+    PACKED,
+    PLAIN,
+    WAYS,
+    Formats,
+    Part,
+    Steps,
+    Way,
+    bytes_read,
+    load,
+    of_sizes,
+    parts_of,
+    short_name,
+    timed,
+)
+from halfbyte.hf.recorded_step import kept_steps
+from halfbyte.nn import QuantLayer
 
 FORMATS = Formats("int4_g64", "int8", "int4_g32")
 
@@ -68,6 +85,55 @@ def test_sides_are_timed_in_turn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert min(found[0].steps) < max(found[0].steps)
 
 
+@pytest.mark.parametrize("ways", [WAYS[:1], WAYS[3:], WAYS[:2]])
+def test_ways_that_are_chosen(monkeypatch: pytest.MonkeyPatch, ways: tuple[Way, ...]) -> None:
+    """Quantized only for the ways that are; the timed calls of the recorded ones share one step and its capacity."""
+    monkeypatch.setattr(model_step, "_REPEATS", 1)
+    machine = describe("cpu")
+    model = load("demo", machine, FORMATS)
+    found = list(model_step.measure(model, FORMATS, Steps(1, 60, 12), machine, traced=False, ways=ways))
+    assert [r.implementation for r in found] == [way.name for way in ways]
+    assert not any(r.kernels for r in found)
+    assert any(isinstance(m, QuantLayer) for m in model.modules()) == (ways != WAYS[:1])
+    steps = kept_steps(model)
+    assert len(steps) == (ways == WAYS[3:])
+    assert all(step.forwards[0].recorded.calls == (model_step._WARM_UP + 1) * 11 for step in steps)
+    assert model_step.replays(model, ways[-1], Steps(1, 60, 12)) == ()  # no graph on a CPU
+
+
+def test_replays_of_a_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each behind the same tokens; then the step is freed."""
+    model, lengths, ran = torch.nn.Linear(1, 1), [torch.zeros(2), torch.zeros(2)], []
+
+    def replay() -> None:
+        ran.append([held.tolist() for held in lengths])
+        for held in lengths:
+            held.add_(1)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = len(ran)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2.0 * (other.at - self.at)
+
+    forward = SimpleNamespace(recorded=SimpleNamespace(graph=SimpleNamespace(replay=replay)))
+    cache = SimpleNamespace(layers=[SimpleNamespace(kv=SimpleNamespace(lengths=held)) for held in lengths])
+    freed = []
+    monkeypatch.setattr(model_step, "kept_steps", lambda model: [SimpleNamespace(cache=cache, forwards=[None, forward])])
+    monkeypatch.setattr(model_step, "release", freed.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    model.device = torch.device("cpu")  # type: ignore[assignment]
+    assert model_step.replays(model, PACKED[2], Steps(2, 60, 12), 3) == (2e-3,) * 3
+    assert ran == [[[60.0, 60.0], [60.0, 60.0]]] * 3
+    assert freed == [model]
+    assert model_step.replays(model, PACKED[0], Steps(2, 60, 12)) == ()
+
+
 def test_bytes_of_a_step() -> None:
     """Weights but for the embedding, which only looks up a token, unless it is the output layer too; and the cache."""
     model, steps = load("demo", describe("cpu"), FORMATS), Steps(3, 64, 2)
@@ -108,10 +174,11 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     options = ["--random", "--context", "8", "--new", "3", "--weights", "nf4", "--lm-head", "int8_col", "--output", str(file)]
     run("--json", *options)
     found = json.loads(capsys.readouterr().out)
-    assert [r["implementation"] for r in found] == [PLAIN.name, *(way.name for way in PACKED)]
+    assert [r["implementation"] for r in found] == [way.name for way in WAYS]
     assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int8/int4_g32"] * 3]
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
-    assert [json.loads(line) for line in file.read_text().splitlines()] == found
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were
     run(*options)
     said = capsys.readouterr().out
     assert "A step of halfbyte, fused blocks" in said

@@ -30,7 +30,7 @@ def _code(ptx: str) -> Code:
 def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[set[int]]:
     """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order; change: another PTX instead.
 
-    Yields addresses of the storages that the last launch read or wrote before it waited for the kernel before.
+    Yields addresses of the storages that a launch read or wrote before it waited for the kernel before.
     """
     early: set[int] = set()
 
@@ -47,7 +47,6 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         memory = Memory(tensors)
         for block in blocks[::-1] if backwards else blocks:
             Block(code, memory, launch, block[::-1], order).run()
-        early.clear()
         early.update(memory.early)
 
     with mock.patch.object(JITFunction, "run", run):

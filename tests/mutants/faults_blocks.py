@@ -77,8 +77,8 @@ BLOCK = [
     Mutant(
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
-        "_Loop._step",
-        Rewrite("_key(_m, _c, _b, _o, self.fuse_blocks)", "_key(_m, _c, _b, _o, False)"),
+        "_Loop._forward",
+        Rewrite("return 'fused', _w, _v", "return (False, False), _w, _v"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]

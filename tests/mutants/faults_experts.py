@@ -7,7 +7,7 @@ from mutant import Mutant, tests_of
 
 REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
-TUNED, TABLE = "kernels/linear/experts_mma.py", "kernels/linear/experts_table.py"
+TUNED, TABLE, SUM = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum"))
 
 experts = tests_of("test_experts.py")
 kernel = tests_of("interpreted/test_triton_experts.py")
@@ -106,10 +106,17 @@ EXPERTS = [
         tuned("test_any_ids[True-8]"),
     ),
     Mutant(
-        "the tuned kernel sums over experts ahead of the last block",
+        "the tuned kernel's sum takes a negative id for an expert",
+        SUM,
+        "weighted_sums",
+        Rewrite("(_e >= 0) & (_e < _n)", "_e < _n"),
+        tuned("test_no_id_is_an_expert[True]"),
+    ),
+    Mutant(
+        "tiles that are left over are not shared out in the tuned kernel",
         TUNED,
-        "_finish",
-        Rewrite("gl.atomic_add(*_a, **_k) == blocks - 1", "gl.atomic_add(*_a, **_k) == blocks - 2"),
+        "_shares",
+        Rewrite("gl.where(_a, _s, 1)", "1"),
         tuned("test_any_ids[True-8]"),
     ),
 ]

@@ -106,7 +106,7 @@ NUMERICS = [
         "query heads on the wrong KV head",
         ATTENTION,
         "attend",
-        Rewrite("_k.repeat_interleave(_g, 1), _v.repeat_interleave(_g, 1)", "_k.repeat(1, _g, 1, 1), _v.repeat(1, _g, 1, 1)"),
+        Rewrite("_q.reshape(_b, _h, _n, _d)", "_q.reshape(_b, -1, _h, _q.shape[2], _d).transpose(1, 2).reshape(_b, _h, _n, _d)"),
         attention("test_every_ratio_of_heads"),
     ),
     Mutant(

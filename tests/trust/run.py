@@ -2,7 +2,7 @@
 
 Rows take turns until their goals are reached or the time is up. Each turn is a process with a record in results/trust.jsonl, so an
 interrupted run goes on where it was; records of another version of halfbyte do not count. A failure keeps its seed:
-`--seed N ROW` repeats it.
+`--seed N ROW` repeats it. With `--jobs N`, N processes share the seeds of a turn: on a GPU most of the time goes into compiling.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which rows; default: all ({'; '.join(ROWS)})")
     parser.add_argument("--minutes", type=float, default=600, help="how long in all")
     parser.add_argument("--turn", type=float, default=60, help="seconds of one turn of a row")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of a turn")
     parser.add_argument("--output", type=Path, default=RECORDS)
     parser.add_argument("--seed", type=int, help="only this seed, here, without a record")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -48,13 +50,13 @@ def main() -> int:
         parser.error(f"no row is called {', '.join(sorted(unknown))}; there are: {'; '.join(ROWS)}")
     rows = [ROWS[name] for name in given.rows or ROWS]
     if given.worker:
-        return work(rows[0], given.seed, given.turn)
+        return work(rows[0], given.seed, given.turn, given.jobs)
     if given.seed is not None:
-        return max(subprocess.call(command(row, given.seed, 0), env=environment(row)) for row in rows)
-    return programme(rows, given.output, given.turn, time.monotonic() + 60 * given.minutes)
+        return max(subprocess.call(command(row, given.seed, 0, 1), env=environment(row)) for row in rows)
+    return programme(rows, given.output, given.turn, time.monotonic() + 60 * given.minutes, given.jobs)
 
 
-def programme(rows: list[Row], output: Path, turn: float, until: float) -> int:
+def programme(rows: list[Row], output: Path, turn: float, until: float, jobs: int = 1) -> int:
     """Turns until nothing is left to do. 1 if a record of this version holds a failure, of this run or of an earlier one."""
     devices = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
     made = {device: asdict(records.environment(describe(device), 1)) for device in devices}  # before a file of results changes
@@ -66,7 +68,7 @@ def programme(rows: list[Row], output: Path, turn: float, until: float) -> int:
         row = waiting.pop(0)
         before = totals(row.name, output)
         if before["count"] < row.goal:
-            record = one_turn(row, before["seeds"], min(turn, until - time.monotonic()))
+            record = one_turn(row, before["next"], min(turn, until - time.monotonic()), jobs)
             append_line(output, json.dumps(record | {"environment": made["cuda" if row.place == "gpu" else "cpu"]}))
             waiting.append(row)
         after = totals(row.name, output)
@@ -75,21 +77,27 @@ def programme(rows: list[Row], output: Path, turn: float, until: float) -> int:
 
 
 def totals(name: str, output: Path) -> dict[str, int]:
-    """Seeds, counts and failures of a row in the records of this version."""
+    """Counts and failures of a row in the records of this version, and the first seed behind all of theirs."""
     lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
     mine = [r for r in map(json.loads, lines) if r["row"] == name and r["version"] == __version__]
-    sums = {key: sum(r[key] for r in mine) for key in ("seeds", "count")}
-    return {**sums, "failures": sum(len(r["failures"]) for r in mine)}
+    return {
+        "next": max((r["first"] + r["seeds"] for r in mine), default=0),
+        "count": sum(r["count"] for r in mine),
+        "failures": sum(len(r["failures"]) for r in mine),
+    }
 
 
-def one_turn(row: Row, first: int, seconds: float) -> dict[str, Any]:
-    """A record of what one process did from seed `first` on."""
-    start, progress = time.monotonic(), list(reported(row, first, seconds))
+def one_turn(row: Row, first: int, seconds: float, jobs: int) -> dict[str, Any]:
+    """A record of what the processes of a turn did from seed `first` on; `seeds` counts up to the last that one of them tried."""
+    start = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        lines = pool.map(lambda job: list(reported(row, first + job, seconds, jobs)), range(jobs))
+        progress = sorted((line for of_one in lines for line in of_one), key=lambda line: line["seed"])
     failures = [{"seed": p["seed"], "error": p["error"]} for p in progress if p["error"]]
     return {
         "row": row.name,
         "first": first,
-        "seeds": len(progress),
+        "seeds": progress[-1]["seed"] + 1 - first if progress else 0,
         "count": sum(p["count"] for p in progress),
         "failures": failures,
         "seconds": round(time.monotonic() - start, 1),
@@ -98,21 +106,22 @@ def one_turn(row: Row, first: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def reported(row: Row, first: int, seconds: float) -> Iterator[dict[str, Any]]:
+def reported(row: Row, first: int, seconds: float, step: int) -> Iterator[dict[str, Any]]:
     """What a process says of each seed; the one at which it died has failed."""
     seed = first
-    with subprocess.Popen(command(row, first, seconds), env=environment(row), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command(row, first, seconds, step), env=environment(row), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith('{"seed"'):
                 yield json.loads(line)
-                seed += 1
+                seed += step
     if process.returncode < 0:
         yield {"seed": seed, "count": 0, "megabytes": 0, "error": f"the process died: {process.returncode}"}
 
 
-def command(row: Row, seed: int, seconds: float) -> list[str]:
-    return [sys.executable, "-W", "ignore", __file__, row.name, "--worker", "--seed", str(seed), "--turn", str(seconds)]
+def command(row: Row, seed: int, seconds: float, step: int) -> list[str]:
+    options = {"--seed": seed, "--turn": seconds, "--jobs": step}
+    return [sys.executable, "-W", "ignore", __file__, row.name, "--worker", *(str(x) for pair in options.items() for x in pair)]
 
 
 def environment(row: Row) -> dict[str, str]:
@@ -124,8 +133,8 @@ def environment(row: Row) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------ in the process
 
 
-def work(row: Row, seed: int, seconds: float) -> int:
-    """Seeds from this one on until the time is up, at least one; a line of JSON for each. 1 if one of them failed."""
+def work(row: Row, seed: int, seconds: float, step: int = 1) -> int:
+    """Every `step`th seed from this one on until the time is up, at least one; a line of JSON for each. 1 if one of them failed."""
     until, failed, first = time.monotonic() + seconds, False, 0
     while True:
         count, error = attempt(row, seed)
@@ -133,7 +142,7 @@ def work(row: Row, seed: int, seconds: float) -> int:
         if not error and peak() > first + row.megabytes:
             error, first = f"the memory of the process grew by {peak() - first} MB since its first seed", peak()
         print(json.dumps({"seed": seed, "count": count, "megabytes": peak(), "error": error}), flush=True)
-        seed, failed = seed + 1, failed or bool(error)
+        seed, failed = seed + step, failed or bool(error)
         if time.monotonic() >= until:
             return int(failed)
 

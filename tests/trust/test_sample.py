@@ -16,10 +16,23 @@ from programme import ROWS, Row
 
 SAMPLE = [row for row in ROWS.values() if row.place != "gpu" and row.name != "mutants"]  # which `make mutants` runs
 
+ON_GPU = [row for row in ROWS.values() if row.place == "gpu" and row.name != "sanitizers"]
+
 
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.name)
 def test_the_first_seed(row: Row) -> None:
-    done = subprocess.run(run.command(row, 0, 0), env=run.environment(row), capture_output=True, text=True, check=False)
+    done = subprocess.run(run.command(row, 0, 0, 1), env=run.environment(row), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["count"] > 0
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if row.place == "gpu" and row.name != "sanitizers"], ids=lambda r: r.name
+)
+def test_rows_of_a_gpu_do_not_rot(row: Row) -> None:
+    """Dry, as all of the GPU's suite."""
+    here = run.environment(replace(row, place="cpu"))
+    done = subprocess.run(run.command(row, 0, 0, 1), env=here, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])["count"] > 0
 
@@ -55,7 +68,7 @@ def test_an_interrupted_programme_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     """Three turns of two seeds; the process of the second turn dies in its second seed."""
     turns: list[int] = []
 
-    def command(row: Row, seed: int, seconds: float) -> list[str]:
+    def command(row: Row, seed: int, seconds: float, step: int) -> list[str]:
         turns.append(seed)
         says = [json.dumps({"seed": s, "count": 15, "megabytes": 1, "error": ""}) for s in (seed, seed + 1)]
         died = f"print({says[0]!r}, flush=True); import os; os.kill(os.getpid(), 9)"
@@ -66,9 +79,22 @@ def test_an_interrupted_programme_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.programme([replace(ROW, goal=30)], output, 1, forever) == 0
     assert run.programme([ROW], output, 1, forever) == 1
     assert turns == [0, 2, 4]
-    assert run.totals("row", output) == {"seeds": 6, "count": 75, "failures": 1}
+    assert run.totals("row", output) == {"next": 6, "count": 75, "failures": 1}
     failures = [failure for line in output.read_text().splitlines() for failure in json.loads(line)["failures"]]
     assert failures == [{"seed": 3, "error": "the process died: -9"}]
+
+
+def test_processes_share_the_seeds_of_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two processes tries two seeds, the first one."""
+
+    def command(row: Row, seed: int, seconds: float, step: int) -> list[str]:
+        seeds = range(seed, seed + 1 + step * (seed % 2), step)
+        says = [json.dumps({"seed": s, "count": 15, "megabytes": 1, "error": ""}) for s in seeds]
+        return [sys.executable, "-c", f"print({chr(10).join(says)!r})"]
+
+    monkeypatch.setattr(run, "command", command)
+    record = run.one_turn(ROW, 4, 1, 2)
+    assert (record["seeds"], record["count"]) == (4, 45)  # 4, 5 and 7
 
 
 def test_gpu_rows_are_not_run_elsewhere(

@@ -58,16 +58,23 @@ def bench_model(
             if output is not None:
                 records.append(output, [record])
     if as_json:
-        print(json.dumps([json.loads(record.to_json()) for record in found]))
+        print(json.dumps([json.loads(record.to_json()) for record in last_of_each(found)]))
         return
     show(found, f"{model}: batch {batch}, prompts of {context:,} tokens, on {machine.name}", wide)
 
 
 def show(found: Sequence[Record], title: str, wide: bool = False) -> None:
-    """A table of every way, the first in 16 bits, and the parts of a step of the first and the last, where they were traced."""
+    """A table of every way against the first, and the parts of a step of the first and the last that were traced."""
+    found = last_of_each(found)
     print_table(title, HEADERS, [_row(record, found[0]) for record in found], text_columns=2, wide=wide)
-    for record in (r for r in (found[0], found[-1]) if r.kernels):
+    traced = [record for record in found if record.kernels]
+    for record in traced[:1] + traced[1:][-1:]:
         print_table(f"A step of {record.implementation}", PARTS, _parts(record), text_columns=1, wide=wide)
+
+
+def last_of_each(found: Sequence[Record]) -> list[Record]:
+    """The last record of each way, which holds the parts of a step where it was traced."""
+    return list({record.implementation: record for record in found}.values())
 
 
 def _row(record: Record, plain: Record) -> list[str]:

@@ -1,8 +1,11 @@
 """Decode steps of a whole model, in 16 bits and quantized: how long one takes, what it must read, and where its time goes.
 
-The first token is timed by itself and subtracted, so a step is what every further token costs. A trace of a long call less one of
-a short call leaves what a step runs: kernels on a GPU (CUPTI), ops on a CPU. What no kernel accounts for is waiting. On a CPU,
-which other programs share, all sides are timed in turn; a GPU holds one side at a time.
+A call that ends with the first token is timed by itself and subtracted, so a step is what every further token costs. Both calls
+have caches of the same capacity, and the long one runs first, so the timed calls compile and record nothing. A trace of a long
+call less one of a short call leaves what a step runs: kernels on a GPU (CUPTI), each without its overlap with those before, ops
+on a CPU. What no kernel accounts for is waiting. On a CPU, which other programs share, all sides are timed in turn; a GPU holds
+one side at a time. There the graph of a forward is replayed alone, too: what `generate()` takes beyond that is the choice of a
+token, and the host.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from halfbyte.hf.graph_generate import generate
 from halfbyte.hf.layer_options import layer_formats
 from halfbyte.hf.model_support import half_type, text_config
 from halfbyte.hf.quantize_model import quantize
+from halfbyte.hf.recorded_step import kept_steps, release
 from halfbyte.hf.weights import check_fits, find_lm_head, select
-from halfbyte.measure.cupti import kernels_of
+from halfbyte.measure.cupti import busy_parts_of
 from halfbyte.measure.records import Environment, Record, environment
 from halfbyte.measure.roofline import Roofline
 from halfbyte.measure.timing import QUICK
@@ -64,20 +68,25 @@ _SHOWN = 60
 
 
 class Way(NamedTuple):
-    """A way to generate: what records call it, and options of `generate()`."""
+    """A way to generate: what a command line and records call it, and options of `generate()`."""
 
+    short: str
     name: str
     options: dict[str, Any]
 
 
 #: In 16 bits; its cache may be compiled and captured, as halfbyte's.
-PLAIN = Way("transformers", {"cache_implementation": "static"})
+PLAIN = Way("transformers", "transformers", {"cache_implementation": "static"})
 #: With a packed cache.
 PACKED = (
-    Way("halfbyte", {}),
-    Way("halfbyte, one graph a step", {"custom_generate": generate}),
-    Way("halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
+    Way("generate", "halfbyte", {}),
+    Way("graph", "halfbyte, one graph a step", {"custom_generate": generate}),
+    Way("fused", "halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
 )
+#: All of them, in the order in which they are measured.
+WAYS = (PLAIN, *PACKED)
+#: What records of a replayed graph say behind the name of the way.
+ALONE = ", its graph alone"
 
 
 @dataclass(frozen=True)
@@ -180,12 +189,14 @@ def measure(
     machine: Device,
     said: Callable[[str], object] = lambda text: None,
     traced: bool = True,
+    ways: Sequence[Way] = WAYS,
 ) -> Iterator[Record]:
-    """A record for each way: first in 16 bits, then of the model quantized in place to `formats`, as `hf.quantize` takes them.
+    """A record for each of the `ways` as soon as it is timed: in 16 bits, then of the model quantized in place to `formats`.
 
-    `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call; `kernels`, where it is
-    `traced`, are its parts, seconds by count and name; not in 16 bits on a GPU, where tracing slows what is timed behind it.
-    `said` is called with what is being done.
+    `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call. On a GPU the replay of a
+    graph has a record of its own. Where a step is `traced`, a second record with `kernels`, seconds by count and name, follows
+    once all are timed, as tracing slows what is timed behind it on a GPU; there is none of 16 bits there. `said` is called with
+    what is done.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
@@ -206,25 +217,28 @@ def measure(
         return replace(made, kernels={f"{p.times:.0f} x {part}": p.seconds for part, p in parts.items() if p.seconds >= least})
 
     torch.compiler.reset()  # which holds the model that was measured before
-    in_turn = machine.kind == "cpu"
-    plain = copy.deepcopy(model) if in_turn else model
-    if not in_turn:
-        yield from (made for *_, made in timing([(plain, PLAIN)]))
-    torch.compiler.reset()
-    quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
-    packed = [(model, way) for way in PACKED]
-    groups = [[(plain, PLAIN), *packed]] if in_turn else [[side] for side in packed]
-    for side, way, made in [
-        one for sides in groups for one in timing(sides)
-    ]:  # traced once all are timed: CUPTI slows what follows
-        yield with_parts(side, way, made) if traced else made
+    in_turn, packed = machine.kind == "cpu", [(model, way) for way in PACKED if way in ways]
+    plain = [(copy.deepcopy(model) if in_turn and packed else model, PLAIN)] if PLAIN in ways else []
+    found = []
+    for sides in [[*plain, *packed]] if in_turn else [plain, *([side] for side in packed)]:
+        if sides == packed[:1] or (in_turn and packed):
+            torch.compiler.reset()
+            quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
+        for side, way, made in timing(sides) if sides else ():
+            yield made
+            found.append((side, way, made))
+            if seconds := replays(side, way, steps):
+                yield _record(shape, made.formats, way.name + ALONE, made.nbytes, where, Times(0.0, seconds), rate)
+    for side, way, made in found if traced else ():
+        if in_turn or way is not PLAIN:
+            yield with_parts(side, way, made)
 
 
 def _record(shape: dict[str, int], formats: str, name: str, nbytes: int, where: Environment, times: Times, rate: float) -> Record:
     step = times.step
     rates = {"gb_per_s": nbytes / step / 1e9, "roof_gb_per_s": rate, "roof_share": nbytes / rate / 1e9 / step}
     spread = {"p10": min(times.steps), "p90": max(times.steps), "repeats": len(times.steps)}
-    note = f"first token {1e3 * times.first:.1f} ms"
+    note = f"first token {1e3 * times.first:.1f} ms" if times.first else ""
     return Record("generate", shape, formats, name, nbytes, where, step, **rates, **spread, note=note)  # type: ignore[arg-type]
 
 
@@ -263,10 +277,32 @@ def timed_in_turn(sides: Sequence[tuple[Any, Way]], steps: Steps) -> list[Times]
     return found
 
 
+def replays(model: Any, way: Way, steps: Steps, times: int = 20) -> tuple[float, ...]:
+    """Seconds of replays of the forward that a call has just used, behind `context` tokens; none where nothing is recorded.
+
+    They use up the step that the model keeps: the next call makes a new one.
+    """
+    forward = kept_steps(model)[-1].forwards[-1] if way.options.get("custom_generate") and kept_steps(model) else None
+    if forward is None or forward.recorded.graph is None:
+        return ()
+    lengths = [layer.kv.lengths for layer in kept_steps(model)[-1].cache.layers]
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+    for began, ended in pairs:
+        for held in lengths:
+            held.fill_(steps.context)
+        began.record()
+        forward.recorded.graph.replay()
+        ended.record()
+    torch.cuda.synchronize(model.device)
+    release(model)
+    return tuple(began.elapsed_time(ended) / 1e3 for began, ended in pairs)
+
+
 def _call(model: Any, steps: Steps, way: Way, new: int) -> Callable[[], None]:
     """A call of generate() that ends with `new` tokens, and when the device has made them."""
     prompts = steps.prompts(model)
     given = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
+    given["max_cache_len"] = steps.context + steps.new
 
     def run() -> None:
         model.generate(prompts, **given, **way.options)
@@ -295,7 +331,7 @@ def _traced(run: Callable[[], None], device: torch.device) -> dict[str, Part]:
             run()
         return {e.key: Part(e.self_cpu_time_total / 1e6, e.count) for e in seen.key_averages()}
     found: dict[str, Part] = {}
-    for kernel in kernels_of(run):
+    for kernel in busy_parts_of(run):
         name = short_name(kernel.name)
         found[name] = found.get(name, Part()) + Part(kernel.seconds, 1)
     return found

@@ -16,6 +16,7 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
@@ -119,10 +120,24 @@ def names_of(work: Call) -> list[str]:
 
 def kernels_of(work: Call) -> list[Kernel]:
     """The kernels that `work` launches, by the time at which they started, without copies and fills of memory."""
+    return [Kernel(e.name, float(e.time_range.elapsed_us()) / 1e6) for e in _events(work)]
+
+
+def busy_parts_of(work: Call) -> list[Kernel]:
+    """As `kernels_of`, each without the time in which one that started before it still ran: their sum is the time that is busy."""
+    found, busy_until = [], 0.0
+    for event in _events(work):
+        began, ended = float(event.time_range.start), float(event.time_range.end)
+        found.append(Kernel(event.name, max(0.0, ended - max(began, busy_until)) / 1e6))
+        busy_until = max(busy_until, ended)
+    return found
+
+
+def _events(work: Call) -> list[Any]:
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()
     ran = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA") and not e.is_user_annotation]
     ran.sort(key=lambda e: float(e.time_range.start))
-    return [Kernel(e.name, float(e.time_range.elapsed_us()) / 1e6) for e in ran if not e.name.startswith(("Memcpy", "Memset"))]
+    return [e for e in ran if not e.name.startswith(("Memcpy", "Memset"))]

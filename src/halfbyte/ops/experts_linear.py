@@ -3,7 +3,7 @@
 One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
 experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
 gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
-is one launch a projection; prompts sort their tokens by expert first.
+is one launch a projection, and one for the sum; prompts sort their tokens by expert first.
 """
 
 from __future__ import annotations

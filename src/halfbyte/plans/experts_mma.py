@@ -36,19 +36,9 @@ class ExpertsMmaSpec(LinearSpec):
     activation: Activation | None
 
     @property
-    def sorted(self) -> int:
-        """How many pairs are sorted, those that are not there included: at least one a thread."""
-        return max(self.pairs, 32 * self.warps)
-
-    @property
     def halves(self) -> int:
         """Columns of the product that become one of the result."""
         return 1 if self.activation is None else 2
-
-    @property
-    def tokens(self) -> int:
-        """Tokens whose weighted sums are made together."""
-        return min(8, self.x_rows)
 
     @property
     def ring_bytes(self) -> int:
@@ -71,12 +61,32 @@ class ExpertsMmaSpec(LinearSpec):
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """A launch of the tuned kernel: what it is compiled for, its programs, fp32 numbers of workspace, and semaphores."""
+    """A launch of the tuned kernel: what it is compiled for, its programs, and the results of pairs that it keeps, fp32 numbers."""
 
     spec: ExpertsMmaSpec
     programs: int
-    floats: int
-    counters: int
+    kept: int
+    per_sm: int
+
+    @property
+    def registers(self) -> int:
+        """What a thread may have so that `per_sm` programs run at once on an SM, whose registers are 65,536."""
+        return min(255, 65536 // (32 * self.spec.warps * self.per_sm) // 8 * 8)
+
+    @property
+    def partials(self) -> int:
+        """fp32 numbers of the workspace ahead of the results of pairs: two partial results a program."""
+        return 2 * self.programs * self.spec.partial_floats
+
+    @property
+    def floats(self) -> int:
+        """fp32 numbers of workspace."""
+        return self.partials + self.kept
+
+    @property
+    def counters(self) -> int:
+        """Semaphores: a tile that is split has one, and there are fewer of those than programs."""
+        return self.programs
 
 
 def tuned_experts(
@@ -109,8 +119,8 @@ def tuned_experts(
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
     shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    per_sm = dense.programs_per_sm
-    spec = staged(shape, per_sm, capability) or staged(shape, 1, capability)
+    fitting = ((staged(shape, n, capability), n) for n in (dense.programs_per_sm, 1))
+    spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)
@@ -120,12 +130,7 @@ def tuned_experts(
     if most * columns * steps >= 2**24 or experts >= 2**19 or experts * features >= 2**31:
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
     programs = min(per_sm * num_sms, most * columns * steps)
-    return ExpertsPlan(
-        spec,
-        programs,
-        2 * programs * spec.partial_floats + gated * pairs * features,
-        programs + gated * columns,
-    )
+    return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:

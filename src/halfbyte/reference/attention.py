@@ -73,13 +73,16 @@ def attend(
     query_start: torch.Tensor,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula above over plain tensors q [B, Hq, L, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], in their own dtype."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    """The formula above over plain tensors q [B, Hq, L, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], in their own dtype.
+
+    The query heads of a KV head share its keys and values, which are not copied for each.
+    """
+    batch, kv_heads, count, _ = k.shape
+    shared = q.shape[1] // kv_heads * q.shape[2]  # queries of a KV head: (Hq / Hkv) * L
     queries = query_start.view(-1, 1, 1, 1) + torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
     tokens = torch.arange(k.shape[2], device=q.device).view(1, 1, 1, -1)
 
-    s = q @ k.mT * options.sm_scale  # [B, Hq, L, T]
+    s = (q.reshape(batch, kv_heads, shared, q.shape[-1]) @ k.mT).view(*q.shape[:3], count) * options.sm_scale  # [B, Hq, L, T]
     if options.softcap is not None:
         s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
@@ -91,7 +94,8 @@ def attend(
     if options.sinks is not None:
         total = torch.logaddexp(lse, options.sinks.to(s.dtype).view(1, -1, 1).expand_as(lse))
     p = torch.exp(s - total.masked_fill(total == -torch.inf, 0).unsqueeze(-1))
-    return p @ v, lse
+    out = p.view(batch, kv_heads, shared, count) @ v
+    return out.view(*q.shape[:3], v.shape[-1]), lse
 
 
 def visible(queries: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

@@ -2,20 +2,17 @@
 
     y[p, n] = sum_k x[row(p), k] W[e(p), n, k] + bias[e(p), n]      for each pair p = (token, i) of a token and its i-th expert e(p)
 
-then, with an activation, columns 2n and 2n + 1 are a gate and its up projection and become one number; then, with gates, the pairs
-of a token are added: out[t, n] = sum_i gate[t, i] y[(t, i), n], in the order of i.
+then, with an activation, columns 2n and 2n + 1 are a gate and its up projection and become one number; then, with gates, a second
+launch adds the pairs of a token (linear/experts_sum.py).
 
 Only the device knows which experts are hit. Each program sorts the pairs by expert (linear/experts_table.py) and cuts those of
 each expert into *blocks* of at most `x_rows`. Every block has the tiles of N, and all tiles are divided as linear/mma.py divides
 them: with few hits along K, with many tile by tile. So an expert's weight is read once for each of its blocks. Rings, waits and
 products are those of linear/mma.py; x is gathered row by row from where the sorted pairs say.
 
-With gates the sums of all pairs go to the workspace in fp32, and the program that completes the last block at a tile of N adds
-them up. No floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
+A program writes a tile that it computed alone at once and waits for nothing: with gates to rows of the workspace, in fp32. No
+floating-point atomics. A pair whose id is no expert gets zeros and counts nothing in sums.
 """
-
-# ruff: noqa: RUF005
-# Triton compiles a part of Python: tuples are joined with `+`, and a branch on a constant is an `if`.
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_rows, fetch_scales, make_rings, rows_at
+from halfbyte.kernels.linear.experts_sum import add_pairs
 from halfbyte.kernels.linear.experts_table import block_at, entry, sort_pairs
 from halfbyte.kernels.linear.mma import keep_partial, sum_partials, tile_sums
 from halfbyte.kernels.linear.multiply import multiply
@@ -47,17 +44,20 @@ from halfbyte.reference.experts import ExpertsCall
 def _shares(tiles, steps):
     """How the programs divide tiles of so many steps: see `halfbyte.plans.linear.shares`.
 
-    Data-parallel if the tiles about fill the GPU; otherwise the fewest programs that have as many steps each as if all took part.
+    Whole tiles, if what a program may wait for others then is 0.3 tiles at most, about what a split costs. Otherwise the fewest
+    programs that have as many steps each as if all took part. The first `more` programs take `unit` steps more.
     """
     most = gl.num_programs(0)
     total = tiles * steps
-    even = (total + most - 1) // most
-    programs = gl.where((tiles <= most) & (10 * tiles >= 7 * most), tiles, (total + even - 1) // gl.maximum(even, 1))
-    programs = gl.maximum(programs, 1)
+    rounds = gl.maximum((tiles + most - 1) // most, 1)
+    alone = 10 * (rounds * most - tiles) <= 3 * most
+    even = gl.where(alone, rounds, gl.maximum((total + most - 1) // most, 1))
+    programs = gl.maximum((gl.where(alone, tiles, total) + even - 1) // even, 1)
     whole = tiles // programs
     split = tiles - whole * programs
-    each = split * steps // programs
-    return programs, whole, split, each, split * steps - each * programs
+    each = gl.where(alone, 0, split * steps // programs)
+    more = gl.where(alone, split, split * steps - each * programs)
+    return programs, whole, split, each, more, gl.where(alone, steps, 1)
 
 
 @gluon.jit
@@ -92,12 +92,6 @@ def _output_layout(C):
     """[k_slices, tile, rows]: a thread holds the sums of all K slices, and of both halves of an activation."""
     across = min(C.sums, 32)
     return gl.BlockedLayout([C.k_slices, C.halves, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def _token_layout(C):
-    """[tile, tokens] of a weighted sum."""
-    return gl.BlockedLayout([C.halves, 1], [32 // C.tokens, C.tokens], [C.warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -150,52 +144,6 @@ def _write_pairs(v, n0, block, weights, C: gl.constexpr):
 
 
 @gluon.jit
-def _keep_pairs(v, n0, block, Sums, N, C: gl.constexpr):
-    """Results [tile, rows] to the rows of the workspace that belong to the block's pairs."""
-    first, count = block
-    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
-    pair = entry(C.order_at, first + gl.minimum(m, count - 1)) & 1023
-    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-    gl.store(Sums + (pair.to(gl.int64) * N + n), v, mask=(m < count) & (n < N), cache_modifier=".cg")
-
-
-@gluon.constexpr_function
-def _loads_in_flight(C):
-    """Of pairs' results, as far as registers go."""
-    return max(1, min(C.top_k, 64 * 32 * C.warps // (C.tile * C.tokens), 8))
-
-
-@gluon.jit
-def _weigh(n0, ids, gates, Sums, T, E, weights, C: gl.constexpr):
-    """The weighted sums of all tokens in one tile of N, several loads in flight."""
-    layout: gl.constexpr = _token_layout(C)
-    together: gl.constexpr = _loads_in_flight(C)
-    N = weights.features[0]
-    width = N // C.halves
-    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
-    for begin in range(0, T, C.tokens):
-        t = begin + gl.arange(0, C.tokens, layout=gl.SliceLayout(0, layout))[None, :]
-        total = _activated(gl.full([C.tile, C.tokens], 0.0, gl.float32, layout), C) * 0.0
-        token = begin + gl.arange(0, C.tokens, layout=gl.SliceLayout(0, total.type.layout))[None, :]
-        for i in range(0, C.top_k, together):
-            parts = ()
-            for j in gl.static_range(together):
-                pair = t * C.top_k + i + j
-                expert = gl.load(ids + pair, mask=(t < T) & (i + j < C.top_k), other=-1)
-                there = (expert >= 0) & (expert < E) & (n < N)
-                parts = parts + (gl.load(Sums + (pair.to(gl.int64) * N + n), mask=there, other=0.0, cache_modifier=".cg"),)
-            for j in gl.static_range(together):
-                pair = token * C.top_k + i + j
-                expert = gl.load(ids + pair, mask=(token < T) & (i + j < C.top_k), other=-1)
-                there = (expert >= 0) & (expert < E)
-                gate = gl.load(gates + pair, mask=there, other=0.0).to(gl.float32)
-                total += gl.where(there, gate * _activated(parts[j], C), 0.0)
-        column = n0 // C.halves + gl.arange(0, C.tile // C.halves, layout=gl.SliceLayout(1, total.type.layout))[:, None]
-        out = weights.outs[0] + (token.to(gl.int64) * width + column)
-        gl.store(out, total.to(weights.outs[0].dtype.element_ty), mask=(token < T) & (column < width))
-
-
-@gluon.jit
 def _zeros(row, weights, C: gl.constexpr):
     """Zeros to a row of out."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [C.warps], [0])
@@ -213,9 +161,8 @@ def _zeros(row, weights, C: gl.constexpr):
 def experts(
     X,  # [T, K] or [T * top_k, K], strides x_stride and 1
     ids,  # [T * top_k]
-    gates,  # [T * top_k], or None
-    Workspace,  # fp32: two partial results a program; with gates, the results of all pairs, [T * top_k, N]
-    Semaphores,  # int32, one a program; with gates, one a tile of N. Zero before and after
+    Partials,  # fp32 workspace: two partial results a program
+    Semaphores,  # int32, one a program, zero before and after
     T,
     E,
     K,
@@ -243,21 +190,16 @@ def experts(
         gdc_launch_dependents()
     program = gl.program_id(0)
     N = weights.features[0]
-    Sums = Workspace + gl.num_programs(0).to(gl.int64) * (2 * C.partial_floats)
     blocks, pairs = sort_pairs(ids, T * C.top_k, E, x_stride, pool, C)
-    if gates is None:
-        for i in range(pairs + program, T * C.top_k, gl.num_programs(0)):
-            _zeros(entry(C.order_at, i) & 1023, weights, C)
-    elif pairs == 0:
-        for t in range(program, T, gl.num_programs(0)):
-            _zeros(t, weights, C)
+    for i in range(pairs + program, T * C.top_k, gl.num_programs(0)):
+        _zeros(entry(C.order_at, i) & 1023, weights, C)
     steps = (K + C.step - 1) // C.step
     tiles = blocks * ((N + C.tile - 1) // C.tile)
-    programs, whole, split, each, more = _shares(tiles, steps)
-    shared = each + (program < more).to(gl.int32)
+    programs, whole, split, each, more, unit = _shares(tiles, steps)
+    shared = each + gl.where(program < more, unit, 0)
     own = split + program * whole
     end = gl.where(program < programs, shared + whole * steps, 0)
-    x = program * each + gl.minimum(program, more)
+    x = program * each + gl.minimum(program, more) * unit
     tile = own
     step = program * 0
     if shared > 0:
@@ -299,13 +241,14 @@ def experts(
             v = tile_sums(acc, rings, red, slot, _output_layout(C), S, C)
             whole_tile = (begin == 0) & (step == steps)
             if not whole_tile:
-                offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Workspace, Semaphores, C)
+                offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)
                 whole_tile = arrived == last - first
                 if whole_tile:
                     gl.store(Semaphores + tile, 0)
-                    v = sum_partials(Workspace, offsets, first, last, program, v, C)
+                    v = sum_partials(Partials, offsets, first, last, program, v, C)
             if whole_tile:
-                _finish(v, tile, tiles, blocks, ids, gates, Sums, Semaphores, T, E, weights, S, C)
+                expert, n0, first_pair, count = block_at(tile, tiles, weights, C)
+                _write_pairs(_results(v, expert, n0, weights, S, C), n0, (first_pair, count), weights, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0
@@ -314,22 +257,6 @@ def experts(
         turn = after(turn, C)
         ahead_turn = after(ahead_turn, C)
     meet(turn, 0, C)
-
-
-@gluon.jit
-def _finish(v, tile, tiles, blocks, ids, gates, Sums, Semaphores, T, E, weights, S: gl.constexpr, C: gl.constexpr):
-    """What a tile's sums turn into: results of its pairs, or if it is the last one of its rows the weighted sums of all tokens."""
-    expert, n0, first, count = block_at(tile, tiles, weights, C)
-    v = _results(v, expert, n0, weights, S, C)
-    if gates is None:
-        _write_pairs(v, n0, (first, count), weights, C)
-    else:
-        _keep_pairs(v, n0, (first, count), Sums, weights.features[0], C)
-        barrier()  # all of the results, before they are counted
-        counter = Semaphores + gl.num_programs(0) + n0 // C.tile
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == blocks - 1:
-            gl.store(counter, 0)
-            _weigh(n0, ids, gates, Sums, T, E, weights, C)
 
 
 # ------------------------------------------------------------------------------------------------------------------- host code
@@ -352,13 +279,18 @@ def launch(
     """
     x, stack, ids, gates, bias, _ = call
     spec, (experts_count, features, width) = plan.spec, stack.shape
+    rows = out if gates is None else workspace[plan.partials :]
     weights = Weights(
         *((stack.codes.view(torch.int16),), (stack.scales,), (stack.offsets,), (bias,), (stack.tensor_scale,)),
-        outs=(out,),
+        outs=(rows,),
         features=(features,),
     )
-    arguments = (x, ids, gates, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), weights)
-    if compiled is not None:
-        compiled[plan.programs, 1, 1](*arguments, spec)
-        return compiled
-    return experts[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=255)
+    arguments = (x, ids, workspace, semaphores, ids.shape[0], experts_count, width, x.stride(0), weights)
+    made, added = compiled or (None, None)
+    if made is not None:
+        made[plan.programs, 1, 1](*arguments, spec)
+    else:
+        made = experts[(plan.programs,)](*arguments, C=spec, num_warps=spec.warps, launch_pdl=spec.use_pdl, maxnreg=plan.registers)
+    if gates is not None:
+        added = add_pairs(rows, ids, gates, out, experts_count, spec.use_pdl, added)
+    return made, added

@@ -23,8 +23,8 @@ from halfbyte.kernels.linear.operands import plain
 
 @gluon.constexpr_function
 def _key_layout(C):
-    """[threads or more, keys that each is compared with]: a thread has pairs of its own."""
-    return gl.BlockedLayout([C.sorted // (32 * C.warps), 32], [32, 1], [C.warps, 1], [1, 0])
+    """[pairs, keys that each is compared with]: a thread has pairs of its own; few pairs every warp sorts for itself."""
+    return gl.BlockedLayout([max(1, C.pairs // (32 * C.warps)), 32], [32, 1], [C.warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -71,13 +71,13 @@ def _largest(a, b):
 def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     """Write the table; returns how many blocks there are, and how many pairs have an expert."""
     layout: gl.constexpr = _key_layout(C)
-    s = gl.arange(0, C.sorted, layout=gl.SliceLayout(1, layout))
+    s = gl.arange(0, C.pairs, layout=gl.SliceLayout(1, layout))
     expert = gl.load(ids + s, mask=s < S, other=-1)
     good = (expert >= 0) & (expert < E)
     key = gl.where(s < S, gl.where(good, expert, E).to(gl.int32) << 10 | s, 0x7FFFFFFF)
     shape: gl.constexpr = [C.pairs // 32, 32]
     keys = view(pool, C.blocks_at, gl.int32, shape, plain(1))  # where blocks lie later
-    _put(C.blocks_at, s, key, s < C.pairs)
+    _put(C.blocks_at, s, key, s >= 0)
     barrier()
     place = s * 0
     for i in range((S + 31) // 32):
@@ -93,8 +93,8 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
 @gluon.jit
 def _blocks(S, E, C: gl.constexpr):
     """Cut the sorted pairs into blocks; returns how many there are, and how many pairs have an expert."""
-    flat: gl.constexpr = gl.BlockedLayout([C.sorted // (32 * C.warps)], [32], [C.warps], [0])
-    p = gl.arange(0, C.sorted, layout=flat)
+    flat: gl.constexpr = gl.BlockedLayout([max(1, C.pairs // (32 * C.warps))], [32], [C.warps], [0])
+    p = gl.arange(0, C.pairs, layout=flat)
     there = gl.where(p < S, p, 0)
     expert = entry(C.order_at, there) >> 10
     good = (p < S) & (expert < E)

@@ -1,0 +1,229 @@
+"""Decode steps recorded as CUDA graphs, and those that a model keeps from one call of `generate()` to the next.
+
+A `Step` is memory that stays (a cache, the tokens of a call, the inputs of a forward) and what was recorded over it: forwards, by
+what their inputs look like, and the choices of a token that read their logits. Everything recorded reads lengths on the device, so
+a step serves every call of its batch size that fits into its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import _pytree as pytree
+
+from halfbyte.errors import warn_once
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.layer_options import BUCKET
+
+Result = TypeVar("Result")
+#: What is kept at most: steps of a model, forwards of a step, choices of a forward.
+MOST_STEPS, MOST_FORWARDS, MOST_CHOICES = 4, 4, 8
+#: Bytes of kept caches on other devices than a GPU.
+_BUDGET = 2**30
+_ADVANCING = ("position_ids", "cache_position")
+#: Model -> its steps by what they depend on, those used last at the end. A step in use is not among them.
+_kept: WeakKeyDictionary[Any, dict[Hashable, Step]] = WeakKeyDictionary()
+
+
+class Recorded:
+    """A function over memory that stays: called `warm_up` times, then recorded without running it, and replayed from there on.
+
+    On other devices than a GPU, and where it cannot be recorded, it is called each time.
+    """
+
+    def __init__(self, warm_up: int, pool: Any, generator: torch.Generator | None = None) -> None:
+        """pool: of the graphs' memory. Those of a step share one, as they are replayed one after the other."""
+        self.warm_up, self.pool, self.generator = warm_up, pool, generator
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Any = None
+        self.calls = 0
+
+    def __call__(self, run: Callable[[], Result], device: torch.device) -> Result:
+        """The result of `run`, valid until the next call."""
+        self.calls += 1
+        if self.calls == self.warm_up + 1 and device.type == "cuda":
+            self._record(run, device)
+        if self.graph is None:
+            return run()
+        self.graph.replay()
+        return self.result  # type: ignore[no-any-return]
+
+    def _record(self, run: Callable[[], Any], device: torch.device) -> None:
+        graph = torch.cuda.CUDAGraph()
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                self.result = run()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            warn_once(f"a decode step of this model cannot be recorded in a CUDA graph and runs without: {error}")
+        else:
+            self.graph = graph
+
+
+class Tokens:
+    """The tokens of a call, on the device.
+
+    ids         [B, columns], of which `length` [1] are there; last [B, 1] are the newest of them, which the forward reads
+    unfinished  bool [B]; taken [] counts the steps that some sequence needed
+    """
+
+    def __init__(self, prompts: torch.Tensor, columns: int) -> None:
+        batch = len(prompts)
+        self.ids, self.last = prompts.new_zeros(batch, columns), prompts.new_zeros(batch, 1)
+        self.length, self.taken = (torch.zeros(n, dtype=torch.long, device=prompts.device) for n in ((1,), ()))
+        self.unfinished = torch.ones(batch, dtype=torch.bool, device=prompts.device)
+
+    def begin(self, prompts: torch.Tensor) -> None:
+        """Hold the prompts [B, T] of a call, and nothing else."""
+        self.ids[:, : prompts.shape[1]] = prompts
+        self.length.fill_(prompts.shape[1])
+        self.taken.zero_()
+        self.unfinished.fill_(True)
+
+
+class Forward:
+    """The forward of one token a sequence over static inputs, and the choices that were recorded over its logits."""
+
+    def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded) -> None:
+        self.kind, self.inputs, self.recorded = kind, inputs, recorded
+        self.choices: dict[Hashable, Any] = {}
+
+    def __call__(self, forward: Callable[..., Any]) -> torch.Tensor:
+        """Logits [B, V] behind the tokens in "input_ids", by the model's `forward`. Valid until the next call."""
+        return self.recorded(lambda: self._run(forward), self.inputs["input_ids"].device)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its logits lie where they lay: then what reads them can be recorded. Where nothing is recorded, so to speak."""
+        return self.recorded.graph is not None or self.inputs["input_ids"].device.type != "cuda"
+
+    def choice(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """The choice that is kept under `key`, or what `make` makes."""
+        found: Result = self.choices.pop(key) if key in self.choices else make()
+        self.choices[key] = found
+        _drop_oldest(self.choices, MOST_CHOICES)
+        return found
+
+    def takes(self, kind: Hashable, inputs: dict[str, Any]) -> bool:
+        """Copy the inputs of another call into the memory that it reads, if they look the same."""
+        new, shape = pytree.tree_flatten(inputs)
+        held, before = pytree.tree_flatten(self.inputs)
+        if self.kind != kind or before != shape or not all(map(_alike, held, new)):
+            return False
+        for a, b in zip(held, new, strict=True):
+            if isinstance(a, torch.Tensor) and a is not b:
+                a.copy_(b)
+        return True
+
+    def _run(self, forward: Callable[..., Any]) -> torch.Tensor:
+        logits: torch.Tensor = forward(**self.inputs, return_dict=True).logits[:, -1]
+        for name in _ADVANCING:
+            if isinstance(self.inputs.get(name), torch.Tensor):
+                self.inputs[name].add_(1)
+        return logits
+
+
+class Step:
+    """A cache, the tokens of a call, and the forwards that read them, the one used last at the end."""
+
+    def __init__(self, key: Hashable, cache: PackedCache, prompts: torch.Tensor, columns: int) -> None:
+        self.key, self.cache = key, cache
+        self.tokens = Tokens(prompts, max(columns, cache.capacity + 1))
+        self.forwards: list[Forward] = []
+        self.pool = torch.cuda.graph_pool_handle() if prompts.is_cuda else None
+
+    def fits(self, cache: PackedCache, columns: int) -> bool:
+        """Whether a call that would use `cache` and so many columns of tokens can use this step."""
+        return self.cache.capacity >= cache.capacity and self.tokens.ids.shape[1] >= columns
+
+    def forward(self, kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
+        """The forward of a `kind` that reads such inputs; they are those of a call's first step."""
+        inputs = {**inputs, "input_ids": self.tokens.last}
+        found = next((forward for forward in self.forwards if forward.takes(kind, inputs)), None)
+        if found is None:
+            own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+            found = Forward(kind, {**own, "input_ids": self.tokens.last}, Recorded(warm_up, self.pool))
+        self.forwards = [*(one for one in self.forwards if one is not found), found][-MOST_FORWARDS:]
+        return found
+
+
+def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: int, keeps: bool) -> Step:
+    """A step of a model for a call with these prompts [B, T], a `cache` that holds nothing yet, and `columns` tokens at most.
+
+    A kept step of the same batch size serves every call that fits into its cache. Else its cache is freed, and the new one has room
+    for up to a quarter more than is needed. A model keeps `MOST_STEPS` steps; those used least recently are dropped for a new one,
+    until all caches take a quarter of the GPU's memory. Without `keeps` the step is this call's, with its cache as it is.
+    """
+    if not keeps:
+        return Step(None, cache, prompts, columns)
+    cache.grow(max(1, columns - 1))  # a stopping criterion of the call may allow more than its configuration
+    key, steps = _key(model, cache, prompts), _kept.get(model, {})
+    found = steps.pop(key, None)
+    if found is not None and found.fits(cache, columns):
+        found.cache.reset()
+        return found
+    del found
+    cache.grow(roomy(cache.capacity))
+    _drop_oldest(steps, MOST_STEPS - 1, _budget(prompts.device) - int(cache.bytes_per_token * len(prompts) * cache.capacity))
+    return Step(key, cache, prompts, columns)
+
+
+def keep_step(model: Any, step: Step) -> None:
+    """Keep a step for the next call."""
+    steps = _kept.setdefault(model, {})
+    for key in [key for key in steps if key[-1] != step.key[-1]]:  # type: ignore[index]
+        del steps[key]  # recorded over other weights
+    steps.pop(step.key, None)
+    steps[step.key] = step
+    _drop_oldest(steps, MOST_STEPS)
+
+
+def kept_steps(model: Any) -> list[Step]:
+    """The steps that a model keeps, the one used last at the end."""
+    return list(_kept.get(model, {}).values())
+
+
+def release(model: Any) -> int:
+    """Free the caches and CUDA graphs that `halfbyte.hf.generate` keeps for a model's next call; the bytes of those caches.
+
+    The next call makes and records new ones. They are freed with the model, too.
+    """
+    return sum(step.cache.nbytes for step in _kept.pop(model, {}).values())
+
+
+def roomy(capacity: int) -> int:
+    """A capacity of at least so many tokens, and up to a quarter more: there are four in each octave."""
+    step = max(BUCKET, 1 << max(0, capacity.bit_length() - 3))
+    return -(-capacity // step) * step
+
+
+def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
+    """What a step depends on: batch size, the cache's layout, and, last, where the weights lie.
+
+    The batch size is exact: another one may have other plans, and with them other rounding.
+    """
+    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.layers)
+    weights = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
+    return len(prompts), prompts.dtype, prompts.device, layout, weights
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether a graph that read `a` may read `b`: tensors of one shape and type, or the same value."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
+
+
+def _budget(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else _BUDGET
+
+
+def _drop_oldest(held: dict[Hashable, Any], most: int, budget: int | None = None) -> None:
+    """Drop the first entries until there are `most`, of steps also until their caches take `budget` bytes at most."""
+    while held and (len(held) > most or (budget is not None and sum(step.cache.nbytes for step in held.values()) > budget)):
+        del held[next(iter(held))]
