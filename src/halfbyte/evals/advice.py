@@ -180,11 +180,11 @@ class _Sizes:
 
     def choices(self, candidates: Sequence[str]) -> list[Choice]:
         """Every cache with the first of these weight formats that fits; none if none does."""
-        name = first_fitting(self.skeleton, candidates) if self.stored is None else self.stored.name
-        if name is None:
-            return []
+        name: str | None
         if self.stored is not None:
-            saved = self.stored.quantized_bytes(self.skeleton)[0]
+            name, saved = self.stored.name, self.stored.quantized_bytes(self.skeleton)[0]
+        elif (name := first_fitting(self.skeleton, candidates)) is None:
+            return []
         else:
             saved = quantized_bytes(self.skeleton, None if name == "bf16" else weight_format(name))[0]
         size = plain_bytes(self.skeleton) - saved
