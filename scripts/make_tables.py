@@ -80,8 +80,8 @@ def quality() -> str:
         (
             r["kv"],
             r["weights"] or "bf16",
-            f"{r['change']:+.2f} \u00b1 {r.get('noise', 0):.2f} %",
-            f"{r['kl_mean']:.1e} \u00b1 {r.get('kl_noise', 0):.0e}",
+            f"{r['change']:+.2f} \u00b1 {r['noise']:.2f} %",
+            f"{r['kl_mean']:.1e} \u00b1 {r['kl_noise']:.0e}",
             f"{100 * r['top1']:.1f} %",
             size_ratio(r, records[0]),
         )

@@ -209,8 +209,9 @@ class Rotation:
     def restore_short(self) -> None:
         """Every cache lacks its newest token, and has the tail of before it: a block that it completed left none."""
         self._lengths.copy_(self._short)
-        for cache in self.caches if self._tail is not None else ():
-            cache.keys.tail.copy_(self._tail)  # type: ignore[union-attr]
+        for cache in self.caches:
+            if cache.keys.tail is not None and self._tail is not None:
+                cache.keys.tail.copy_(self._tail)
 
     def plant_decoys(self) -> None:
         """The place of every newest token holds the decoy."""
