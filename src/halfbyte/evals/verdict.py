@@ -56,7 +56,7 @@ def _facts(result: Quality, base: Quality) -> dict[str, Cell]:
     facts: dict[str, Cell] = {
         "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
         "size": f"{ratio(result, base):.2f}x smaller",
-        "KL divergence": f"{result.kl_mean:.1e} nats{', safe' * is_safe(result.kl_mean, result.kl_noise)}",
+        "KL divergence": f"{result.kl_mean:.1e} nats{', safe on this model' * is_safe(result.kl_mean, result.kl_noise)}",
     }
     if result.setting.kv != base.setting.kv:
         tokens, plain = (int(10**9 / r.kv_bytes_per_token) for r in (result, base))
