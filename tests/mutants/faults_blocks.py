@@ -87,8 +87,8 @@ BLOCK = [
     Mutant(
         "the residual multiplier left out",
         BLOCKS,
-        "FusedBlock._sum",
-        Rewrite("self.multiplier", "1.0"),
+        "FusedBlock.__init__",
+        Rewrite("float(getattr(_l, 'residual_multiplier', 1.0))", "1.0"),
         blocks("test_the_same_tokens[granite-1]"),
     ),
     Mutant(
