@@ -35,10 +35,15 @@ test: $(VENV)/.ready-test  ## lint, types and the whole test suite on a CPU
 	$(PYTEST) tests/emulated
 	HALFBYTE_GPU_TESTS=dry $(PYTEST) tests/gpu
 
-# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; and PEFT and lm-eval,
-# which it does without.
-hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval
+# Every family of models, every saved folder and every option of generate(), of which `make test` takes a sample; PEFT and lm-eval, which
+# it does without; and transformers' own tests of generation, which are in its repository only.
+TRANSFORMERS ?= $(VENV)/transformers
+hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of models, PEFT, lm-eval, its own tests of generation
 	HALFBYTE_FAMILIES=all HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(PYTEST) tests/hf
+	test -d $(TRANSFORMERS) || { git clone --quiet --depth 1 --filter=blob:none --sparse https://github.com/huggingface/transformers \
+	  --branch v$$($(BIN)/python -c 'import transformers; print(transformers.__version__)') $(TRANSFORMERS) && \
+	  git -C $(TRANSFORMERS) sparse-checkout set tests; }
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/hf/packed_generation.py $(TRANSFORMERS) -n 2
 
 # vLLM pins other versions than ours, so it has an environment of its own; its CPU build does without torch's companions.
 ENGINE := .venv-engine

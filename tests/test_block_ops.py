@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import halfbyte as hb
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.ops.block import add_norm, gated, norm_rows
+from halfbyte.ops.block_linear import add_projection, gated_projection, halves, projected
+from halfbyte.ops.linear import linear
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.tensors import QuantTensor
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -49,6 +53,24 @@ def test_gates(activation: str) -> None:
     torch.testing.assert_close(gated(gate, up, activation).double(), x * torch.sigmoid(inner) * up, rtol=1e-5, atol=1e-6)
 
 
+def weight(n: int, name: str = "int4_g32", width: int = 64) -> QuantTensor:
+    return hb.quantize(r(n, width), name)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "nvfp4", "int8_col"])
+def test_projections_and_what_surrounds_them_one_by_one(name: str) -> None:
+    x, residual, by, both, bias = r(2, 3, 64), r(2, 3, 16), norm(16), weight(32, name), r(32)
+    (gate, up), (gate_bias, up_bias) = halves(both, bias)
+    assert torch.equal(torch.cat([gate.dequantize(), up.dequantize()]), both.dequantize())
+    whole = linear(x, both, bias)
+    torch.testing.assert_close(torch.cat(projected(x, [gate, up], [gate_bias, up_bias]), -1), whole)
+    torch.testing.assert_close(gated_projection(x, [gate, up], [gate_bias, up_bias], "silu"), gated(*whole.chunk(2, -1), "silu"))
+    hidden, out = add_projection(x, up, up_bias, residual, by, multiplier=0.5)
+    expected = add_norm(whole[..., 16:], residual, by, multiplier=0.5)
+    torch.testing.assert_close((hidden, out), expected)
+    assert add_projection(x, up, None, residual, None)[1] is None
+
+
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "residual of another shape": (lambda: add_norm(r(2, 8), r(3, 8), None), InvalidArgument, "residual has shape"),
     "residual of another type": (lambda: add_norm(r(2, 8), r(2, 8).half(), None), InvalidArgument, "residual is torch.float16"),
@@ -62,6 +84,37 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "up of another shape": (lambda: gated(r(2, 8), r(2, 4), "silu"), InvalidArgument, "up has shape"),
     "up of another type": (lambda: gated(r(2, 8), r(2, 8).half(), "silu"), InvalidArgument, "up is torch.float16"),
     "an unknown activation": (lambda: gated(r(2, 8), r(2, 8), "relu"), InvalidArgument, "activation='relu'; choose one of: silu"),
+    "a residual of other rows": (
+        lambda: add_projection(r(2, 64), weight(8), None, r(3, 8), None),
+        InvalidArgument,
+        "residual has shape",
+    ),
+    "a residual in 16 bits": (
+        lambda: add_projection(r(2, 64), weight(8), None, r(2, 8).half(), None),
+        InvalidArgument,
+        "residual is torch.float16",
+    ),
+    "a norm of x": (
+        lambda: add_projection(r(2, 64), weight(8), None, r(2, 8), norm(64)),
+        InvalidArgument,
+        r"before.weight has shape \[64\]",
+    ),
+    "gate alone": (lambda: gated_projection(r(2, 64), [weight(8)], [None], "silu"), InvalidArgument, "1 weights and 1 biases"),
+    "up of another size": (
+        lambda: gated_projection(r(2, 64), [weight(8), weight(16)], [None] * 2, "silu"),
+        InvalidArgument,
+        r"up has shape \[16",
+    ),
+    "x of another size": (
+        lambda: gated_projection(r(2, 32), [weight(8)] * 2, [None] * 2, "silu"),
+        InvalidArgument,
+        r"x \(for gate weight\)",
+    ),
+    "an activation that no kernel has": (
+        lambda: gated_projection(r(2, 64), [weight(8)] * 2, [None] * 2, "relu"),
+        InvalidArgument,
+        "activation='relu'",
+    ),
     "an unknown level": (lambda: gated(r(2, 8), r(2, 8), "silu", impl="cuda"), InvalidArgument, "impl='cuda'"),
     "a kernel on a CPU": (lambda: gated(r(2, 8), r(2, 8), "silu", impl="triton"), Unsupported, "runs on an NVIDIA GPU"),
 }

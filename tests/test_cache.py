@@ -490,6 +490,18 @@ def test_what_the_host_is_sure_of(paged: bool, monkeypatch: pytest.MonkeyPatch) 
     assert cache.length_bound == 5
     cache.crop(3)
     assert cache.length_bound is None
+    recorded[0] = True
+    cache._check_capacity(5, None)  # what a capture of an append runs of it
+    recorded[0] = False
+    cache.reset()
+    assert cache.length_bound is None  # the graph may be replayed
+    cache.expect_replays(False)
+    cache.append(new, new)
+    assert cache.length_bound == 5
+    cache.expect_replays(True)
+    assert cache.length_bound is None
+    cache.reset()
+    cache.expect_replays(False)
     theirs = KVCache.from_buffers(cache.keys, cache.values, torch.zeros_like(cache.lengths))
     for _ in range(2):
         theirs.append(new, new)

@@ -29,6 +29,7 @@ QUESTIONS = {
     "prompts": "prefill attention over the prompt itself and over a packed past, compared with 16 bits",
     "engines": "append and attention of an engine's step over packed pages: against vLLM's kernels, decode_attention and 16 bits",
     "capacity": "tokens a second and GPU time with the largest batch that fits, by context and KV format; Llama 2 70B on 8 GPUs",
+    "step": "a decode step of whole models through generate(): tokens a second, and where its time goes, launch by launch",
     "decode-70b": "a decode step of one of eight tensor-parallel ranks of Llama 2 70B: BF16 and INT4 caches by batch and context",
 }
 

@@ -139,6 +139,13 @@ class KVCache:
         """Say that tokens will be appended without `append` of this object, as by compiled code: the host stops counting them."""
         self._bound, self._counts_all = None, False
 
+    def expect_replays(self, expected: bool) -> None:
+        """Say whether CUDA graphs that captured an append may be replayed from now on: the host does not see their tokens.
+
+        Without them, from a `reset` on, the host counts tokens as if nothing had been captured.
+        """
+        self._captured, self._counts_all = expected, not expected
+
     @property
     def batch(self) -> int:
         return self.lengths.shape[0]

@@ -24,6 +24,7 @@ from benchmarks.studies import (
     int4_ladder,
     prompts,
     quality_per_bit,
+    step,
     w4a16_splitk,
 )
 from benchmarks.studies import int8_granularity as granularity
@@ -67,6 +68,7 @@ SMALL: dict[str, Callable[[], Sequence[Job]]] = {
     "decode-70b": lambda: [decode_70b.StepJob(Model(RANK, FAKE, 2, 3), 3, 64)],
     "engines": lambda: [engines.StepJob(Requests(2, 20)), engines.StepJob(Requests(2, 20, prompt=6, past=15))],
     "capacity": lambda: [capacity.CapacityJob(Model(RANK, FAKE, 2, 3), 64, f, 2 * 10**6) for f in ("bf16", "int4")],
+    "step": lambda: [step.StepJob(step.Case("step", "demo", 2, 16))],
     "w4a16-splitk": lambda: [w4a16_splitk.SizeJob(256, 256, (1, 3))],
     "fused-qkv": lambda: [
         qkv_cases.VariantsJob(qkv_layers.random_weights(LAYER), "auto", ("nf4",)),

@@ -18,7 +18,7 @@ from accuracy import check_product
 from halfbyte.errors import Unsupported
 from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_call import LinearCall
-from halfbyte.ops._linear_on_gpu import _plan_of, expands
+from halfbyte.ops._linear_on_gpu import expands, plan_of
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
@@ -369,7 +369,7 @@ def test_a_product_in_compiled_code_is_one_kernel(tiles: float, rows: int) -> No
 
     assert same_bits(product(), hb.linear(x, weight, impl=level))
     if not PLACE.dry:
-        plan = _plan_of(LinearCall(x, [weight], [None], level))
+        plan = plan_of(LinearCall(x, [weight], [None], level))
         assert isinstance(plan, LinearPlan)
         names_of(product)  # the profiler may miss what comes while it starts
         names = names_of(product)

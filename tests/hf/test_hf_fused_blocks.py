@@ -23,6 +23,7 @@ from halfbyte.errors import InvalidArgument
 from halfbyte.hf import fused_blocks
 from halfbyte.hf.fused_blocks import FusedBlock, fused_view
 from halfbyte.hf.recorded_step import kept_steps
+from halfbyte.ops import block_linear
 
 CACHE = {"keys": "int8", "values": "int4_g32"}
 DESCRIBED: dict[str, Any] = {
@@ -122,10 +123,17 @@ def test_projections_fused_quantized_or_not(options, prompt, blocks_ran):
 
 def test_one_launch_for_the_projections_of_one_input(prompt, monkeypatch):
     calls = []
-    project = fused_blocks._project
-    monkeypatch.setattr(fused_blocks, "_project", lambda x, layers: calls.append(len(layers)) or project(x, layers))
+
+    def seen(name):
+        inner = getattr(fused_blocks, name)
+        monkeypatch.setattr(
+            fused_blocks, name, lambda x, weights, *rest: calls.append((name, len(weights))) or inner(x, weights, *rest)
+        )
+
+    seen("projected")
+    seen("gated_projection")
     tokens(packed("qwen3"), prompt(1), fuse_blocks=True, max_new_tokens=2)
-    assert calls == [3, 2, 3, 2]
+    assert calls == [("projected", 3), ("gated_projection", 2)] * 2
 
 
 def test_a_view_changes_nothing(prompt):
@@ -194,22 +202,24 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: Launches of one block in a decode step: of the modules one by one, with fused projections where a family has several, and fused.
+#: Launches of one block in a decode step: of the modules one by one, with fused projections where a family has several; fused,
+#: with a launch for each op of `halfbyte.ops.block`; and where projections do what surrounds them.
 LAUNCHES = {
-    "llama": (36, 9),
-    "mistral": (36, 9),
-    "qwen2": (36, 9),
-    "phi3": (38, 9),
-    "smollm3": (36, 9),
-    "granite": (38, 9),
-    "gemma2": (60, 9),
-    "qwen3": (52, 10),
-    "olmo2": (54, 10),
+    "llama": (36, 9, 6),
+    "mistral": (36, 9, 6),
+    "qwen2": (36, 9, 6),
+    "phi3": (38, 9, 6),
+    "smollm3": (36, 9, 6),
+    "granite": (38, 9, 6),
+    "gemma2": (60, 9, 8),
+    "qwen3": (52, 10, 7),
+    "olmo2": (54, 10, 9),
 }
 
 
+@pytest.mark.parametrize("tuned", [False, True])
 @pytest.mark.parametrize("family", LAUNCHES)
-def test_launches_of_a_block(family, prompt, monkeypatch):
+def test_launches_of_a_block(family, tuned, prompt, monkeypatch):
     """Registered ops of halfbyte are one launch each; so are an append and the ops around projections, which are not registered."""
 
     def as_one(owner, name):
@@ -237,6 +247,10 @@ def test_launches_of_a_block(family, prompt, monkeypatch):
     model, found = packed(family, fuse_qkv=not own, fuse_gate_up=not own).bfloat16(), []
     for name in ("add_norm", "norm_rows", "gated"):
         as_one(fused_blocks, name)
+        if not tuned:
+            as_one(block_linear, name)
+    for name in ("add_projection", "projected", "gated_projection") if tuned else ():
+        as_one(fused_blocks, name)
     as_one(KVCache, "append")
     cache = hf.PackedCache(model, 64, **CACHE)
     ids = prompt(2)
@@ -248,5 +262,6 @@ def test_launches_of_a_block(family, prompt, monkeypatch):
             step(ids[:, -1:], past_key_values=cache)
     layers = model.config.num_hidden_layers
     which = -2 if family == "smollm3" else -1  # the last of its layers has no positions
-    assert (found[:layers][which], found[layers:][which]) == LAUNCHES[family]
-    assert found[layers] <= LAUNCHES[family][1] + 3  # the first block normalizes its own input, and makes cos and sin for all
+    modules, *fused = LAUNCHES[family]
+    assert (found[:layers][which], found[layers:][which]) == (modules, fused[tuned])
+    assert found[layers] <= fused[tuned] + 3  # the first block normalizes its own input, and makes cos and sin for all

@@ -1,8 +1,7 @@
 """Every option of `generate()` over a packed cache: the tokens that transformers makes with a cache rounded in the same way.
 
-transformers publishes its own tests of generation in no package: neither wheel nor sdist holds tests/generation. So this file walks
-what GenerationConfig and `generate()` offer, and an option that it does not know, say of a later version, fails a test. `make
-hf-suite` runs all families.
+It walks what GenerationConfig and `generate()` offer; an option that it does not know, say of a later version, fails a test. `make
+hf-suite` runs all families, and transformers' own tests of generation: packed_generation.py.
 """
 
 from __future__ import annotations

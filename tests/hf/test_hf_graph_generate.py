@@ -11,6 +11,7 @@ import re
 import traceback
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 import halfbyte.hf as hf
+from halfbyte import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.hf import choice, graph_generate, recorded_step
 from halfbyte.hf.recorded_step import kept_steps
@@ -224,6 +226,24 @@ def test_the_next_call_keeps_step_and_cache(packed, prompt):
     assert torch.equal(*both(model, prompt(2)))
     assert step not in kept_steps(model)
     assert len(kept_steps(model)) == 1
+
+
+def test_a_kept_cache_counts_its_prompt_as_a_new_one_does(packed, prompt, monkeypatch):
+    """Else each layer would wait for the GPU, and attend to a past that is not there. Behind the prompt, graphs append."""
+    model, done = packed(), []
+    layers = model.config.num_hidden_layers
+    expect, append = KVCache.expect_replays, KVCache.append
+    monkeypatch.setattr(KVCache, "expect_replays", lambda self, expected: done.append(expected) or expect(self, expected))
+    monkeypatch.setattr(KVCache, "append", lambda self, k, *a, **b: done.append(k.shape[2]) or append(self, k, *a, **b))
+    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": hf.generate}
+    model.generate(prompt(2), **options)
+    assert done == [21] * layers + [1] * 2 * layers
+    done.clear()
+    (step,) = kept_steps(model)
+    recorded = step.forwards[0].recorded
+    recorded.graph, recorded.result = SimpleNamespace(replay=lambda: None), torch.zeros(2, model.config.vocab_size)
+    model.generate(prompt(2), **options)
+    assert done == [False] * layers + [21] * layers + [True] * layers
 
 
 def test_what_is_kept_is_bounded(packed, prompt, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, SIZES
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import configuration_utils
@@ -17,7 +18,7 @@ from transformers.quantizers import auto
 
 import halfbyte.hf as hf
 from halfbyte import errors
-from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.hf.attention import attention
 from halfbyte.hf.weights import packed_share
 from halfbyte.paths import shipped_model
@@ -96,15 +97,15 @@ for folder in sys.argv[1:]:
 @pytest.mark.slow
 @pytest.mark.parametrize("imported", [False, True] if os.environ.get("HALFBYTE_FAMILIES") == "all" else [False])
 def test_every_loader_in_a_new_process(build, prompt, tmp_path, imported):
-    """With the import each gives what the saved model gives, or fails: AutoModel makes no output layer; a pipeline goes on to the
-    tokenizer, which these folders lack. Without it all fail but one, which is right: plain weights in a model without generate().
+    """With the import each gives what the saved model gives; a pipeline goes on to the tokenizer, which these folders lack. Without
+    it all fail but one, which is right: plain weights in a model without generate().
     """
     folders, expected, ids = [], [], torch.arange(1, 22)[None]
     for number, options in enumerate(({"weights": "nf4"}, {"keys": "int8", "values": "int8"}, {"weights": "nf4", "keys": "int4"})):
         model = hf.quantize(build("llama"), **options)
         folders.append(str(hf.save(model, tmp_path / str(number))))
         tokens = str(model.generate(ids, max_new_tokens=6, do_sample=False)[0].tolist())
-        states = "Unsupported" if "weights" in options else str(round(float(model.model(ids).last_hidden_state.detach().sum()), 2))
+        states = str(round(float(model.model(ids).last_hidden_state.detach().sum()), 2))
         expected += [tokens, states, tokens, "Couldn't instantiate"]
     script = "import halfbyte.hf\n" * imported + LOADERS
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", script, *folders], capture_output=True, text=True, check=True)
@@ -115,6 +116,31 @@ def test_every_loader_in_a_new_process(build, prompt, tmp_path, imported):
         assert len(lines) == len(expected)
         assert lines.pop(5) == expected[5]
         assert {*lines} <= {"RuntimeError", "ValueError", "Could not load model"}
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama", {"lm_head": "int8_col", "keys": "int8"}), ("gpt2", {}), ("gpt_oss", {})])
+def test_the_base_model_alone(build, tmp_path, family, options):
+    """AutoModel, whose names lack the beginning of those in the folder; saved, loaded once more, and never with a head made up."""
+    whole, ids = hf.quantize(build(family), "int8_col", **options), torch.arange(1, 22)[None]
+    hf.save(whole, tmp_path / "whole")
+    base = tf.AutoModel.from_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        expected = whole.base_model(ids).last_hidden_state
+        assert torch.equal(base(ids).last_hidden_state, expected)
+        base.save_pretrained(tmp_path / "base")
+        assert torch.equal(tf.AutoModel.from_pretrained(tmp_path / "base")(ids).last_hidden_state, expected)
+    for load in (tf.AutoModelForCausalLM.from_pretrained, hf.load):
+        with pytest.raises(Unsupported, match="load it with AutoModel"):
+            load(tmp_path / "base")
+
+
+def test_a_base_model_lacks_a_part(build, tmp_path):
+    folder = hf.save(hf.quantize(build("llama"), "nf4"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scales"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        tf.AutoModel.from_pretrained(folder)
 
 
 def test_folders_of_older_versions_load(build, prompt, tmp_path, monkeypatch):

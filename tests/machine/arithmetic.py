@@ -194,6 +194,7 @@ LANEWISE: dict[str, Callable[..., Array]] = {
     "mad.lo": lambda a, b, c: a * b + c,
     "fma": _fused,
     "rcp": lambda a: 1 / a,
+    "rsqrt": lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(a.dtype),
     "ex2": np.exp2,
     "lg2": np.log2,
     "min.relu": lambda a, b: np.maximum(np.minimum(a, b), 0),

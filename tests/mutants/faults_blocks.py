@@ -7,7 +7,10 @@ from mutant import Mutant, tests_of
 
 NORM, GATE, BLOCKS = "kernels/block/norm.py", "kernels/block/gate.py", "hf/fused_blocks.py"
 
+RESULTS, COPIES = "kernels/linear/results.py", "kernels/linear/async_copy.py"
+
 kernel = tests_of("interpreted/test_triton_block.py")
+tuned = tests_of("emulated/test_tuned_blocks.py")
 blocks = tests_of("hf/test_hf_fused_blocks.py")
 
 BLOCK = [
@@ -47,6 +50,27 @@ BLOCK = [
         kernel("test_gated_activations"),
     ),
     Mutant(
+        "projections do not scale the rows of a norm",
+        RESULTS,
+        "finish",
+        Rewrite("v * gl.expand_dims(factors, 0)", "v"),
+        tuned("test_projections_of_rows_without_their_factor[int4_g128-1x96x1536]"),
+    ),
+    Mutant(
+        "a sum without the offset of its norm's weight",
+        RESULTS,
+        "_write_sum",
+        Rewrite("C.ending.norm == 'offset'", "C.ending.norm == 'never'"),
+        tuned("test_the_residual_sum_and_what_a_norm_needs[int4_g128-8x72x1536]"),
+    ),
+    Mutant(
+        "gate multiplied by itself",
+        COPIES,
+        "_alternating_at",
+        Rewrite("weights.codes[1]", "weights.codes[0]"),
+        tuned("test_gated_products[int4_g128-1x96x1536]"),
+    ),
+    Mutant(
         "a block without its sliding window",
         BLOCKS,
         "_Heads.__init__",
@@ -63,8 +87,8 @@ BLOCK = [
     Mutant(
         "the residual multiplier left out",
         BLOCKS,
-        "FusedBlock._sum",
-        Rewrite("self.multiplier", "1.0"),
+        "FusedBlock.__init__",
+        Rewrite("float(getattr(_l, 'residual_multiplier', 1.0))", "1.0"),
         blocks("test_the_same_tokens[granite-1]"),
     ),
     Mutant(

@@ -301,6 +301,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.grow(self.capacity)
 
+    def expect_replays(self, expected: bool) -> None:
+        """`KVCache.expect_replays` of all layers."""
+        for layer in self.layers:
+            if layer.kv is not None:
+                layer.kv.expect_replays(expected)
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated in all layers; 0 before the first forward."""

@@ -1,11 +1,13 @@
 """A decoder's blocks in few launches: `model.generate(..., custom_generate=halfbyte.hf.generate, fuse_blocks=True)`.
 
-    q, k, v = projections(x)                                  one launch
-    rotate by position, append                                one; before it one more for norms of q and k
-    attention, o_proj                                         two
-    hidden += o; x = norm(hidden)                             one, the norm behind the branch (Gemma 2, OLMo 2) included
-    gate, up = projections(x); act(gate) * up; down           three
-    hidden += down; x = norm(hidden) of the block behind      one
+    q, k, v = projections(norm(hidden))                 one launch; one more for norms of q and k
+    rotate by position, append; attention               two
+    hidden += o_proj(attention)                         one, and what the norm of hidden needs; one more for a norm behind a branch
+    act(gate) * up = projections(norm(hidden))          one
+    hidden += down_proj                                 as o_proj
+
+So with a tuned kernel for the weights, bf16 and up to 16 rows (`halfbyte.ops.block_linear`); otherwise norms with the sum before
+them, and activations, have launches of their own.
 
 What a family's block has is in `FAMILIES`, everything else is found by structure: projections fused in the checkpoint (Phi-3),
 norms of q and k (Qwen 3, OLMo 2), sinks, layers without positions (SmolLM3). A part without a description, such as a mixture of
@@ -28,7 +30,7 @@ from halfbyte.hf.model_support import blocks, layer_window
 from halfbyte.kv_buffer import Rope
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import add_norm, gated, norm_rows
-from halfbyte.ops.linear import projections
+from halfbyte.ops.block_linear import Rows, Unscaled, add_projection, gated_projection, halves, projected
 from halfbyte.reference.block import Norm
 
 
@@ -120,9 +122,9 @@ def _norms_of(layer: Any) -> list[Norm | None]:
 class _Ahead:
     """What a block has normalized for the next one, along with its own result."""
 
-    held: tuple[torch.Tensor, torch.Tensor] | None = None
+    held: tuple[torch.Tensor, Rows] | None = None
 
-    def take(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def take(self, hidden: torch.Tensor, norm: Norm | None) -> Rows:
         """norm(hidden), which was computed with `hidden`, unless this is the first block."""
         held, self.held = self.held, None
         if norm is None:
@@ -138,7 +140,7 @@ class _FinalNorm(nn.Module):
         self.norm, self.ahead = norm, ahead
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ahead.take(hidden, self.norm)
+        return _whole(self.ahead.take(hidden, self.norm))
 
 
 class FusedBlock(nn.Module):
@@ -151,53 +153,83 @@ class FusedBlock(nn.Module):
         super().__init__()
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.following = norms
         self.ahead, self.multiplier = ahead, float(getattr(layer, "residual_multiplier", 1.0))
-        self.attend: Callable[..., Any] = layer.self_attn if heads is None else heads.attend
-        self.mlp: Callable[[torch.Tensor], Any] = _mlp(layer.mlp)
+        self.attend: _Branch = _as_it_is(layer.self_attn) if heads is None else heads.attend
+        self.mlp: _Branch = _mlp(layer.mlp)
 
     def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
         """hidden [B, L, N] and what the family's block is given, by keyword."""
         x = self.ahead.take(hidden, self.before_attention)
-        branch, _ = self.attend(hidden_states=x, **given)
-        hidden, x = self._sum(branch, hidden, self.after_attention, self.before_mlp)
-        made = self.mlp(x)
-        branch = made[0] if isinstance(made, tuple) else made  # a mixture returns the scores of its router, too
-        hidden, x = self._sum(branch, hidden, self.after_mlp, self.following)
+        hidden, x = self._sum(*self.attend(x, **given), hidden, self.after_attention, self.before_mlp)
+        hidden, x = self._sum(*self.mlp(x), hidden, self.after_mlp, self.following)
         self.ahead.held = hidden, x
         return hidden
 
     def _sum(
-        self, branch: torch.Tensor, hidden: torch.Tensor, after: Norm | None, before: Norm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, x = add_norm(branch, hidden, before, after=after, multiplier=self.multiplier)
-        return hidden, hidden if x is None else x
-
-
-def _mlp(module: Any) -> Callable[[torch.Tensor], Any]:
-    """A gated MLP in three launches; any other as it is."""
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
-    if activation is None or not hasattr(module, "down_proj"):
-        return module  # type: ignore[no-any-return]
-
-    def forward(x: torch.Tensor) -> Any:
-        if hasattr(module, "gate_up_proj"):
-            gate, up = module.gate_up_proj(x).chunk(2, -1)
+        self, x: torch.Tensor, last: nn.Module | None, hidden: torch.Tensor, after: Norm | None, before: Norm | None
+    ) -> tuple[torch.Tensor, Rows]:
+        """The sum of the residual and a branch, whose `last` layer is left to do, and that sum normalized."""
+        made: Rows | None
+        if after is None and (quantized := _quantized(last)):
+            hidden, made = add_projection(x, quantized.weight, quantized.bias, hidden, before, multiplier=self.multiplier)
         else:
-            gate, up = _project(x, (module.gate_proj, module.up_proj))
-        return module.down_proj(gated(gate, up, activation))
+            hidden, made = add_norm(x if last is None else last(x), hidden, before, after=after, multiplier=self.multiplier)
+        return hidden, hidden if made is None else made
+
+
+#: Given x and what the family's block is given: what the last layer of a branch multiplies, and that layer; None: nothing is left.
+_Branch = Callable[..., tuple[torch.Tensor, nn.Module | None]]
+
+
+def _as_it_is(module: nn.Module) -> _Branch:
+    """A module without a description."""
+
+    def forward(x: Rows, **given: Any) -> tuple[torch.Tensor, None]:
+        made = module(_whole(x), **given)
+        return (made[0] if isinstance(made, tuple) else made), None  # a mixture returns the scores of its router, too
 
     return forward
 
 
-def _project(x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """x [..., K] by each of two or three layers: in one launch where all are quantized, fused before or not; else one by one.
+def _mlp(module: Any) -> _Branch:
+    """A gated MLP in two launches; any other as it is."""
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
+    if activation is None or not hasattr(module, "down_proj"):
+        return _as_it_is(module)
+    both = [module.gate_up_proj] if hasattr(module, "gate_up_proj") else [module.gate_proj, module.up_proj]
+
+    def forward(x: Rows) -> tuple[torch.Tensor, nn.Module]:
+        layers: list[Any] = [_quantized(layer) for layer in both]
+        if any(layer is None or layer.weight.perm is not None or layer.weight.nested is not None for layer in layers):
+            gate, up = (t for y in _project(x, both) for t in y.chunk(2 // len(both), -1))
+            return gated(gate, up, activation), module.down_proj
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if len(both) == 1:
+            weights, biases = halves(weights[0], biases[0])
+        return gated_projection(x, weights, biases, activation), module.down_proj
+
+    return forward
+
+
+def _whole(x: Rows) -> torch.Tensor:
+    """Rows whose norm is finished, by a launch of its own if need be."""
+    return x.normalized() if isinstance(x, Unscaled) else x
+
+
+def _quantized(layer: nn.Module | None) -> Any:
+    """A layer whose weight is quantized, fused before or not; else None."""
+    return layer if type(layer) in (QuantLinear, FusedProjections, FusedSlot) else None
+
+
+def _project(x: Rows, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """x [..., K] by each of up to three layers: in one launch where all are quantized, fused before or not; else one by one.
 
     So are weights in act-order, each of which has an order of its own.
     """
-    quantized: list[Any] = [layer for layer in layers if type(layer) in (QuantLinear, FusedProjections, FusedSlot)]
-    weights = [layer.weight for layer in quantized]
-    if len(weights) < len(layers) or any(weight.perm is not None for weight in weights):
+    quantized: list[Any] = [_quantized(layer) for layer in layers]
+    if None in quantized or (len(layers) > 1 and any(layer.weight.perm is not None for layer in quantized)):
+        x = _whole(x)
         return [layer(x) for layer in layers]
-    return projections(x, weights, [layer.bias for layer in quantized])
+    return projected(x, [layer.weight for layer in quantized], [layer.bias for layer in quantized])
 
 
 # ---------------------------------------------------------------------------------------------------------------- attention
@@ -244,25 +276,26 @@ class _Heads:
         }
 
     def attend(
-        self, hidden_states: torch.Tensor, position_embeddings: Rope, past_key_values: Any, attention_mask: Any = None, **given: Any
-    ) -> tuple[torch.Tensor, None]:
-        """What the module's forward returns. The cache is a `PackedCache`."""
-        batch, tokens, _ = hidden_states.shape
-        q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in self._projected(hidden_states))
+        self, x: Rows, position_embeddings: Rope, past_key_values: Any, attention_mask: Any = None, **given: Any
+    ) -> tuple[torch.Tensor, nn.Module]:
+        """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
+        made = self._projected(x)
+        batch, tokens = made[2].shape[:2]
+        q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in made)
         rotated: dict[str, Any] = {}
         if self.tables is not None:
             rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q}
         keys, values = past_key_values.update(k, v, self.module.layer_idx, **rotated)
         q = q if keys.rotated is None else keys.rotated
         out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)
-        return self.module.o_proj(out.reshape(batch, tokens, -1)), None
+        return out.reshape(batch, tokens, -1), self.module.o_proj
 
-    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _projected(self, x: Rows) -> tuple[torch.Tensor, ...]:
         """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
         module = self.module
         if hasattr(module, "qkv_proj"):
             sizes = module.config.num_attention_heads * self.dim, module.config.num_key_value_heads * self.dim
-            q, k, v = module.qkv_proj(x).split((*sizes, sizes[1]), -1)
+            q, k, v = _project(x, (module.qkv_proj,))[0].split((*sizes, sizes[1]), -1)
         else:
             q, k, v = _project(x, (module.q_proj, module.k_proj, module.v_proj))
         if self.norms:

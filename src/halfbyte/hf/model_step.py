@@ -68,20 +68,19 @@ _SHOWN = 60
 
 
 class Way(NamedTuple):
-    """A way to generate: what a command line and records call it, and options of `generate()`."""
+    """A way to generate: what records call it, and options of `generate()`."""
 
-    short: str
     name: str
     options: dict[str, Any]
 
 
 #: In 16 bits; its cache may be compiled and captured, as halfbyte's.
-PLAIN = Way("transformers", "transformers", {"cache_implementation": "static"})
+PLAIN = Way("transformers", {"cache_implementation": "static"})
 #: With a packed cache.
 PACKED = (
-    Way("generate", "halfbyte", {}),
-    Way("graph", "halfbyte, one graph a step", {"custom_generate": generate}),
-    Way("fused", "halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
+    Way("halfbyte", {}),
+    Way("halfbyte, one graph a step", {"custom_generate": generate}),
+    Way("halfbyte, fused blocks", {"custom_generate": generate, "fuse_blocks": True}),
 )
 #: All of them, in the order in which they are measured.
 WAYS = (PLAIN, *PACKED)
@@ -190,13 +189,14 @@ def measure(
     said: Callable[[str], object] = lambda text: None,
     traced: bool = True,
     ways: Sequence[Way] = WAYS,
+    judged: Callable[[Any], object] = lambda model: None,
 ) -> Iterator[Record]:
     """A record for each of the `ways` as soon as it is timed: in 16 bits, then of the model quantized in place to `formats`.
 
     `seconds` of a record is a decode step, `p10` and `p90` those of its shortest and its longest call. On a GPU the replay of a
     graph has a record of its own. Where a step is `traced`, a second record with `kernels`, seconds by count and name, follows
     once all are timed, as tracing slows what is timed behind it on a GPU; there is none of 16 bits there. `said` is called with
-    what is done.
+    what is done, `judged` with the quantized model before it is timed.
     """
     layers, roof = text_config(model).num_hidden_layers, Roofline(machine, torch.get_num_threads(), QUICK)
     shape = {"B": steps.batch, "T": steps.context, "layers": layers}
@@ -223,7 +223,7 @@ def measure(
     for sides in [[*plain, *packed]] if in_turn else [plain, *([side] for side in packed)]:
         if sides == packed[:1] or (in_turn and packed):
             torch.compiler.reset()
-            quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True)
+            judged(quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True))
         for side, way, made in timing(sides) if sides else ():
             yield made
             found.append((side, way, made))

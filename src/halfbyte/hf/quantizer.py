@@ -41,6 +41,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
     #: Of a 16-bit folder: what quantizes its weights.
     loading: QuantizeWhileLoading | None = None
     _own_names = False
+    #: What the names in the files begin with where only the base model is made.
+    _prefix = ""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise for options that do not exist, or that do not belong here."""
@@ -68,12 +70,12 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.loading = QuantizeWhileLoading(model, self.quantization_config.options)
             return model
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
-        self._own_names, config = infos is not None, self.quantization_config
+        self._own_names = infos is not None
         for name in infos or ():
-            for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
-                if name.endswith(suffix) and name.removesuffix(suffix) not in named:
-                    raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
+            self._check_stored(name)
         known = targets(model)
+        self._name_base(model, known)
+        config = self.quantization_config
         ties = {name.removesuffix(".weight") for name in getattr(model, "all_tied_weights_keys", None) or {}}
         if tied := sorted(ties & config.modules.keys()):
             raise CheckpointError(
@@ -91,15 +93,34 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected = stops | set(model._keys_to_ignore_on_load_unexpected or ())
         return model
 
+    def _check_stored(self, name: str) -> None:
+        """Raise for a part of a quantized weight that `modules` and `act_order` know nothing of."""
+        config: HalfbyteConfig = self.quantization_config
+        for suffix, named in ((".weight_codes", config.modules), (".weight_perm", config.act_order)):
+            if name.endswith(suffix) and name.removesuffix(suffix) not in named:
+                raise CheckpointError(f"{name} is in the files, but quantization_config does not name its module")
+
+    def _name_base(self, model: Any, known: dict[str, Target]) -> None:
+        """AutoModel makes the base model alone: take its modules, without the name that the whole model has for it.
+
+        transformers does the same to the names in the files.
+        """
+        config, prefix = self.quantization_config, f"{model.base_model_prefix}."
+        base = [name for name in config.modules if name.startswith(prefix) and name.removeprefix(prefix) in known]
+        if not base or known.keys() & config.modules.keys():
+            return
+        self._prefix = prefix
+        self.quantization_config = model.config.quantization_config = HalfbyteConfig(
+            modules={name.removeprefix(prefix): fmt for name, fmt in config.modules.items() if name.startswith(prefix)},
+            act_order=[name.removeprefix(prefix) for name in config.act_order if name.startswith(prefix)],
+        )
+
     def _check_named(self, name: str, known: dict[str, Target], infos: dict[str, TensorInfo] | None) -> None:
         """Raise unless a name of `modules` is a weight of the model that fits its format and lies in the files."""
         config: HalfbyteConfig = self.quantization_config
         target, fmt = known.get(name), WEIGHT_FORMATS[config.modules[name]]
-        if target is None and name.partition(".")[2] in known:
-            raise Unsupported(
-                f"the saved model has {name!r}, and AutoModel makes only the part of it that has no output layer; load it with "
-                f"AutoModelForCausalLM and take its base_model"
-            )
+        if target is None and any(other.endswith(f".{name}") for other in known):
+            raise Unsupported(f"the folder holds a base model, without the layers around {name!r}; load it with AutoModel")
         if target is None:
             raise CheckpointError(f"quantization_config names {name!r}, which is no linear layer and no experts of the model")
         whole = [other for other, t in known.items() if target.projection and t.owner is target.owner]
@@ -110,7 +131,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         except InvalidArgument as error:
             raise CheckpointError(str(error)) from error
         if infos is not None:
-            check_parts(name, fmt, target.shape, infos, act_order=name in config.act_order)
+            check_parts(self._prefix + name, fmt, target.shape, infos, act_order=name in config.act_order)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         if not self.quantization_config.modules:  # formats of the cache alone, or weights that are only now quantized

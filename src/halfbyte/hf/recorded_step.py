@@ -148,6 +148,8 @@ class Step:
         if found is None:
             own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
             found = Forward(kind, {**own, "input_ids": self.tokens.last}, Recorded(warm_up, self.pool))
+        if found.recorded.graph is not None:
+            self.cache.expect_replays(True)
         self.forwards = [*(one for one in self.forwards if one is not found), found][-MOST_FORWARDS:]
         return found
 
@@ -166,6 +168,7 @@ def take_step(model: Any, cache: PackedCache, prompts: torch.Tensor, columns: in
     found = steps.pop(key, None)
     if found is not None and found.fits(cache, columns):
         found.cache.reset()
+        found.cache.expect_replays(False)  # until the prompt is there: else each layer would read how much it holds
         return found
     del found
     cache.grow(roomy(cache.capacity))

@@ -16,7 +16,7 @@ from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
 from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearSpec
 from halfbyte.plans.toolchain import EQUAL_PARTS
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
@@ -40,7 +40,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
     elif any(out.numel() for out in outs):
         call = call._replace(x=x.reshape(-1, x.shape[-1]))
         with torch.cuda.device_of(x):
-            plan = _plan_of(call)
+            plan = plan_of(call)
             if isinstance(plan, LinearPlan):
                 _run_plan(call, plan, outs, signature, compiled)
             elif level == "auto" and not row_invariant and expands(call.x.shape[0], weights):
@@ -57,8 +57,8 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
 # ------------------------------------------------------------------------------------------------------------------- plans
 
 
-def _plan_of(call: LinearCall) -> LinearPlan | str:
-    """How a tuned kernel runs a call; in words, why none does."""
+def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
+    """How a tuned kernel runs a call of x [M, K]; in words, why none does. alternating: rows of gate and up alternate in a tile."""
     x, weights, _, level, row_invariant = call
     if level == "triton":
         return "the portable kernel was requested"
@@ -69,6 +69,8 @@ def _plan_of(call: LinearCall) -> LinearPlan | str:
     if not all(_whole_pieces(t) for w in weights for t in (w.codes, w.scales, w.offsets)):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
     shapes = tuple((w.format, w.shape[0]) for w in weights)
+    if alternating and len({w.format for w in weights}) == 1:
+        shapes = ((weights[0].format, sum(w.shape[0] for w in weights)),)
     return _plan(shapes, x.shape[0], x.shape[1], _DTYPES[x.dtype], x.device.index, pair_launches())
 
 
@@ -115,10 +117,25 @@ def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) 
     return outs
 
 
+def run_ending(call: LinearCall, plan: LinearPlan, ending: Ending, outs: Sequence[torch.Tensor], **around: torch.Tensor) -> None:
+    """x [..., K] times weights into `outs` by the kernel for small M, with an ending and its tensors (`results.Around`)."""
+    from halfbyte.kernels.linear.results import Around
+
+    assert isinstance(plan.spec, LinearSpec)
+    call = call._replace(x=call.x.reshape(-1, call.x.shape[-1]))
+    with torch.cuda.device_of(call.x):
+        _run_plan(call, replace(plan, spec=replace(plan.spec, ending=ending)), outs, around=Around(**around))
+
+
 def _run_plan(
-    call: LinearCall, plan: LinearPlan, outs: Sequence[torch.Tensor], signature: Signature | None = None, compiled: bool = False
+    call: LinearCall,
+    plan: LinearPlan,
+    outs: Sequence[torch.Tensor],
+    signature: Signature | None = None,
+    compiled: bool = False,
+    around: Any = None,
 ) -> None:
-    """x [M, K] times weights, by a tuned kernel into `outs`."""
+    """x [M, K] times weights, by a tuned kernel into `outs`. around: tensors of its ending."""
     from halfbyte.kernels.linear import kernel_of
     from halfbyte.kernels.linear.ring import weights_of
 
@@ -127,26 +144,28 @@ def _run_plan(
         x = x.index_select(1, perm.clamp(0, x.shape[1] - 1))
     elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
-    weights, kernel = weights_of(call.weights, _alike(call.biases, outs), outs), kernel_of(plan)
+    weights, kernel = weights_of(call.weights, _alike(call.biases, call.weights), outs), kernel_of(plan)
     partials, semaphores = floats(x.device, plan.floats, compiled), counters(x.device, plan.counters, compiled)
     if compiled:
         kernel.launch(x, weights, plan, partials, semaphores)
         return
-    facts = tuple((t.dtype, t.data_ptr() % 16) for t in (*weights.biases, *weights.factors) if t is not None)
+    others = (*weights.biases, *weights.factors, *(around or ()))
+    facts = tuple((t.dtype, t.data_ptr() % 16) for t in others if t is not None)
     key = (plan, x.device, x.shape[1], weights.features, facts)
-    made = with_compiled(key, functools.partial(kernel.launch, x, weights, plan, partials, semaphores))
+    more = {} if around is None else {"around": around}
+    made = with_compiled(key, functools.partial(kernel.launch, x, weights, plan, partials, semaphores, **more))
     used = (x, *weights.codes, *weights.scales, *weights.zeros, *weights.biases, *weights.factors)
     if signature is not None and signature.covers(used):
         store(signature, _replay(kernel.relauncher(made, x, weights.features, plan), plan, outs))
 
 
-def _alike(biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]) -> list[torch.Tensor | None]:
     """Biases of one type: none, or all; zeros where one is missing, in fp32 where types differ."""
     types = {b.dtype for b in biases if b is not None}
     if not types:
         return list(biases)
     dtype = types.pop() if len(types) == 1 else torch.float32
-    made = [o.new_zeros(o.shape[-1], dtype=dtype) if b is None else b for b, o in zip(biases, outs, strict=True)]
+    made = [w.codes.new_zeros(w.shape[0], dtype=dtype) if b is None else b for b, w in zip(biases, weights, strict=True)]
     return [b.to(dtype).contiguous() for b in made]
 
 

@@ -43,7 +43,7 @@ def add_norm(
     norms = {"before": before, "after": after}
     for name, norm in norms.items():
         if norm is not None:
-            _check_norm(name, norm, x)
+            check_norm(name, norm, x)
     given = [x, residual, *(norm.weight for norm in norms.values() if norm is not None)]
     if not _launches("add_norm", impl, given, x.shape[-1]):
         return reference.add_norm(x, residual, after, multiplier, before)
@@ -62,7 +62,7 @@ def norm_rows(xs: Sequence[torch.Tensor], norms: Sequence[Norm], *, impl: str = 
     check(len(xs) == len(norms) in (1, 2), f"{len(xs)} tensors and {len(norms)} norms were given; pass one or two of each")
     for i, (x, norm) in enumerate(zip(xs, norms, strict=True)):
         check_tensor(f"xs[{i}]", x, x.shape, device=xs[0].device)
-        _check_norm(f"norms[{i}]", norm, x)
+        check_norm(f"norms[{i}]", norm, x)
     alike = len({(x.dtype, norm.eps, norm.kind) for x, norm in zip(xs, norms, strict=True)}) == 1
     given = [*xs, *(norm.weight for norm in norms)]
     if not alike or not _launches("norm_rows", impl, given, max(x.shape[-1] for x in xs)):
@@ -99,7 +99,8 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _check_norm(name: str, norm: Norm, x: torch.Tensor) -> None:
+def check_norm(name: str, norm: Norm, x: torch.Tensor) -> None:
+    """Raise `InvalidArgument` unless `norm` has the width of x."""
     check_tensor(f"{name}.weight", norm.weight, x.shape[-1:], device=x.device)
     check(norm.kind in KINDS, f"{name}.kind={norm.kind!r}; choose one of: {', '.join(KINDS)}")
 

@@ -5,7 +5,7 @@ Specs are compile-time constants: kernels read their fields. plans/linear.py and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from halfbyte.formats import Format
@@ -127,6 +127,30 @@ def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightS
 
 
 @dataclass(frozen=True)
+class Ending:
+    """What becomes of sums in a decoder block (kernels/linear/results.py), instead of y.
+
+    parts       sums of squares of each row that x was made from, which scale its results; 0: none
+    eps         added to the mean of those squares
+    activation  rows of a tile are those of gate and up in turn, and results activation(gate) * up; "": neither
+    adds        results are added to a residual, times `multiplier`
+    norm        the kind of the norm behind that sum; "": none
+    """
+
+    parts: int = 0
+    eps: float = 0.0
+    activation: str = ""
+    adds: bool = False
+    multiplier: float = 1.0
+    norm: str = ""
+
+    @property
+    def padded_parts(self) -> int:
+        """A power of two."""
+        return 1 << max(0, self.parts - 1).bit_length()
+
+
+@dataclass(frozen=True)
 class LinearSpec:
     """Everything the kernel for small M (kernels/linear/mma.py) is compiled for."""
 
@@ -148,6 +172,12 @@ class LinearSpec:
     separate_reduce_smem: bool  # the warps' sums have shared memory of their own; else they reuse a slot of the ring
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
+    ending: Ending | None = field(default=None, kw_only=True)  # None: y
+
+    @property
+    def sources(self) -> int:
+        """Weights whose rows alternate in a tile."""
+        return 2 if self.ending is not None and self.ending.activation else 1
 
     @property
     def x_low(self) -> int:

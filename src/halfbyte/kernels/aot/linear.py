@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
-from halfbyte.kernels.linear import kernel_of, portable
+from halfbyte.kernels.linear import kernel_of, mma, portable
+from halfbyte.kernels.linear.results import Around
 from halfbyte.kernels.linear.ring import weights_of
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import Ending, LinearPlan
 from halfbyte.plans.linear_wgmma import wgmma_linear
 from halfbyte.tensors import QuantTensor, expected_parts
 
@@ -69,6 +71,19 @@ _WGMMA = (
     ("nvfp4", 64, (4096, 1024, 1024), 4096, "bias"),
     ("nvfp4", 32, (4096,), 4096, "fp16"),
 )
+#: (format, M, N of each, K, options, ending) in a decoder block; the largest of each shape of tile.
+_ENDINGS = (
+    ("int4_g128", 1, (4096,), 4096, "", Ending(adds=True, norm="rounded")),
+    ("int4_g128", 8, (4096,), 14336, "bias", Ending(adds=True, multiplier=0.22, norm="offset")),
+    ("nf4", 16, (4096,), 14336, "fp16", Ending(adds=True)),
+    ("int4_g128", 1, (4096, 1024, 1024), 4096, "", Ending(parts=128, eps=1e-5)),
+    ("nvfp4", 16, (4096, 1024, 1024), 4096, "bias", Ending(parts=64, eps=1e-5)),
+    ("int4_g128", 1, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
+    ("int4_g128", 8, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
+    ("int4_g32", 4, (14336, 14336), 4096, "fp16 bias", Ending(activation="gelu_tanh")),
+    ("int8_col", 8, (14336, 14336), 4096, "", Ending(parts=128, eps=1e-5, activation="silu")),
+    ("mxfp4", 16, (14336, 14336), 4096, "", Ending(parts=64, eps=1e-5, activation="gelu_tanh")),
+)
 #: (formats, M, N, K, options) for the portable kernel: every format and kind of tile is in it, most with both kinds of x.
 _PORTABLE = (
     *((name, m, 4096, 4096, "") for name in WEIGHT_FORMATS for m in (16, 1024)),
@@ -93,6 +108,8 @@ def configurations() -> Iterator[Configuration]:
             yield from _tuned(*sample, capability)
     for sample in _WGMMA:
         yield from _tuned(*sample, (9, 0))
+    for case in _ENDINGS:
+        yield from _ended(*case)
     for call in _PORTABLE:
         yield from _portable(*call)
 
@@ -106,6 +123,29 @@ def _tuned(
     plan = choose(weights, m=m, width=k, dtype=dtype, num_sms=132, capability=capability, use_pdl=True)
     if isinstance(plan, LinearPlan):
         yield from plan_configurations(name, m, features, k, options, plan, capability)
+
+
+def _ended(name: str, m: int, features: tuple[int, ...], k: int, options: str, ending: Ending) -> Iterator[Configuration]:
+    """A projection with what surrounds it in a decoder block, as an H100 would run it."""
+    half, fmt = "fp16" if "fp16" in options else "bf16", WEIGHT_FORMATS[name]
+    dtype = torch.float16 if half == "fp16" else torch.bfloat16
+    planned = ((fmt, sum(features)),) if ending.activation else [(fmt, n) for n in features]
+    plan = gluon_linear(planned, m=m, width=k, dtype=half, num_sms=132, capability=(9, 0), use_pdl=True)
+    assert isinstance(plan, LinearPlan)
+    y = empty(m, features[0], dtype=dtype)
+    weights = weights_of(
+        [_empty_weight(fmt, (n, k)) for n in features],
+        [empty(n, dtype=dtype) if "bias" in options else None for n in features],
+        [y] if ending.activation else [empty(m, n, dtype=dtype) for n in features],
+    )
+    squares, weight = empty(1, m, dtype=torch.float32), empty(features[0], dtype=dtype)
+    sums = {"residual": y} if ending.adds else {}
+    sums |= {"weight": weight, "weighted": y, "own_squares": squares} if ending.norm else {}
+    around = Around(squares=squares if ending.parts else None, **sums)
+    given = (empty(m, k, dtype=dtype), weights, replace(plan, spec=replace(plan.spec, ending=ending)))
+    launch = functools.partial(mma.launch, *given, empty(1, dtype=torch.float32), empty(1), around=around)
+    words = "-".join([*(["scaled"] if ending.parts else []), ending.activation, "sum" * ending.adds, ending.norm, options])
+    yield from recorded(f"block-{name}-M{m}-{'x'.join(map(str, features))}-{words}", launch, targets=(90,))
 
 
 def plan_configurations(

@@ -13,6 +13,9 @@ A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the K slice'
 among the T threads of the K slice. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
 """
 
+# ruff: noqa: RET505
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -84,12 +87,16 @@ def _x_pieces(C):
 
 
 @gluon.constexpr_function
-def _copy_asm(pieces, base, size, fill, cached):
+def _copy_asm(pieces, base, size, fill, cached, sources=1):
     """Copies of one thread's `pieces` of `size` bytes. $1 where piece 0 goes, in bytes from `base`; $2 its address; $3 bytes from
     row to row; $4 rows that are left from that of piece 0 on: others are not copied, as their results are not stored;
     with `fill` $5 bytes (or any measure, where a thread has one piece of a row) that are left of a row: beyond them come zeros.
+    sources: rows alternate between so many weights. A thread's are of one of them.
     """
     distance = next((row for row, _, _, _ in pieces if row), 0)  # rows from one piece to the next that is in another
+    if distance % sources:
+        raise ValueError(f"a thread's pieces lie {distance} rows from each other, and rows alternate between {sources} weights")
+    distance //= sources
     how = "cg" if size == 16 and not cached else "ca"
     lines = ["{ .reg .pred q; .reg .b32 n, s, g; .reg .b64 p, d; mov.u32 g, global_smem; mov.b64 p, $2;"]
     lines.append(f"mul.wide.s32 d, $3, {distance};")
@@ -140,7 +147,7 @@ def _scales_from(Base, n0, step, K, zeros: gl.constexpr, S: gl.constexpr, C: gl.
     pieces: gl.constexpr = gl.constexpr(C.columns(S) // piece)
     t, _ = _scale_thread(piece, S, C)
     row = K // S.group
-    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces * row + t % pieces * piece)
+    at = n0.to(gl.int64) * row + step * C.columns(S) + (t // pieces // C.sources * row + t % pieces * piece)
     if C.odd_zeros if zeros else C.odd_scales:
         Base = Base.to(gl.int64) - t // pieces % 2 * 2
     return Base.to(gl.int64) + at * size
@@ -149,9 +156,34 @@ def _scales_from(Base, n0, step, K, zeros: gl.constexpr, S: gl.constexpr, C: gl.
 @gluon.jit
 def weight_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
     """Where a thread's pieces of a step lie: codes, scales and zero points, and the rows of the weight from there on."""
-    codes, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
-    codes, scales, zeros = rows_at(codes, scales, zeros, n0, step, K, S, C)
-    return codes, scales, zeros, N - n0
+    if C.sources == 2:
+        return _alternating_at(tile, step, weights, K, S, C)
+    else:
+        codes, scales, zeros, _, _, _, N, n0 = place(tile, weights, C)
+        codes, scales, zeros = rows_at(codes, scales, zeros, n0, step, K, S, C)
+        return codes, scales, zeros, N - n0
+
+
+@gluon.jit
+def _alternating_at(tile, step, weights, K, S: gl.constexpr, C: gl.constexpr):
+    """The same where even rows of a tile are of the first weight, odd rows of the second, of as many rows."""
+    n0 = tile * (C.tile // 2)
+    zeros = weights.codes if weights.zeros[0] is None else weights.zeros
+    codes, scales, zero = rows_at(weights.codes[0], weights.scales[0], zeros[0], n0, step, K, S, C)
+    odd_codes, odd_scales, odd_zero = rows_at(weights.codes[1], weights.scales[1], zeros[1], n0, step, K, S, C)
+    codes = gl.where(thread_of(C) // gl.constexpr(S.words(C) // 8) % 2 == 0, codes, odd_codes)
+    if S.groups > 0:
+        scales = gl.where(_of_even_scales(C.scales_per_copy, S, C), scales, odd_scales)
+        if S.zero:
+            zero = gl.where(_of_even_scales(C.zeros_per_copy, S, C), zero, odd_zero)
+    return codes, scales, zero, 2 * (weights.features[0] - n0)
+
+
+@gluon.jit
+def _of_even_scales(piece: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Whether a thread copies scales (or zero points) of even rows of a tile."""
+    t, _ = _scale_thread(piece, S, C)
+    return t // gl.constexpr(C.columns(S) // piece) % 2 == 0
 
 
 @gluon.jit
@@ -161,7 +193,7 @@ def rows_at(codes, scales, zeros, row, step, K, S: gl.constexpr, C: gl.constexpr
     t = thread_of(C)
     width = K // S.codes_per_word
     at = row.to(gl.int64) * width + step * (C.k_slices * S.words(C))
-    codes = codes.to(gl.int64) + 2 * (at + (t // pieces * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
+    codes = codes.to(gl.int64) + 2 * (at + (t // pieces // C.sources * width + (k_slice_of(C) * S.words(C) + t % pieces * 8)))
     if S.groups > 0:
         scales = _scales_from(scales, row, step, K, False, S, C)
         if S.zero:
@@ -197,7 +229,7 @@ def _fetch_scales(at, slot, rows, left, K, zeros: gl.constexpr, S: gl.constexpr,
         )
     else:
         gl.inline_asm_elementwise(
-            _copy_asm(_scale_pieces(S, C, piece, zeros), base, piece * size, True, False),
+            _copy_asm(_scale_pieces(S, C, piece, zeros), base, piece * size, True, False, C.sources),
             "=r,r,l,r,r,r,~{memory}",
             [
                 slot * (C.tile * C.columns(S) * size) + t * (piece * size),
@@ -244,7 +276,7 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     into = (slot * C.k_slices + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
     there = gl.where((w * S.words(C) + t % pieces * 8) * S.codes_per_word < left, rows - row, 0)
     gl.inline_asm_elementwise(
-        _copy_asm(_code_pieces(S, C), 0, 16, False, False),
+        _copy_asm(_code_pieces(S, C), 0, 16, False, False, C.sources),
         "=r,r,l,r,r,~{memory}",
         [into, codes, K // S.codes_per_word * 2, there],
         dtype=gl.int32,

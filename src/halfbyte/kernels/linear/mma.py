@@ -31,51 +31,16 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, launcher, view
-from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
-from halfbyte.kernels.linear.ring import Weights, place
+from halfbyte.kernels.linear.results import Around, finish, output_layout, row_factors
+from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.plans.linear import shares
 from halfbyte.plans.linear_spec import LinearPlan
-
-
-@gluon.constexpr_function
-def output_layout(C):
-    """[W, tile, columns]: every thread holds the W sums of its own numbers."""
-    across = min(C.sums, 32)
-    return gl.BlockedLayout([C.k_slices, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def _row_layout(C):
-    """[tile, M]: a thread writes 8 neighbours of a row of y."""
-    lanes = min(32, C.tile // 8)
-    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
-
-
-@gluon.jit
-def write_tile(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
-    """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
-    _, scales, _, bias, factor, out, N, n0 = place(tile, weights, C)
-    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-    if S.groups == 0:
-        v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
-    v = v * (1.0 / S.unit(C.dtype))
-    if S.factor:
-        v = v * gl.load(factor)
-    if weights.biases[0] is not None:
-        v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
-    v = v.to(out.dtype.element_ty)
-    if C.sums > 16:
-        # Warp-group MMAs leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
-        v = gl.convert_layout(v, _row_layout(C))
-    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
-    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
-    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < M) & (n < N))
 
 
 @gluon.constexpr_function
@@ -174,6 +139,7 @@ def linear(
     split_tiles,  # tiles that all programs share
     each,  # steps of those for each program
     more,  # programs that take one step more
+    around: Around,  # what `C.ending` needs; None without one
     C: gl.constexpr,
 ):
     """One program's part of the split tiles, then its own tiles."""
@@ -224,6 +190,7 @@ def linear(
         fetch_x(i, x_step, i < end, X, M, K, x_stride, C)
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
+    factors = row_factors(around, M, K, C)
     check_addresses(rings[0], S, C)
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
@@ -247,13 +214,13 @@ def linear(
         if (step == steps) | (now + 1 == shared):
             v = tile_sums(acc, rings, red, slot, output_layout(C), S, C)
             if (begin == 0) & (step == steps):
-                write_tile(v, tile, 0, M, weights, S, C)
+                finish(v, tile, M, weights, around, factors, S, C)
             else:
                 offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)
                 if arrived == last - first:
                     gl.store(Semaphores + tile, 0)
                     v = sum_partials(Partials, offsets, first, last, program, v, C)
-                    write_tile(v, tile, 0, M, weights, S, C)
+                    finish(v, tile, M, weights, around, factors, S, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0
@@ -285,6 +252,7 @@ def launch(
     partials: torch.Tensor,
     semaphores: torch.Tensor,
     compiled: Any = None,
+    around: Around | None = None,
 ) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled.
 
@@ -292,8 +260,9 @@ def launch(
     spec.use_pdl weights are read before the previous kernel has ended (programmatic dependent launch).
     partials: plan.floats fp32; semaphores: plan.counters int32, zero before and after.
     compiled: what an earlier launch of the same types, alignments and sizes (but for M) returned; the JIT is bypassed then.
+    around: tensors of spec.ending; with an activation, weights are gate and up, and their results one tensor.
     """
-    spec, arguments = plan.spec, (x, partials, semaphores, *_sizes(x), weights, *_partition(plan))
+    spec, arguments = plan.spec, (x, partials, semaphores, *_sizes(x), weights, *_partition(plan), around)
     if compiled is not None:
         compiled[plan.programs, 1, 1](*arguments, spec)
         return compiled
@@ -305,9 +274,9 @@ def relauncher(compiled: Any, x: torch.Tensor, features: tuple[int, ...], plan: 
 
     It takes the stream's number, x, and addresses: of the tensors of `Weights`, of partials and of semaphores.
     """
-    run, sizes, partition, spec = launcher(compiled, (plan.programs, 1, 1)), _sizes(x), _partition(plan), plan.spec
+    run, sizes, rest = launcher(compiled, (plan.programs, 1, 1)), _sizes(x), (*_partition(plan), None, plan.spec)
 
     def relaunch(stream: int, x: torch.Tensor, tensors: Sequence[Any], partials: int, semaphores: int) -> None:
-        run(stream, x.data_ptr(), partials, semaphores, *sizes, (*tensors, features), *partition, spec)
+        run(stream, x.data_ptr(), partials, semaphores, *sizes, (*tensors, features), *rest)
 
     return relaunch

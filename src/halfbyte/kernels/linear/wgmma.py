@@ -39,8 +39,9 @@ from halfbyte.kernels.common.compat import barrier, copy_to_shared, launcher, vi
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import program_at, quotient, share
-from halfbyte.kernels.linear.mma import sum_partials, write_tile
+from halfbyte.kernels.linear.mma import sum_partials
 from halfbyte.kernels.linear.operands import halves, scale_layout
+from halfbyte.kernels.linear.results import write_tile
 from halfbyte.kernels.linear.ring import Weights, fetch_weight, place, weight_at, weight_rings
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.kernels.linear.wgmma_operands import (

@@ -1,0 +1,162 @@
+"""The linear kernels: what the sums of a tile become. y, or in a decoder block (`Ending`) what surrounds the projection:
+
+    factors      y[m, n] / sqrt(mean(h[m]^2) + eps), where x is h * weight of an RMSNorm: its scale of a row is a factor of sums
+    activation   act(gate) * up; rows of gate and up alternate in a tile
+    residual     h = residual + multiplier * y; and for a norm that follows h * weight, and the tile's sum of h^2 of each row m
+
+So a norm costs no launch and no instruction in the loop. What modules round to 16 bits is rounded here, but for what a norm
+multiplies by its weight: that is rounded once, after the product. Sums of squares of tiles are added in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.linear.ring import place
+
+
+class Around(NamedTuple):
+    """Tensors of an `Ending`, contiguous; None where there is none of it.
+
+    squares       fp32 [parts, M], sums of squares of parts of the rows that x was made from
+    residual      [M, N]
+    weight        [N], of the norm behind the sum
+    weighted      [M, N]: the sum times weight
+    own_squares   fp32 [tiles, M]: sums of squares of the sum
+    """
+
+    squares: Any = None
+    residual: Any = None
+    weight: Any = None
+    weighted: Any = None
+    own_squares: Any = None
+
+
+@gluon.constexpr_function
+def output_layout(C):
+    """[W, tile, columns]: every thread holds the W sums of its own numbers, and of both halves of an activation."""
+    across = min(C.sums, 32)
+    return gl.BlockedLayout([C.k_slices, C.sources, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(C):
+    """[tile, M]: a thread writes 8 neighbours of a row of y."""
+    lanes = min(32, C.tile // 8)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, C.warps], [0, 1])
+
+
+@gluon.constexpr_function
+def _square_layout(C):
+    """[parts, M], columns as in `output_layout`."""
+    across = min(C.sums, 32)
+    return gl.BlockedLayout([1, 1], [32 // across, across], [C.warps, 1], [1, 0])
+
+
+@gluon.jit
+def write_tile(v, tile, first_row, M, weights, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to y, from `first_row` on, with what is left of the scales, and the bias."""
+    _, scales, _, bias, factor, out, N, n0 = place(tile, weights, C)
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    v = _scaled(v, n, N, scales, bias, factor, weights.biases[0] is not None, S, C).to(out.dtype.element_ty)
+    if C.sums > 16:
+        # Warp-group MMAs leave neighbours of a row of y in different lanes: turned through shared memory, 16 bytes go at once.
+        v = gl.convert_layout(v, _row_layout(C))
+    n = n0 + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = first_row + gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    gl.store(out + (m.to(gl.int64) * N + n), v, mask=(m < M) & (n < N))
+
+
+@gluon.jit
+def _scaled(v, n, N, scales, bias, factor, has_bias: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Sums of rows n with what is left of the scales, and the bias."""
+    if S.groups == 0:
+        v = v * to_float(gl.load(scales + n, mask=n < N, other=0.0), S)
+    v = v * (1.0 / S.unit(C.dtype))
+    if S.factor:
+        v = v * gl.load(factor)
+    if has_bias:
+        v = v + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
+    return v
+
+
+@gluon.jit
+def row_factors(around, M, K, C: gl.constexpr):
+    """1 / sqrt(mean(h^2) + eps) of each row, as columns of a tile's sums; () without them."""
+    factors = ()
+    if C.ending is not None and C.ending.parts > 0:
+        layout: gl.constexpr = _square_layout(C)
+        part = gl.arange(0, C.ending.padded_parts, layout=gl.SliceLayout(1, layout))[:, None]
+        m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, layout))[None, :]
+        there = (part < C.ending.parts) & (m < M)
+        squares = gl.sum(gl.load(around.squares + (part * M + m), mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+        columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, output_layout(C)))
+        factors = gl.convert_layout(gl.rsqrt(squares / K + C.ending.eps), columns)
+    return factors
+
+
+@gluon.jit
+def finish(v, tile, M, weights, around, factors, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to wherever they go."""
+    if C.ending is None:
+        write_tile(v, tile, 0, M, weights, S, C)
+    else:
+        if C.ending.parts > 0:
+            v = v * gl.expand_dims(factors, 0)
+        if C.ending.activation != "":
+            _write_gated(v, tile, M, weights, S, C)
+        elif C.ending.adds:
+            _write_sum(v, tile, M, weights, around, S, C)
+        else:
+            write_tile(v, tile, 0, M, weights, S, C)
+
+
+@gluon.jit
+def _write_gated(v, tile, M, weights, S: gl.constexpr, C: gl.constexpr):
+    """act(gate) * up."""
+    gate, up = gl.split(gl.permute(gl.reshape(v, [C.tile // 2, 2, C.sums]), [0, 2, 1]))
+    out = weights.outs[0]
+    half: gl.constexpr = out.dtype.element_ty
+    N = weights.features[0]
+    n = tile * (C.tile // 2) + gl.arange(0, C.tile // 2, layout=gl.SliceLayout(1, gate.type.layout))[:, None]
+    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, gate.type.layout))[None, :]
+    has_bias: gl.constexpr = weights.biases[0] is not None
+    gate = _scaled(gate, n, N, weights.scales[0], weights.biases[0], weights.factors[0], has_bias, S, C).to(half).to(gl.float32)
+    up = _scaled(up, n, N, weights.scales[1], weights.biases[1], weights.factors[1], has_bias, S, C).to(half).to(gl.float32)
+    exponent = gate
+    if C.ending.activation == "gelu_tanh":
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    gate = (gate / (1.0 + gl.exp(-exponent))).to(half).to(gl.float32)
+    gl.store(out + (m.to(gl.int64) * N + n), (gate * up).to(half), mask=(m < M) & (n < N))
+
+
+@gluon.jit
+def _write_sum(v, tile, M, weights, around, S: gl.constexpr, C: gl.constexpr):
+    """h = residual + multiplier * y, and what the norm behind it needs."""
+    out = weights.outs[0]
+    half: gl.constexpr = out.dtype.element_ty
+    N = weights.features[0]
+    n = tile * C.tile + gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    at = m.to(gl.int64) * N + n
+    inside = (m < M) & (n < N)
+    residual = gl.load(around.residual + at, mask=inside, other=0.0).to(gl.float32)
+    has_bias: gl.constexpr = weights.biases[0] is not None
+    v = _scaled(v, n, N, weights.scales[0], weights.biases[0], weights.factors[0], has_bias, S, C).to(half).to(gl.float32)
+    if C.ending.multiplier != 1.0:
+        v = (v * C.ending.multiplier).to(half).to(gl.float32)
+    total = (residual + v).to(half)
+    gl.store(out + at, total, mask=inside)
+    if C.ending.norm != "":
+        weight = gl.load(around.weight + n, mask=n < N, other=0.0).to(gl.float32)
+        if C.ending.norm == "offset":
+            weight += 1.0
+        total = total.to(gl.float32)
+        gl.store(around.weighted + at, (total * weight).to(half), mask=inside)
+        row = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))
+        squares = gl.sum(gl.where(inside, total * total, 0.0), axis=0)
+        gl.store(around.own_squares + (tile * M + row), squares, mask=row < M)
