@@ -22,12 +22,13 @@ from engines import SHIPPED, TEXT, name_of
 
 from halfbyte.engine import PageLayout
 
+HERE = "127.0.0.1"
 PROMPTS = [list(TEXT[500 * i : 500 * i + 10 + 4 * i]) for i in range(31)]
 
 
 def free_port() -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((HERE, 0))
         return int(s.getsockname()[1])
 
 
@@ -61,12 +62,12 @@ class Server:
         raise AssertionError(f"the server is not up:\n{self.log.read_text()[-3000:]}")
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://{HERE}:{self.port}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
     def complete(self, prompt: list[int], tokens: int = 24) -> str:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", self.body(prompt, tokens), {"Content-Type": "application/json"}
+            f"http://{HERE}:{self.port}/v1/completions", self.body(prompt, tokens), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=200) as answer:
             found: dict[str, Any] = json.loads(answer.read())
@@ -81,7 +82,7 @@ class Server:
         """A client that is killed after the first tokens of a long answer: its connection is reset."""
         body = self.body(list(TEXT[:30]), 480, stream=True)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", self.port), timeout=200) as s:
+        with socket.create_connection((HERE, self.port), timeout=200) as s:
             s.sendall(head.encode() + body)
             read = b""
             while read.count(b"data: ") < 3:
