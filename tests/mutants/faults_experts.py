@@ -117,6 +117,6 @@ EXPERTS = [
         TUNED,
         "_shares",
         Rewrite("gl.where(_a, _s, 1)", "1"),
-        tuned("test_any_ids[True-8]"),
+        tuned("test_mixtures_keep_their_promise[int8_col-64-3-40-528-gates-fp16]"),
     ),
 ]
