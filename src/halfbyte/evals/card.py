@@ -239,7 +239,7 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
         (suite.windows.shape[0], suite.windows.shape[1]),
         suite.chunk,
         suite.long,
-        suite.tasks,
+        tuple(map(task_name, suite.tasks)),
         tuple(results.values()),
         agreement(loaded, suite.windows[:2, : min(48, suite.windows.shape[1])]),
         asdict(environment(describe(loaded.device), torch.get_num_threads())),
@@ -257,21 +257,36 @@ def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[s
     """{task: {metric: value}} of lm-eval tasks, every log-likelihood and generation read from a cache of the setting's formats."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
     from transformers import AutoTokenizer
 
     from halfbyte import hf
 
+    manager, names = TaskManager(include_path=sorted({str(Path(t).parent) for t in tasks if is_file(t)})), [*map(task_name, tasks)]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    check(not unknown, f"tasks: lm-eval has no task {unknown[:1]}; of a local task, pass the file NAME.yaml that says `task: NAME`")
     used = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model), trust_remote_code=False)
     try:
         with hf.packed_forwards(used):
-            found = lm_eval.simple_evaluate(HFLM(pretrained=used, tokenizer=tokenizer), tasks=list(tasks), bootstrap_iters=0)
+            harness = HFLM(pretrained=used, tokenizer=tokenizer)
+            found = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     finally:
         hf.quantize(used, keys="bf16", values="bf16")  # it may be `loaded` itself
     return {
         task: {name.removesuffix(",none"): value for name, value in found["results"][task].items() if type(value) is float}
-        for task in tasks
+        for task in names
     }
+
+
+def is_file(task: str) -> bool:
+    """Whether a task is the file of a local one, not the name of one that lm-eval has."""
+    return task.endswith(".yaml")
+
+
+def task_name(task: str) -> str:
+    """The name of a task, which a local file has, too."""
+    return Path(task).stem if is_file(task) else task
 
 
 # -------------------------------------------------------------------------------------------------------------------- reading
