@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hf-suite engine-test oracle-test trust mutants compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
+.PHONY: help demo test hf-suite engine-test oracle-test trust versions mutants operators compile-check gpu-test gpu-sanitize gpu-bench study lint format docs docs-serve bench pins size wheel clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -71,8 +71,15 @@ oracle-test: $(ORACLES)/.ready ## layers packed by bitsandbytes, compressed-tens
 trust: $(VENV)/.ready-test ## the programme of drawn calls, damaged files, kills and soaks, for hours; goes on where it stopped
 	PYTHONPATH=src:. $(BIN)/python tests/trust/run.py
 
+# Corners of the versions that pyproject.toml allows, each with an environment of its own: for a nightly job. CI runs the pins.
+versions: $(VENV)/.ready-test  ## the suite with other versions of Python, torch, transformers and Triton; several GB each
+	$(BIN)/python tests/trust/versions.py
+
 mutants: $(VENV)/.ready-test  ## seed faults in the library: each must be noticed by the tests that are named with it
 	$(BIN)/python -m pytest tests/mutants
+
+operators: $(VENV)/.ready-test  ## swap operators anywhere in chosen files: a score, and which survive
+	$(BIN)/python tests/mutants/operators.py
 
 compile-check: $(VENV)/.ready-test  ## compile every kernel for sm_80, sm_90 and sm_100, without a GPU, and look for spills
 	$(BIN)/python scripts/compile_check.py

@@ -1,4 +1,5 @@
-"""`python -m benchmarks experts`: decoding by mixtures of experts, both projections, against reading the experts that are hit.
+"""`python -m benchmarks experts`: mixtures of experts, both projections: decoding against reading the experts that are hit, and
+prompts against a grouped GEMM in 16 bits.
 
 Tokens choose their experts at random. Bytes are those of the experts that are hit, each once. All calls of a case use the same
 ids; each has a copy of the stack, more of them than the L2 cache holds. On a CPU one small mixture.
@@ -21,14 +22,16 @@ from halfbyte.measure.linear import copies_of
 from halfbyte.measure.records import Record, with_timing
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
-from halfbyte.measure.trials import Trial, one_by_one
+from halfbyte.measure.trials import Outcome, Trial, one_by_one
 from halfbyte.plans import plan
 from halfbyte.reference.experts import Activation, ExpertsCall, expert_values, experts_linear, hit
 from halfbyte.tensors import QuantTensor
 
-TOKENS = (1, 4, 16, 64)
-#: Shares of the roofline by number of tokens.
-BARS = {1: 0.85, 4: 0.85, 16: 0.7}
+TOKENS, PROMPTS = (1, 4, 16, 64), (512, 2048, 8192)
+#: Shares of the roofline by number of tokens; and how many times faster than 16 bits a prompt must be.
+BARS, PROMPT_BAR = {1: 0.85, 4: 0.85, 16: 0.7}, 1.0
+#: The 16-bit peer of prompts.
+GROUPED = "grouped GEMM"
 #: Weights that are drawn and quantized at a time.
 _PIECE = 1 << 26
 
@@ -45,6 +48,7 @@ class Layer:
     formats: str
     activation: Activation
     bias: bool = False
+    prompts: tuple[int, ...] = PROMPTS
 
 
 _SILU, _OAI = Activation("silu"), Activation("silu", 1.702, 7.0, 1.0)
@@ -54,7 +58,7 @@ LAYERS = (
     Layer("GPT-OSS-120B", 128, 4, 2880, 2880, "mxfp4", _OAI, bias=True),
     Layer("Mixtral-8x7B", 8, 2, 4096, 14336, "int4_g128", _SILU),
 )
-SMALL = Layer("a small mixture", 4, 2, 256, 128, "int4_g128", _SILU)
+SMALL = Layer("a small mixture", 4, 2, 256, 128, "int4_g128", _SILU, prompts=(96,))
 
 
 def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
@@ -83,7 +87,10 @@ class ProjectionJob:
 
     def measure(self, session: Session) -> Iterator[Record]:
         """A record for each number of tokens and implementation."""
-        wanted = {t: [i for i in self.impls if session.wants(self.case(t), self.layer.formats, f"halfbyte {i}")] for t in TOKENS}
+        wanted = {
+            t: [i for i in self.impls if session.wants(self.case(t), self.layer.formats, f"halfbyte {i}")]
+            for t in (*TOKENS, *self.layer.prompts)
+        }
         if not any(wanted.values()):
             return
         session.free()
@@ -119,8 +126,9 @@ class ProjectionJob:
         return ExpertsCall(x, stack, ids, gates, bias, None if self.down else layer.activation)
 
     def _case(self, session: Session, call: ExpertsCall, impls: Sequence[str]) -> Iterator[Record]:
+        """The records of one number of tokens: the peer's, if it is a prompt, and ours."""
         (experts, n, k), (tokens, top_k), found = call.weight.shape, call.ids.shape, len(hit(call))
-        nbytes = call.weight.nbytes * found // experts
+        nbytes, name, case = call.weight.nbytes * found // experts, self.layer.formats, self.case(tokens)
         copies = max(2, session.copies(nbytes))
         stacks = copies_of(call.weight, copies)
         judge_one = one_by_one(promise(call))
@@ -128,23 +136,73 @@ class ProjectionJob:
             impl: Trial(f"{self.name} {impl}", Work([partial(_run, call._replace(weight=w), impl) for w in stacks]), judge_one)
             for impl in impls
         }
+        if tokens in self.layer.prompts:
+            trials[GROUPED] = Trial(f"{self.name} {GROUPED}", Work([partial(grouped, call, _values(call))]), judge_one)
         shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
+        blank = Record(self.op, shape, name, "", nbytes, session.environment, case=case)
         warm = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
-        bars = [Target(self.case(tokens), self.layer.formats, "roof_share", BARS[tokens])] if tokens in BARS else []
-        for impl, outcome in session.time(trials).items():
-            r = Record(self.op, shape, self.layer.formats, f"halfbyte {impl}", nbytes, session.environment, case=self.case(tokens))
-            timing = outcome.timing
-            if timing and outcome.accuracy:
-                timing = replace(timing, method=timing.method + warm)
-                r = session.against_roofline(with_timing(r, timing, outcome.accuracy))
-                share = None if NOT_CAPTURED in r.method else r.roof_share
-                yield replace(r, bars=judge(bars if impl == "auto" else [], {"roof_share": share}))
-            else:
-                yield replace(r, refused=f"{r.case} {impl}: {outcome.refused}", bars=judge(bars if impl == "auto" else [], {}))
+        outcomes = session.time(trials)
+        peer = outcomes.pop(GROUPED, None)
+        if peer is not None:
+            yield _finished(session, replace(blank, formats="bf16", implementation=GROUPED), peer, "", None)
+        for impl, outcome in outcomes.items():
+            yield _finished(session, replace(blank, implementation=f"halfbyte {impl}"), outcome, warm, peer)
+
+
+def _finished(session: Session, r: Record, outcome: Outcome, warm: str, peer: Outcome | None) -> Record:
+    """The record with its time, or why it has none, and with its bar."""
+    timing, bars = outcome.timing, _bars(r)
+    if timing is None or outcome.accuracy is None:
+        return replace(r, refused=f"{r.case} {r.implementation}: {outcome.refused}", bars=judge(bars, {}))
+    r = with_timing(r, replace(timing, method=timing.method + warm), outcome.accuracy)
+    if r.implementation == GROUPED:
+        return r
+    r = session.against_roofline(r)
+    share: float | None = None if NOT_CAPTURED in r.method else r.roof_share
+    if peer is not None and peer.timing is not None:
+        r = replace(r, peer=GROUPED, peer_seconds=peer.timing.median)
+    faster = r.peer_seconds / r.seconds if r.peer_seconds and r.seconds else None
+    return replace(r, bars=judge(bars, {"roof_share": share, "times_16_bit": faster}))
+
+
+def _bars(r: Record) -> list[Target]:
+    """What our own choice of a kernel must reach."""
+    if r.implementation != "halfbyte auto":
+        return []
+    tokens = r.shape["T"]
+    if tokens in BARS:
+        return [Target(r.case, r.formats, "roof_share", BARS[tokens])]
+    return [Target(r.case, r.formats, "times_16_bit", PROMPT_BAR)] if tokens > max(TOKENS) else []
+
+
+# ------------------------------------------------------------------------------------------------------- the calls, and their truth
 
 
 def _run(call: ExpertsCall, impl: str) -> torch.Tensor:
     return halfbyte.experts_linear(*call[:4], bias=call.bias, activation=call.activation, impl=impl)
+
+
+def _values(call: ExpertsCall) -> torch.Tensor:
+    """The dequantized experts, bf16, as a 16-bit model keeps them: gate rows ahead of up rows where the activation is SiLU."""
+    stack = torch.stack([expert_values(call.weight, e, torch.float32).bfloat16() for e in range(call.weight.shape[0])])
+    return torch.cat((stack[:, ::2], stack[:, 1::2]), 1) if call.activation == _SILU else stack
+
+
+def grouped(call: ExpertsCall, values: torch.Tensor) -> torch.Tensor:
+    """A projection of a 16-bit model, whose weights are `_values`: pairs sorted, torch's grouped GEMM, what follows, and back."""
+    x, _, ids, gates, bias, activation = call
+    keys, order = ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(keys, torch.arange(len(values), device=keys.device), right=True, out_int32=True)
+    rows = x.reshape(-1, x.shape[-1])[order // (1 if x.ndim == 3 else ids.shape[1])]
+    y = F.grouped_mm(rows, values.mT, offs=ends)
+    y = y if bias is None else y + bias[keys]
+    if activation == _SILU:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    elif activation is not None:
+        y = activation(y)
+    back = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
+    return back if gates is None else (back * gates.unsqueeze(-1)).sum(1)
 
 
 def promise(call: ExpertsCall) -> Callable[[torch.Tensor], Accuracy]:

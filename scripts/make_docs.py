@@ -34,7 +34,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"chart": partial(hero.picture_tag, "assets"), "choice": summary.choice},
     "docs/guides/choosing-formats.md": {"choice": summary.choice, "quality": tables.quality},
     "docs/guides/checkpoints.md": {"checkpoints": tables.checkpoints},
-    "docs/concepts/trust.md": {"programme": trust.programme_table},
+    "docs/concepts/trust.md": {
+        "programme": trust.programme_table,
+        "versions": trust.version_table,
+        "operators": trust.operator_table,
+    },
     "docs/concepts/granularities.md": {"granularities": formats.granularities},
     "docs/internals/decode.md": {"bytes": formats.token_bytes},
     "docs/internals/decisions.md": {"decisions": reference.decisions},

@@ -69,7 +69,10 @@ def checkpoints() -> str:
 
 def quality() -> str:
     """Selected rows of the demo's own record."""
-    shown = ("bf16", "int8", "int8 / int4_g32", "int4_g32", "int4_channel / int4", "int4", "fp8")
+    shown = (
+        *("bf16", "int8_channel / int8", "int8", "int4_channel / int8", "int8 / int4_g32"),
+        *("int4_g32", "int4_channel / int4", "int4", "fp8"),
+    )
     records = demo_records()
     caches = [r for name in shown for r in records if r["kv"] == name and r["weights"] is None]
     weights = [r for r in records if r["kv"] == "bf16" and r["weights"] in ("int8_col", "int4_g64", "nf4", "nvfp4", "mxfp4")]
@@ -77,8 +80,8 @@ def quality() -> str:
         (
             r["kv"],
             r["weights"] or "bf16",
-            f"{r['change']:+.2f} %",
-            f"{r['kl_mean']:.1e}",
+            f"{r['change']:+.2f} \u00b1 {r['noise']:.2f} %",
+            f"{r['kl_mean']:.1e} \u00b1 {r['kl_noise']:.0e}",
             f"{100 * r['top1']:.1f} %",
             size_ratio(r, records[0]),
         )

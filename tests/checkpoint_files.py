@@ -320,6 +320,7 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (gptq, {}, fill("g_idx", 2), r"a\.b\.g_idx makes groups of 31 to 33 columns"),
     (gptq, {"sym": True}, fill("qzeros", 0x77777776), r"a\.b\.qzeros is neither 7 \(v1\) nor 8 \(v2\)"),
     (gptq, {}, say(bits=3), "bits=3"),
+    (gptq, {}, put("qweight", torch.zeros(8, 8).int()), r"a\.b\.qweight holds 2-bit codes; halfbyte reads 4 and 8 bits"),
     (gptq, {}, put("qweight", torch.zeros(12, 8).int()), r"a\.b\.qweight holds 3-bit codes; halfbyte reads 4 and 8 bits"),
     (
         gptq,
@@ -330,6 +331,7 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (gptq, {}, say(bits="4"), "bits='4'"),
     (gptq, {}, say(group_size=64), r"a\.b\.scales has 4 groups; the configuration says groups of 64"),
     (gptq, {}, say(group_size=0), "group_size=0"),
+    (gptq, {}, say(group_size=1), r"a\.b\.scales has 4 groups; the configuration says groups of 1"),
     (gptq, {}, say(group_size=[]), "group_size"),
     (gptq, {}, say(sym="no"), "sym"),
     (gptq, {}, say(checkpoint_format="marlin"), "checkpoint_format='marlin'"),

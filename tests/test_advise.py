@@ -13,9 +13,11 @@ from halfbyte import cli
 from halfbyte.device import datasheet_name
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.evals.advice import RESERVED, TOLERATED, advise, command, python_lines
-from halfbyte.evals.card import Card, Evidence, caches, read_card, settings
+from halfbyte.evals.card import Card, Evidence, read_card, settings
+from halfbyte.evals.choices import SAFE, caches, is_safe, safe_where
 from halfbyte.evals.quality import Setting
 from halfbyte.memory import estimate
+from halfbyte.paths import shipped_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,7 +110,7 @@ def test_a_step_reads_the_experts_that_are_hit(tmp_path: Path) -> None:
 
 def test_groups_that_do_not_divide_give_way(tmp_path: Path) -> None:
     found = advise(folder(tmp_path, "llama", hidden_size=192, intermediate_size=192), gpu="h100")
-    assert [c.weights for c in found.choices[::5]] == ["bf16", "int8_col", "nvfp4", "int4_g64"]
+    assert [c.weights for c in found.choices[:: len(caches())]] == ["bf16", "int8_col", "nvfp4", "int4_g64"]
 
 
 def test_without_a_card_quality_is_not_known(llama: str) -> None:
@@ -124,7 +126,7 @@ def test_a_card_decides(llama: str) -> None:
     good, noisy = result("int8", "int8", "int8_col", 0.2), result("int4", "int4", "nvfp4", 0.2, noise=TOLERATED)
     found = advise(llama, gpu="h200", card=card(llama, result("bf16", "bf16", "bf16", 0), good, noisy))
     assert (found.recommended.keys, found.recommended.weights) == ("int8", "int8_col")
-    assert found.recommended.evidence == Evidence(0.2, 0.01, 1.0)
+    assert found.recommended.evidence == Evidence(0.2, 0.01, 1.0, safe=False)
     assert sum(c.evidence is not None for c in found.choices) == 3
     bad = advise(llama, gpu="h200", card=card(llama, result("int8", "int8", "bf16", -3.0)))
     assert bad.recommended is None
@@ -141,6 +143,39 @@ def test_a_card_of_another_model_is_refused(llama: str, tmp_path: Path) -> None:
 def test_a_gpu_is_a_name_or_a_size_with_its_unit(llama: str, gpu: str) -> None:
     with pytest.raises(InvalidArgument, match=r"a100-80gb.* or a size of memory such as 24GB"):
         advise(llama, gpu=gpu)
+
+
+def test_a_folder_of_our_own_tells_its_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes of what is stored, skipped layers and a quantized output layer included; a format that it has not is refused."""
+    from halfbyte import hf
+    from halfbyte.evals.quality import weight_bytes
+
+    made = hf.quantize(
+        hf.load(shipped_model(), dtype=torch.bfloat16), weights="nf4", lm_head="int8_col", skip_modules=("model.layers.0",)
+    )
+    hf.save(made, tmp_path / "own")
+    model = str(tmp_path / "own")
+    size = weight_bytes(hf.load(model))
+    found = advise(model, gpu="24GB", context=64)
+    assert {(c.weights, c.weight_bytes) for c in found.choices} == {("mixed", size)}
+    assert "weights=" not in python_lines(found, found.choices[1])
+    assert estimate(model).weight_bytes == estimate(model, weights="nf4").weight_bytes == size
+    assert estimate(model).weights == "mixed"
+    for refused in (lambda: advise(model, weights="mxfp4"), lambda: estimate(model, weights="mxfp4")):
+        with pytest.raises(InvalidArgument, match=r"weights='mxfp4', .* stored as int8_col, nf4"):
+            refused()
+    with pytest.raises(SystemExit):
+        cli.main(["memory", model])
+    assert "mixed weights" in " ".join(capsys.readouterr().out.split())
+
+
+def test_safe_is_a_divergence_with_its_noise(llama: str) -> None:
+    """A card without that noise is read, one with a noise that is no number is not."""
+    assert [is_safe(SAFE), is_safe(SAFE, 1e-6), is_safe(float("nan"))] == [True, False, False]
+    assert [safe_where(kl) for kl in ([SAFE, SAFE], [SAFE, 1.0], [1.0, SAFE])] == ["yes", "plain", "no"]
+    for noise, safe in (({}, True), ({"kl_noise": 1e-3}, True), ({"kl_noise": 1.5e-3}, False)):
+        known = result("int8", "int8", "bf16", 0.0) | {"kl_mean": 1e-3} | noise
+        assert card(llama, known).evidence("int8", "int8", "bf16").safe is safe
 
 
 def test_quantized_models_need_their_format(tmp_path: Path) -> None:

@@ -177,8 +177,25 @@ def test_explain_says_whether_keys_are_rotated(keys: str, dim: int, said: str, c
     assert bool(rotation) == bool(said)
 
 
+@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("16k", 1 << 14), ("128K", 1 << 17), (" 2 m ", 2 << 20)])
+def test_a_number_of_tokens_may_have_its_unit(text: str, tokens: int) -> None:
+    from halfbyte.cli.shared import token_count, token_counts
+
+    assert token_count(text) == tokens
+    assert token_counts(f"1,{text}") == [1, tokens]
+
+
+@pytest.mark.parametrize("text", ["", "k", "16 kilo", "1.5K", "16G", "0x10", "9" * 13])
+@pytest.mark.parametrize("command", [("memory", "demo"), ("advise", "demo"), ("explain",), ("bench", "model"), ("bench", "decode")])
+def test_what_is_no_number_of_tokens_is_refused(command: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if command == ("bench", "decode") and not text:
+        return  # the default cases
+    assert run(*command, "--context", text) == 2
+    assert "no number of tokens" in " ".join(capsys.readouterr().err.replace("\u2502", "").split())
+
+
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["memory", "demo", "--batch", "8", "--context", "32768", "--weights", "nf4", "--memory", "1GB"]
+    command = ["memory", "demo", "--batch", "8", "--context", "32K", "--weights", "nf4", "--memory", "1GB"]
     assert run(*command, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["kv_layers"] == 6

@@ -9,6 +9,8 @@ from typing import Any
 
 from docgen.sources import DATA, MEAN_GAIN, PEAK_GAIN, Record, attention, cpu, linear, model, tables
 from docgen.summary import find, speedup
+from halfbyte.evals.card import read_card
+from halfbyte.evals.choices import caches
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
 
 
@@ -96,6 +98,25 @@ def _parameters() -> str:
     return f"{sum(prod(t['shape']) for name, t in header.items() if name != '__metadata__') / 1e6:.1f}"
 
 
+# ---------------------------------------------------------------------------------------------------------------- quality
+
+
+def _default_cache() -> dict[str, Any]:
+    """The shipped model's evidence card on the default cache alone."""
+    card = read_card(DATA / "evidence" / "demo.json")
+    return next(r for r in card.results if (r["keys"], r["values"], r["weights"]) == (*caches()["Default"], "bf16"))
+
+
+def _card_kl() -> str:
+    found = _default_cache()
+    return f"{found['kl_mean']:.4f} \u00b1 {found['kl_noise']:.4f}"
+
+
+def _demo_cpu() -> str:
+    """CPU time of `halfbyte demo`."""
+    return f"{tables.demo_records()[0]['command']['cpu_seconds']:.0f} s"
+
+
 # ------------------------------------------------------------------------------------------------------------ the whole model
 
 
@@ -126,9 +147,12 @@ def _step_where() -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "card_change": lambda: f"\u00b1{_default_cache()['noise']:.2f} %",
+    "card_kl": _card_kl,
     "cpu_attention": lambda: _cpu_slowdown("decode_attention"),
     "cpu_gqa": _gqa_slowdown,
     "cpu_linear": lambda: _cpu_slowdown("linear"),
+    "demo_cpu": _demo_cpu,
     "host_us": _host_time,
     "kv_formats": lambda: str(len(KV_FORMATS)),
     "largest_m": _largest_m,

@@ -35,7 +35,7 @@ __all__ = [
     "key_format",
     "linear",
     "model",
-    "programme",
+    "of_tests",
     "rotated",
     "tables",
 ]
@@ -70,8 +70,8 @@ def cpu() -> list[dict[str, object]]:
     return [r for r in tables.json_lines("cpu.jsonl") if r["seconds"] is not None]
 
 
-def programme() -> dict[str, Any]:
-    """The rows of `make trust` by name."""
-    sys.path.insert(0, str(ROOT / "tests" / "trust"))
-    rows: dict[str, Any] = importlib.import_module("programme").ROWS
-    return rows
+def of_tests(suite: str, module: str, name: str) -> dict[str, Any]:
+    """What a module of tests/trust or tests/mutants calls by this name."""
+    sys.path.insert(0, str(ROOT / "tests" / suite))
+    found: dict[str, Any] = getattr(importlib.import_module(module), name)
+    return found

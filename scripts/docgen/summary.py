@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from docgen.sources import HEAD_DIM, OPS, PLAIN, WEIGHTS, Record, attention, key_format, linear, rotated, tables
-from halfbyte.evals.card import caches
+from halfbyte.evals.choices import caches, safe_where
 
 markdown = tables.markdown
 
@@ -74,7 +74,7 @@ def choice() -> str:
         (name, f"`{keys}` keys, `{values}` values" if values else f"`{keys}`", *_choice(keys, values))
         for name, keys, values in CHOICES
     ]
-    return markdown(("", "format", "smaller", "KL", "KL, outliers", "faster"), rows)
+    return markdown(("", "format", "smaller", "KL", "KL, outliers", "safe", "faster"), rows)
 
 
 def _choice(keys: str, values: str) -> tuple[str, ...]:
@@ -85,4 +85,6 @@ def _choice(keys: str, values: str) -> tuple[str, ...]:
     plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
     timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
     faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, formats.replace(" / ", "+"))]
-    return f"{16 / (plain.bits or 16):.2f}x", f"{plain.error:.1e}", f"{worst.error:.1e}", (faster or ["not measured"])[-1]
+    safe = safe_where([plain.error or 0.0, worst.error or 0.0]).replace("plain", "without outliers")
+    kl = (f"{plain.error:.1e}", f"{worst.error:.1e}", safe)
+    return f"{16 / (plain.bits or 16):.2f}x", *kl, (faster or ["not measured"])[-1]

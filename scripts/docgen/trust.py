@@ -1,23 +1,49 @@
-"""The table of what `make trust` has tried, from its records."""
+"""The tables of what `make trust`, `make versions` and `make operators` have tried, from their records."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from docgen.sources import programme, tables
+from docgen.sources import of_tests, tables
 from halfbyte import __version__
 
 
 def programme_table() -> str:
     """A line for each row of the programme: its promise, and what its records of this version say."""
-    records: list[dict[str, Any]] = [r for r in tables.json_lines("trust.jsonl") if r["version"] == __version__]
     lines = []
-    for row in programme().values():
-        mine = [r for r in records if r["row"] == row.name]
+    for row in of_tests("trust", "programme", "ROWS").values():
+        mine = _records(row.name)
         tried, failures = sum(r["count"] for r in mine), sum(len(r["failures"]) for r in mine)
         figure = (f"{tried:,}", str(failures), _where(mine[-1]["environment"])) if mine else ("not run", "", "")
         lines.append((row.promise, row.name, f"{row.goal:,} {row.unit}", *figure))
     return str(tables.markdown(("promise", "row", "goal", "tried", "failures", "last run"), lines))
+
+
+def version_table() -> str:
+    """A line for each corner of `make versions`, and what its last run says."""
+    lines = []
+    for name, corner in of_tests("trust", "versions", "CORNERS").items():
+        figure = ("not run", "", "")
+        if mine := _records(f"versions: {name}"):
+            figure = f"{mine[-1]['count']:,}", str(len(mine[-1]["failures"])), _where(mine[-1]["environment"])
+        lines.append((name, corner.python, corner.torch, corner.transformers, corner.triton, corner.when, *figure))
+    head = ("corner", "Python", "torch", "transformers", "Triton", "by", "passed", "failed", "last run")
+    return str(tables.markdown(head, lines))
+
+
+def operator_table() -> str:
+    """A line for each file that `make operators` swaps operators in."""
+    lines = []
+    for file in of_tests("mutants", "operators", "TESTS"):
+        if mine := _records(f"operators: {file}"):
+            tried, survived = sum(r["count"] for r in mine), sum(len(r["survived"]) for r in mine)
+            lines.append((f"`{file}`", f"{tried} of {mine[-1]['of']}", str(tried - survived), _where(mine[-1]["environment"])))
+    return str(tables.markdown(("file", "tried", "noticed", "last run"), lines))
+
+
+def _records(row: str) -> list[dict[str, Any]]:
+    """The records of a row by this version."""
+    return [r for r in tables.json_lines("trust.jsonl") if r["row"] == row and r["version"] == __version__]
 
 
 def _where(made: dict[str, Any]) -> str:

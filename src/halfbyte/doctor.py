@@ -16,20 +16,21 @@ from typing import Any
 
 from halfbyte.errors import pip_install
 
-#: Extra -> the packages it brings.
-OPTIONAL = ("transformers", "matplotlib")
+#: Packages that not every use needs -> what does.
+OPTIONAL = {"transformers": "halfbyte.hf and the commands that take a model", "matplotlib": "charts in reports and pages"}
 PACKAGES = ("halfbyte", "torch", "triton", "transformers", "safetensors", "numpy", "matplotlib", "rich", "typer")
 FAILED = "failed: "
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings as text by section and name; `problems` are things to act on, each with what to do."""
+    """All findings as text by section and name; `problems` are things to act on, `notes` what is left out, each with what to do."""
 
     versions: dict[str, str]
     machine: dict[str, str]
     ops: dict[str, str]
     settings: dict[str, str]
+    notes: list[str]
     problems: list[str]
 
     def to_dict(self) -> dict[str, object]:
@@ -44,7 +45,7 @@ def diagnose() -> Diagnosis:
     machine = {"platform": guarded(platform.platform), **_hardware()}
     ops = _ops()
     settings = {"HALFBYTE_IMPL": guarded(_impl)}
-    return Diagnosis(versions, machine, ops, settings, _problems(versions, ops, settings))
+    return Diagnosis(versions, machine, ops, settings, _notes(versions), _problems(versions | ops | settings))
 
 
 def guarded(probe: Callable[[], str]) -> str:
@@ -202,10 +203,10 @@ def _small_cache() -> Any:
 RUNS: dict[str, Callable[[], str]] = {"append": _run_append, "decode_attention": _run_decode_attention, "linear": _run_linear}
 
 
-def _problems(versions: dict[str, str], ops: dict[str, str], settings: dict[str, str]) -> list[str]:
+def _notes(versions: dict[str, str]) -> list[str]:
     missing = [name for name in OPTIONAL if versions.get(name) == "not installed"]
-    found = [f"{name} not installed: {pip_install(name)}" for name in missing]
-    for name, state in (versions | ops | settings).items():
-        if state.startswith(FAILED):
-            found.append(f"{name} {state}")
-    return found
+    return [f"{name} is not installed; {OPTIONAL[name]} need it: {pip_install(name)}" for name in missing]
+
+
+def _problems(found: dict[str, str]) -> list[str]:
+    return [f"{name} {state}" for name, state in found.items() if state.startswith(FAILED)]

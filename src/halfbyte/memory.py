@@ -84,7 +84,8 @@ def estimate(
     recent_tokens: int = 0,
     memory: int | None = None,
 ) -> Estimate:
-    """Estimate for a model folder, a Hub id or "demo". `weights` and `lm_head` are weight formats, or bf16 for none.
+    """Estimate for a model folder, a Hub id or "demo". `weights` and `lm_head` are weight formats, or bf16 for none; a folder of
+    `halfbyte quantize` has its own, and needs neither.
 
     `sink_tokens` and `recent_tokens` stay in 16 bits as well, in memory of their own.
 
@@ -97,10 +98,15 @@ def estimate(
     check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
     weight, head = (None if name in ("bf16", "fp16", "none") else weight_format(name) for name in (weights, lm_head))
     config = load_config(resolve_model(model))
-    skeleton = meta_model(config, model)
+    skeleton, stored = meta_model(config, model), stored_weights(config)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
     plain_weights = plain_bytes(skeleton)
-    saved, quantized = quantized_bytes(skeleton, weight, head)
+    if stored is None:
+        saved, quantized = quantized_bytes(skeleton, weight, head)
+    else:
+        stored.check(None if weight is None else weight.name, model)
+        check(head is None, f"lm_head={lm_head!r}, and the weights of {model} are stored quantized; leave --lm-head out")
+        (saved, quantized), weights, weight = stored.quantized_bytes(skeleton), stored.name, None
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
     def fit(weights_bytes: int, kv_bytes: int) -> int | None:
@@ -130,7 +136,7 @@ def estimate(
         memory=memory,
         tokens_that_fit=fit(plain_weights - saved, kv),
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
-        notes=notes(skeleton, cache, weight, head, quant_method(config)),
+        notes=notes(skeleton, cache, weight, head, None if stored else quant_method(config)),
     )
 
 
@@ -244,6 +250,52 @@ def quantized_bytes(model: torch.nn.Module, fmt: Format | None, lm_head: Format 
         saved += 2 * replaced - lm_head.nbytes(shape)
         parameters += replaced
     return saved, parameters
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The weights of a folder that `halfbyte quantize` wrote: module name -> format, and the modules in act-order."""
+
+    formats: dict[str, Format]
+    act_order: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The one format of all of them, or "mixed"."""
+        names = {fmt.name for fmt in self.formats.values()}
+        return names.pop() if len(names) == 1 else "mixed"
+
+    def check(self, weights: str | None, model: str) -> None:
+        """Raise for a format that was given and is none of these."""
+        names = sorted({fmt.name for fmt in self.formats.values()})
+        check(
+            weights is None or weights in names,
+            f"weights={weights!r}, and those of {model} are stored as {', '.join(names)}; leave --weights out",
+        )
+
+    def quantized_bytes(self, model: torch.nn.Module) -> tuple[int, int]:
+        """(bytes saved against 16 bits, parameters quantized) of a model of the folder's configuration."""
+        from halfbyte.hf.weights import targets
+
+        known = targets(model)
+        if unknown := sorted(self.formats.keys() - known.keys()):
+            raise CheckpointError(f"quantization_config names {unknown[0]!r}, which is no linear layer and no experts of the model")
+        shapes = {known[name]: (fmt, name in self.act_order) for name, fmt in self.formats.items()}
+        saved = sum(2 * math.prod(t.shape) - fmt.nbytes(t.shape) - 4 * t.shape[-1] * order for t, (fmt, order) in shapes.items())
+        return saved, sum(math.prod(t.shape) for t in shapes)
+
+
+def stored_weights(config: Any) -> Stored | None:
+    """What a configuration says of weights that halfbyte quantized; None for other models, or where only a cache is configured."""
+    from halfbyte.checkpoints.adapters import OWN
+    from halfbyte.hf.quantization_config import HalfbyteConfig
+
+    if quant_method(config) != OWN:
+        return None
+    found = config.quantization_config
+    made = HalfbyteConfig(**found) if isinstance(found, dict) else found
+    formats = {name: weight_format(fmt) for name, fmt in made.modules.items()}
+    return Stored(formats, tuple(made.act_order)) if formats else None
 
 
 def quant_method(config: Any) -> str | None:

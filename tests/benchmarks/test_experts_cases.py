@@ -19,12 +19,20 @@ def session(pattern: str = "") -> Session:
 
 def test_both_projections_run_on_a_cpu() -> None:
     measured = session().run([GATE_AND_UP, DOWN])
-    assert len(measured) == 2 * len(experts_cases.TOKENS)
+    assert len(measured) == 2 * (len(experts_cases.TOKENS) + 2)
     assert all(r.seconds and r.error is not None and not r.refused for r in measured)
     assert [r.case for r in session("4 tokens").run([DOWN])] == [
         "a small mixture, down, 4 tokens",
         "a small mixture, down, 64 tokens",
     ]
+
+
+def test_prompts_stand_beside_16_bits() -> None:
+    for job in (GATE_AND_UP, DOWN):
+        peer, ours = session("96 tokens").run([job])
+        assert (peer.implementation, peer.formats, peer.bars) == (experts_cases.GROUPED, "bf16", ())
+        assert (ours.peer, ours.peer_seconds) == (peer.implementation, peer.seconds)
+        assert [bar.quantity for bar in experts_cases._bars(ours)] == ["times_16_bit"]
 
 
 def test_bytes_are_those_of_the_experts_that_are_hit() -> None:

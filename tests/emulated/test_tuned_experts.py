@@ -43,9 +43,9 @@ class Case:
 
 
 CASES = (
-    Case("int4_g128", 1, 8, (9, 96, 2048), activation=ACTIVATIONS[1]),
+    Case("int4_g128", 1, 8, (9, 96, 2048), activation=ACTIVATIONS[1], num_sms=8),
     Case("int4_g128", 1, 4, (5, 70, 768), "gates", num_sms=8),
-    Case("int4_sym_g128", 4, 2, (6, 40, 1408), "bias fp16", num_sms=1),
+    Case("int4_sym_g128", 4, 2, (6, 40, 3712), "bias fp16", num_sms=1),
     Case("int4_g32", 2, 2, (3, 34, 1152), "gates bias"),
     Case("int4_g64", 5, 2, (3, 70, 768), activation=ACTIVATIONS[2]),
     Case("int4_sym_col", 20, 1, (4, 33, 544), "gates"),
@@ -53,8 +53,8 @@ CASES = (
     Case("int8_g128", 8, 2, (2, 36, 512), "bias", ACTIVATIONS[3]),
     Case("nf4", 2, 1, (3, 70, 1088), "gates"),
     Case("fp4_bnb", 17, 2, (3, 32, 320), "fp16"),
-    Case("mxfp4", 4, 2, (6, 98, 1472), "bias", OAI, num_sms=2),
-    Case("mxfp4", 40, 2, (4, 36, 704), "gates bias fp16"),
+    Case("mxfp4", 4, 2, (6, 98, 3520), "bias", OAI, num_sms=2),
+    Case("mxfp4", 40, 2, (4, 36, 2112), "gates bias fp16"),
     Case("nvfp4", 1, 2, (2, 66, 1344), "gates"),
     Case("nvfp4", 12, 2, (2, 32, 576), activation=ACTIVATIONS[1]),
 )

@@ -32,6 +32,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
         if family == "gemma2":  # vLLM knows it with tied embeddings only
             model.config.tie_word_embeddings = True
             model.tie_weights()
+        if family == "gpt_oss":  # vLLM knows it with YaRN only
+            yarn = {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+            model.config.rope_parameters = {"rope_theta": 10000.0, "truncate": False, **yarn}
         return save(model, root / family)
 
     return folder

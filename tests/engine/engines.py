@@ -51,12 +51,16 @@ def engine(model: str | Path = SHIPPED, backend: str | None = None, **options: A
         gc.collect()
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 24, **sampling: Any) -> list[Said]:
-    """The greedy continuation of each prompt, all in one batch."""
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 24, lora: Path | None = None, **sampling: Any
+) -> list[Said]:
+    """The greedy continuation of each prompt, all in one batch; by a LoRA adapter, if a folder of one is given."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     params = SamplingParams(max_tokens=tokens, detokenize=False, ignore_eos=True, logprobs=0, **({"temperature": 0} | sampling))
-    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    adapter = None if lora is None else LoRARequest("adapter", 1, str(lora))
+    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False, lora_request=adapter)
     return [_said(completion) for output in outputs for completion in output.outputs]
 
 

@@ -99,9 +99,9 @@ def test_rotated_keys() -> None:
     assert_same(found, by_transformers(quantized(keys="int4", values="int4", rotate_keys=True)))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3", "gpt_oss"])
 def test_families(family: str, tiny) -> None:
-    """A sliding window; softcap with alternating windows; one stored projection for q, k and v."""
+    """A sliding window; softcap with alternating windows; one stored projection for q, k and v; sinks and experts."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
     with engine(tiny(family), name_of("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
         found = generate(llm, prompts)

@@ -24,7 +24,12 @@ def test_a_cache_dtype_beside_the_formats() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"prefil": "exact"}, "prefil"), ({"prefill": "always"}, "prefill='always'"), ({"rotate_keys": 1}, "rotate_keys=1")],
+    [
+        ({"prefil": "exact"}, "prefil"),
+        ({"plan": "plan.json"}, "all layers have the formats in the backend's name"),
+        ({"prefill": "always"}, "prefill='always'"),
+        ({"rotate_keys": 1}, "rotate_keys=1"),
+    ],
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:
     assert said in refused(name_of("int8", "int8"), additional_config={"halfbyte": options})

@@ -94,7 +94,8 @@ def in_half(call: Mixture) -> torch.Tensor:
 
 
 CASES = drawn(PLACE.size(120, 20))
-#: K split, an expert a slot, sorted tokens; one projection and the other; blocks of 1, 4, 8 and 16 pairs in the tuned kernel.
+#: K split, an expert a slot, sorted tokens; one projection and the other; blocks of 1, 4, 8 and 16 pairs in the tuned kernel;
+#: prompts through dequantized experts.
 MARKED = [
     Case("int4_g128", SHAPES[2], 1, PLACE.size(8, 2), activation=Activation("silu")),
     Case("int4_g128", SHAPES[2], 1, PLACE.size(8, 2), gated=True),
@@ -104,6 +105,8 @@ MARKED = [
     Case("int4_g128", SHAPES[2], 16, PLACE.size(8, 2), gated=True),
     Case("int4_sym_g128", SHAPES[2], 64, PLACE.size(8, 2), activation=Activation("silu")),
     Case("nvfp4", SHAPES[0], 64, 2, gated=True, bias=True),
+    Case("int4_g128", SHAPES[0], PLACE.size(1000, 30), 2, activation=OAI, bias=True),
+    Case("mxfp4", SHAPES[0], PLACE.size(1000, 30), 2, gated=True, bias=True, act_order=True),
 ]
 
 
@@ -138,7 +141,7 @@ def test_repeats_give_the_same_bits(number: int, impl: str) -> None:
 
 
 @pytest.mark.compile_first
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 7])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 7, 8, 9])
 def test_a_graph_follows_its_ids(number: int, impl: str) -> None:
     call, _ = attempt(MARKED[number], impl)
     PLACE.sync()

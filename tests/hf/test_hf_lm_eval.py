@@ -12,6 +12,10 @@ import torch
 import transformers as tf
 
 import halfbyte.hf as hf
+from halfbyte import cli
+from halfbyte.errors import InvalidArgument
+from halfbyte.evals.card import lm_eval_results
+from halfbyte.evals.quality import Setting
 from halfbyte.paths import shipped_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install lm-eval", exc_type=ImportError)
@@ -76,6 +80,32 @@ def test_tasks_of_lm_eval_read_the_packed_cache(shipped, tasks):
         assert samples["answer"][0] == [answer.split("\n\n")[0]]
     assert len({*found.values()}) == 3
     assert abs(found["int8"] - found["bf16"]) < abs(found["int4"] - found["bf16"])
+
+
+@pytest.mark.slow
+def test_local_tasks_of_a_card(shipped, tasks, tmp_path):
+    """`halfbyte eval --suite --tasks perplexity.yaml`: the figures of each cache, as lm-eval has them within `packed_forwards`."""
+    folder = tmp_path / "model"
+    shipped[0].save_pretrained(folder)
+    shipped[1].save_pretrained(folder)
+    loaded, found = copy.deepcopy(shipped[0]), {}
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    for kind in ("bf16", "int4"):
+        file = str(tmp_path / "perplexity.yaml")
+        made = lm_eval_results(loaded, str(folder), Setting(kind, kind, None, kind == "int4"), [file])  # rotated by default
+        found[kind] = made["perplexity"]["byte_perplexity"]
+        model = hf.quantize(copy.deepcopy(shipped[0]), keys=kind, values=kind)
+        assert found[kind] == pytest.approx(perplexity(model, tokenizer, first, kind), rel=1e-5)
+    assert found["int4"] > found["bf16"]
+    with pytest.raises(InvalidArgument, match=r"has no task \['none'\]"):
+        lm_eval_results(loaded, str(folder), Setting("int8", "int8", None, False), ["none"])
+
+
+def test_task_files_that_are_not_there(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "demo", "--suite", "--tasks", "nowhere/mine.yaml"])
+    assert "no such file" in capsys.readouterr().err
 
 
 def perplexity(model, tokenizer, first, kind):

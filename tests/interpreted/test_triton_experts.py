@@ -11,9 +11,13 @@ import triton.language as tl
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
-from halfbyte.ops.experts_linear import _run_on_gpu, _sorted
+from halfbyte.ops import _experts_prompt
+from halfbyte.ops._experts_prompt import sorted_pairs
+from halfbyte.ops.experts_linear import _run_on_gpu
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles
+from halfbyte.plans.experts_prompt import dequantized_rows
 from halfbyte.reference.experts import Activation
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]
@@ -35,7 +39,7 @@ def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
     size, count = workspace(chosen, features, case.ids.numel(), case.gates is not None)
     out = case.new_result().fill_(torch.nan)
     semaphores = torch.zeros(count, dtype=torch.int32)
-    table = (None, None) if chosen.inline else _sorted(case.ids, experts)
+    table = (None, None) if chosen.inline else sorted_pairs(case.ids, experts)
     launch(case._replace(x=case.x.reshape(-1, width)), out, chosen, table, torch.full((size,), torch.nan), semaphores)
     assert not semaphores.any(), "semaphores are zero again"
     return out
@@ -78,7 +82,7 @@ def test_an_expert_that_is_hit_is_one_slot(way: dict[str, bool]) -> None:
     chosen = tiles(case, **way)
     spec = ExpertsSpec(32, chosen.block_m, 32, 1, True, False, 2, True, chosen.inline, chosen.by_expert, False, None, True)
     found = torch.zeros(chosen.slots, 3, dtype=torch.int64)
-    _slots[(chosen.slots,)](IDS, _sorted(IDS, 4)[1], found, IDS.numel(), 4, 4, spec)
+    _slots[(chosen.slots,)](IDS, sorted_pairs(IDS, 4)[1], found, IDS.numel(), 4, 4, spec)
     work = [(expert, end - first) for expert, first, end in found.tolist() if end > first]
     blocks = [(0, 16), (0, 2)] if not chosen.inline else [(0, 18)]
     assert sorted(work, key=lambda w: (w[0], -w[1])) == [*blocks, (1, 16), (3, 1)]
@@ -128,6 +132,81 @@ def test_no_width_leaves_the_bias() -> None:
     weight, bias = stack("int4_col", 2, 4, 0), normal(2, 4).half()
     out = _run_triton(Mixture(normal(1, 0).half(), weight, torch.tensor([[1]]), bias=bias))
     assert torch.equal(out[0, 0], bias[1])
+
+
+def by_blocks(case: Mixture, rows: int = 48) -> torch.Tensor:
+    """Through dequantized experts, `rows` of each at a time."""
+    out = case.new_result().fill_(torch.nan)
+    _experts_prompt.run(case, rows, out)
+    return out
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_dequantized_experts_in_every_format(name: str) -> None:
+    ids = routed(12, 2, 3)
+    for act_order in (False, True):
+        weight = stack(name, 3, 66, 256, act_order=act_order)
+        Mixture(normal(12, 256).bfloat16(), weight, ids, None, normal(3, 66), OAI).check(by_blocks)
+        Mixture(normal(12, 2, 256).bfloat16(), weight, ids, normal(12, 2).softmax(1)).check(by_blocks)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_every_epilogue_of_dequantized_experts(activation: Activation | None) -> None:
+    """Also with ids that are no expert, an expert without tokens, and slices of x."""
+    for gates in (None, normal(len(IDS), 2).softmax(1)):
+        for bias in (None, normal(4, 132)):
+            for x in (normal(len(IDS), 192)[:, ::2], normal(len(IDS) + 1, 2, 96)[1:]):
+                Mixture(x.bfloat16(), stack("int4_g32", 4, 132, 96), IDS, gates, bias, activation).check(by_blocks)
+
+
+def test_experts_without_tokens_are_not_dequantized() -> None:
+    """Nor read: theirs is NaN, and the memory for their values holds NaN."""
+    weight = stack("int4_g32", 4, 34, 64)
+    assert weight.scales is not None
+    weight.scales[2] = torch.nan
+    out = torch.full((4, 16, 64), 7.0, dtype=torch.bfloat16)
+    launch_experts(weight, sorted_pairs(IDS, 4)[1], out, 4)
+    expected = weight.dequantize(torch.bfloat16)[:, 4:20]
+    assert torch.equal(out[[0, 1, 3]], expected[[0, 1, 3]])
+    assert bool((out[2] == 7).all())
+    assert by_blocks(Mixture(normal(len(IDS), 64).bfloat16(), weight, IDS)).isfinite().all()
+
+
+def test_blocks_of_rows_change_no_bits() -> None:
+    case = Mixture(normal(30, 64).bfloat16(), stack("mxfp4", 3, 50, 64), routed(30, 2, 3), normal(30, 2).softmax(1), activation=OAI)
+    assert torch.equal(by_blocks(case), by_blocks(case, 50))
+    assert torch.equal(by_blocks(case), by_blocks(case))
+
+
+def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    right = _experts_prompt.run
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: ("", 132, (9, 0)))
+    monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
+    case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
+    case.check(functools.partial(_run_on_gpu, impl="auto"))
+    case.check(_run_triton)
+    assert ran == [12]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8], ids=str)
+def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[2, 0], [100, 2], [0, 1]]).to(dtype)
+    order, starts = sorted_pairs(ids, 4)
+    assert order.tolist() == [1, 4, 5, 0, 3, 2]
+    assert starts.tolist() == [0, 2, 3, 5, 5]
+
+
+def test_which_prompts_dequantize() -> None:
+    qwen, where = (128, 1536, 2048), {"top_k": 8, "dtype": "bf16", "capability": (9, 0)}
+    assert dequantized_rows(*qwen, tokens=8192, **where) == 1024  # type: ignore[arg-type]
+    assert dequantized_rows(*qwen, tokens=1536, **where)  # type: ignore[arg-type]
+    assert not dequantized_rows(*qwen, tokens=1535, **where)  # type: ignore[arg-type]
+    assert dequantized_rows(256, 4096, 7168, tokens=65536, **where) == 128  # type: ignore[arg-type]
+    assert dequantized_rows(8, 34, 64, tokens=512, **where) == 34  # type: ignore[arg-type]
+    for other in ({"dtype": "fp16"}, {"capability": (8, 0)}):
+        assert not dequantized_rows(*qwen, tokens=8192, **where | other)  # type: ignore[arg-type]
+    assert not dequantized_rows(8, 1536, 2052, tokens=8192, **where)  # type: ignore[arg-type]
 
 
 def test_plans_cover_the_work() -> None:

@@ -443,9 +443,11 @@ def test_the_inputs_are_appended_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(map(torch.equal, whole, caches.fill(inputs, "int4").dequantized()))
 
 
-def test_lengths_are_put_back_and_every_pass_attends_all_tokens() -> None:
+@pytest.mark.parametrize("formats", ["int8", "int4_channel+int8"])
+def test_lengths_are_put_back_and_every_pass_attends_all_tokens(formats: str) -> None:
+    """Also where the newest token completes a block of per-channel keys, whose codes are made of the tail."""
     inputs = caches.Inputs.random(small(runs=((2, 16), (1, 64))), torch.device("cpu"))
-    cache = caches.fill(inputs, "int8")
+    cache = caches.fill(inputs, formats)
     rotation = caches.Rotation(cache, inputs, 2)
     seen: list[list[int]] = []
 
@@ -455,9 +457,9 @@ def test_lengths_are_put_back_and_every_pass_attends_all_tokens() -> None:
 
     promise = caches.Promise(inputs.q, caches.held_by(cache))
     times = chain.time_chain(quick(), rotation, call, inputs.last(), promise)
-    assert len(seen) > 20
-    assert all(lengths == [16, 16, 64] for lengths in seen)
     assert times.note == ""
+    assert len(seen) > 10
+    assert all(lengths == [16, 16, 64] for lengths in seen)
     for timing in (times.alone, times.chained, times.paired, times.appends):
         assert timing is not None
     assert times.paired is not None

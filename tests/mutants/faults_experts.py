@@ -7,6 +7,7 @@ from mutant import Mutant, tests_of
 
 REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
+PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
 TUNED, TABLE, SUM = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum"))
 
 experts = tests_of("test_experts.py")
@@ -85,6 +86,48 @@ EXPERTS = [
         kernel("test_every_way_to_cut_the_work"),
     ),
     Mutant(
+        "experts without tokens are dequantized",
+        ROWS,
+        "dequantize_experts",
+        Rewrite("tl.load(starts + expert + 1) > tl.load(starts + expert)", "tl.load(starts + expert + 1) >= 0"),
+        kernel("test_experts_without_tokens_are_not_dequantized"),
+    ),
+    Mutant(
+        "every dequantized expert has the order of columns of the first",
+        ROWS,
+        "dequantize_experts",
+        Rewrite("w.perm + wide * width", "w.perm"),
+        kernel("test_dequantized_experts_in_every_format[int4_g32]"),
+    ),
+    Mutant(
+        "the rows of a dequantized expert have the tensor scale of the first",
+        ROWS,
+        "_scales",
+        Rewrite("w.tensor_scale + row", "w.tensor_scale + row * 0"),
+        kernel("test_dequantized_experts_in_every_format[nvfp4]"),
+    ),
+    Mutant(
+        "an id that is no expert counts in a prompt",
+        PROMPT,
+        "_combine",
+        Rewrite("_r & (_e >= 0) & (_e < _n)", "_r & (_e < _n)"),
+        kernel("test_every_epilogue_of_dequantized_experts"),
+    ),
+    Mutant(
+        "every block of rows has the biases of the first",
+        PROMPT,
+        "_combine",
+        Rewrite("_b + _e[:, None] * _n + first", "_b + _e[:, None] * _n"),
+        kernel("test_every_epilogue_of_dequantized_experts"),
+    ),
+    Mutant(
+        "groups of tokens are those of the next expert",
+        BLOCKS,
+        "run",
+        Rewrite("starts[1:]", "starts[:-1]"),
+        kernel("test_every_epilogue_of_dequantized_experts"),
+    ),
+    Mutant(
         "all pairs of an expert are one block of the tuned kernel",
         TABLE,
         "_blocks",
@@ -117,6 +160,6 @@ EXPERTS = [
         TUNED,
         "_shares",
         Rewrite("gl.where(_a, _s, 1)", "1"),
-        tuned("test_any_ids[True-8]"),
+        tuned("test_mixtures_keep_their_promise[int8_col-64-3-40-528-gates-fp16]"),
     ),
 ]

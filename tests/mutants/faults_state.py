@@ -318,7 +318,7 @@ STATE = [
         "a recorded choice replayed at lengths where an end is allowed again",
         "hf/choice.py",
         "_processor_key",
-        Rewrite("length - processor.prompt_length_to_skip < processor.min_new_tokens", "True"),
+        Rewrite("length < processor.min_length", "True"),
         tests_of("hf/test_hf_graph_generate.py")("test_choices_of_logits_alone_are_recorded"),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -23,7 +24,8 @@ import torch.testing._internal.optests
 
 def child(source: str, tests: list[str], log: Path) -> int:
     """The exit status of pytest over `tests` with the library taken from `source`."""
-    signal.alarm(120)
+    resource.setrlimit(resource.RLIMIT_CPU, (120, 120))  # of its own time: a busy machine proves nothing
+    signal.alarm(600)
     with log.open("w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)

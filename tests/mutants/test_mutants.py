@@ -58,7 +58,7 @@ def in_interpreter(test: str) -> bool:
     return test.startswith("interpreted/")
 
 
-def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool) -> list[tuple[int, str]]:
+def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool, seconds: float = 880) -> list[tuple[int, str]]:
     """Exit status and log of each job: a copy of the source and the tests to run against it."""
     logs.mkdir()
     (logs / "jobs.json").write_text(json.dumps(jobs))
@@ -67,7 +67,7 @@ def run(jobs: list[tuple[str, list[str]]], logs: Path, interpreted: bool) -> lis
         env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stderr
     return [(status, (logs / str(n)).read_text()[-3000:]) for n, status in enumerate(json.loads(done.stdout))]

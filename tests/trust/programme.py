@@ -234,6 +234,31 @@ def kills(seed: int, folder: Path) -> int:
     return count
 
 
+def killed_commands(seed: int, folder: Path) -> int:
+    """A command of the command line, killed three times at any moment; then it runs to its end."""
+    import time
+
+    from commands import COMMANDS, check_clean, check_left, command, seconds_of
+    from writers import killed
+
+    rng, name = random.Random(seed), list(COMMANDS)[seed % len(COMMANDS)]
+    undisturbed, work = folder / "undisturbed", folder / "work"
+    undisturbed.mkdir()
+    work.mkdir()
+    took, count = seconds_of(command(name, undisturbed)), 0
+    check_left(name, undisturbed, whole=True)
+    for _ in range(3):
+        ends = time.perf_counter() + rng.uniform(0, took)
+        count += killed(command(name, work), lambda ends=ends: time.perf_counter() > ends)
+        check_left(name, work, whole=False)
+        if name == "model" and (work / name).exists():  # a whole one, which `quantize` would not overwrite
+            return count
+    seconds_of(command(name, work))
+    check_left(name, work, whole=True)
+    check_clean(name, work)
+    return count
+
+
 def soak(seed: int, folder: Path) -> int:
     """Two threads decode with a cache each, which grows and is cropped: the same bits in every round."""
     from concurrent.futures import ThreadPoolExecutor
@@ -304,6 +329,13 @@ ROWS = {
         Row("damaged layers", _DAMAGED, "layers of every checkpoint kind", 100_000, damaged_layers, megabytes=300),
         Row("damaged folders", _DAMAGED, "folders through `hf.load`", 20_000, damaged_folders, megabytes=500),
         Row("kills", "A killed writer loses no old file and leaves no trace after the next run", "kills", 500, kills),
+        Row(
+            "killed commands",
+            "What a killed command leaves can be read or is not there; the next run is whole",
+            "kills",
+            100,
+            killed_commands,
+        ),
         Row("soak, CPU", _SOAK, "decode steps", 1_000_000, soak, megabytes=10),
         Row("soak, GPU", _SOAK, "decode steps", 1_000_000, soak, "gpu", 600, 10),
         Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 100, mutants, seconds=4 * 3600),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.shared import Json, Model, console, human_bytes, print_table
+from halfbyte.cli.shared import Json, Model, console, human_bytes, print_table, token_count
 
 if TYPE_CHECKING:
     from halfbyte.evals.advice import Advice, Choice
@@ -24,8 +24,12 @@ def advise(
         str | None, typer.Option(help="A GPU such as h200, or memory, as 24GB; default: the one here, or an h200.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
-    weights: Annotated[str | None, typer.Option(help="The only weight format to consider; default: several.")] = None,
+    context: Annotated[
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, as 8192 or 128K.")
+    ] = 8192,
+    weights: Annotated[
+        str | None, typer.Option(help="The only weight format to consider; default: several, or the folder's own.")
+    ] = None,
     card: Annotated[Path | None, typer.Option(help="An evidence card, as halfbyte eval MODEL --suite writes it.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
     as_json: Json = False,
@@ -75,6 +79,7 @@ def _print(a: Advice) -> None:
 def _legend(a: Advice) -> list[str]:
     """What the columns mean, where the evidence is from, and the recommendation."""
     from halfbyte.evals.advice import RESERVED
+    from halfbyte.evals.choices import SAFE
 
     lines = [
         f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "
@@ -83,7 +88,10 @@ def _legend(a: Advice) -> list[str]:
     if a.card is None:
         lines.append(f"No evidence card: what this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
     else:
-        lines.append(f"perplexity: change against 16 bits and its noise, by the evidence card of {a.card}.")
+        lines.append(
+            f"perplexity: change against 16 bits and its noise, by the evidence card of {a.card}; *: safe, a KL divergence of at "
+            f"most {SAFE:g} nats."
+        )
     lines += [f"note: {note}" for note in a.notes]
     took = a.recommended
     return [*lines, "", f"No recommendation: {a.reason}." if took is None else f"{_saved(a, took)} ({a.reason})."]
@@ -105,7 +113,8 @@ def _rows(a: Advice) -> list[tuple[str, ...]]:
 def _row(a: Advice, c: Choice) -> tuple[str, ...]:
     step = "" if c.step_seconds is None else f"{1e3 * c.step_seconds:.3g}"
     sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
-    cost = "no card" if c.evidence is None else f"{c.evidence.change:+.2f}\u00b1{c.evidence.noise:.2f}"
+    known = c.evidence
+    cost = "no card" if known is None else f"{known.change:+.2f}\u00b1{known.noise:.2f}{'*' if known.safe else ' '}"
     return f"{c.keys}/{c.values}", f"{c.kv_bytes / 1e9:.3g}", sequences, f"{c.largest_context:,}", step, cost
 
 

@@ -10,7 +10,7 @@ import typer
 
 from halfbyte.cli.bench_model import bench_model
 from halfbyte.cli.options import Formats, Impls, RunOptions, measures, run_suites, write_report
-from halfbyte.cli.shared import Where, integers, pairs, print_table, words
+from halfbyte.cli.shared import Where, integers, pairs, print_table, token_counts, words
 from halfbyte.errors import InvalidArgument
 
 app = typer.Typer(
@@ -45,7 +45,7 @@ def bench_decode(
     batch: Annotated[str, typer.Option(help="Batch sizes; without any size option the default cases run.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / KV heads, such as 32/8,8/1.")] = "",
     dim: Annotated[str, typer.Option(help="Head dims.")] = "",
-    context: Annotated[str, typer.Option(help="Tokens in the cache.")] = "",
+    context: Annotated[str, typer.Option(help="Tokens in the cache, as 8192,128K.")] = "",
     formats: Formats = "",
     impl: Impls = "",
     bars: Bars = False,
@@ -59,7 +59,7 @@ def bench_decode(
         for b in integers(batch or "1", "batch")
         for hq, hkv in pairs(heads or "32/8", "/", "heads")
         for d in integers(dim or "128", "dim")
-        for t in integers(context or "8192", "context")
+        for t in token_counts(context or "8192")
         if batch or heads or dim or context
     ]
     run_suites(options, "decode attention", lambda _: [suite.decode_attention(shapes, words(formats), words(impl))])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.options import Keys, Output, Values
-from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, check_appendable, console, print_table
+from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, check_appendable, console, print_table, token_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,9 @@ PARTS = ("", "us", "of the step")
 def bench_model(
     model: Model = "demo",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, which are random.")] = 256,
+    context: Annotated[
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each prompt, which are random.")
+    ] = 256,
     new: Annotated[int, typer.Option(min=2, help="Tokens generated behind it.")] = 32,
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights.")] = "int4_g64",
     lm_head: LmHead = "bf16",

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.shared import Json, LmHead, Model, RecentTokens, SinkTokens, human_bytes, integers, print_table, words
+from halfbyte.cli.shared import (
+    Json,
+    LmHead,
+    Model,
+    RecentTokens,
+    SinkTokens,
+    console,
+    human_bytes,
+    integers,
+    print_facts,
+    print_table,
+    token_count,
+    words,
+)
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
@@ -30,17 +43,22 @@ def _print_diagnosis(found: Diagnosis) -> None:
     sections = {"versions": found.versions, "machine": found.machine, "ops": found.ops, "settings": found.settings}
     for title, facts in sections.items():
         print(title)
-        for name, fact in facts.items():
-            print(f"  {name:<18} {fact}")
-    print("problems" if found.problems else "no problems found")
-    for problem in found.problems:
-        print(f"  {problem}")
+        print_facts(facts, "  ", 18)
+    for title, lines in (("notes", found.notes), ("problems", found.problems)):
+        if lines:
+            print(title)
+        for line in lines:
+            print_facts({"": line}, "  ", 0)
+    if not found.problems:
+        print("no problems found")
 
 
 def memory(
     model: Model,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
+    context: Annotated[
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, as 8192 or 128K.")
+    ] = 8192,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
@@ -88,12 +106,14 @@ def _print_estimate(e: Estimate) -> None:
         ratio = f"{e.tokens_that_fit / e.plain_tokens_that_fit:.2f}x" if e.plain_tokens_that_fit else ""
         rows.append((f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio))
     print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", headers, rows, text_columns=1)
-    print(
+    say = console().print
+    say(
         f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of "
-        f"{e.kv_heads} heads x {e.head_dim}. Activations come on top."
+        f"{e.kv_heads} heads x {e.head_dim}. Activations come on top.",
+        highlight=False,
     )
     for note in e.notes:
-        print(f"note: {note}")
+        say(f"note: {note}", markup=False, highlight=False)
 
 
 def explain(
@@ -110,7 +130,12 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads / KV heads.")] = "32/8",
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
-    capacity: Annotated[int, typer.Option("--context", "--capacity", help="Capacity of the cache in tokens a sequence.")] = 8192,
+    capacity: Annotated[
+        int,
+        typer.Option(
+            "--context", "--capacity", parser=token_count, metavar="TOKENS", help="Capacity of the cache in tokens a sequence."
+        ),
+    ] = 8192,
     queries: Annotated[int, typer.Option(help="New tokens a sequence.")] = 1,
     keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
     values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
@@ -151,9 +176,7 @@ def explain(
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        width = max(map(len, found))
-        for name, fact in found.items():
-            print(f"{name:<{width}}  {fact}")
+        print_facts(found, "", max(map(len, found)) + 1)
 
 
 #: Options of `explain` that say something about a linear layer only, and about both.

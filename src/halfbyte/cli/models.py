@@ -24,6 +24,7 @@ from halfbyte.cli.shared import (
     check_writable,
     console,
     print_table,
+    token_count,
     words,
 )
 from halfbyte.cli.suite import card_path, run_suite
@@ -62,7 +63,7 @@ def demo(
     server = _bound(port) if serve else None
     shown = run(html, console(), console(stderr=True), quick)
     if output is not None:
-        append_records(shown.results, output)
+        append_records(shown.results, output, took=shown.took)
     if server is not None:
         _serve(server, shown)
 
@@ -106,7 +107,12 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time.")] = 16,
     long: Annotated[
-        int | None, typer.Option(help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.")
+        int | None,
+        typer.Option(
+            parser=token_count,
+            metavar="TOKENS",
+            help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.",
+        ),
     ] = None,
     device: Where = None,
 ) -> None:
@@ -209,7 +215,7 @@ def _warn_of_positions(config: Any, length: int) -> None:
     known = getattr(text_config(config), "max_position_embeddings", None)
     if isinstance(known, int) and length > known:
         said = f"note: {length:,} tokens are more than the {known:,} positions of this model, which it may not read well in 16 bits"
-        print(said, file=sys.stderr)
+        console(stderr=True).print(said, markup=False, highlight=False)
 
 
 def read_plan_of(plan: Path, model: Any) -> CachePlan:

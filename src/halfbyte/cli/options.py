@@ -74,7 +74,10 @@ class EvalOptions(ResultOptions):
     card: Annotated[
         Path | None, typer.Option(help="With --suite: the card, a .json file; .md is written next to it. Default: MODEL-card.json.")
     ] = None
-    tasks: Annotated[str, typer.Option(help="With --suite: tasks of lm-eval, separated by commas; needs lm-eval.")] = ""
+    tasks: Annotated[
+        str,
+        typer.Option(help="With --suite: tasks of lm-eval, or files NAME.yaml of local ones, separated by commas; needs lm-eval."),
+    ] = ""
 
 
 @dataclass(frozen=True)

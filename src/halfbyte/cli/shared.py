@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import tempfile
+import textwrap
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -15,7 +17,7 @@ import typer
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
@@ -71,6 +73,18 @@ def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+def print_facts(facts: Mapping[str, object], indent: str, width: int) -> None:
+    """One fact under another behind its name, which takes `width` characters; long ones go on below, within the terminal."""
+    columns = console().width
+    for name, fact in facts.items():
+        first, rest = f"{indent}{name:<{width}}" + " " * bool(width), " " * (len(indent) + width + bool(width))
+        print(
+            textwrap.fill(
+                str(fact), columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+            )
+        )
 
 
 def print_table(
@@ -146,6 +160,19 @@ def integers(text: str, option: str) -> list[int]:
         return [_number(word) for word in words(text)]
     except ValueError:
         raise InvalidArgument(f"--{option} {_short(text)}; give whole numbers below 2^31, separated by commas") from None
+
+
+def token_count(text: str | int) -> int:
+    """Tokens of "8192", "16k", "128K" or "1M"; k is 1,024 and M 1,024 k, as in the names of context lengths."""
+    match = re.fullmatch(r"\s*(-?\d{1,12})\s*([kKmM]?)\s*", str(text))
+    if match is None:
+        raise typer.BadParameter(f"{_short(str(text))} is no number of tokens, such as 8192, 16k, 128K or 1M.")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+
+
+def token_counts(text: str) -> list[int]:
+    """The same between commas."""
+    return [token_count(word) for word in words(text)]
 
 
 def pairs(text: str, separator: str, option: str) -> list[tuple[int, int]]:

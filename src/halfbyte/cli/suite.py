@@ -30,6 +30,8 @@ def card_path(options: EvalOptions, model: str) -> Path | None:
         check_writable(file, "card")
     if options.tasks:
         require("lm_eval", "--tasks")
+        missing = [task for task in words(options.tasks) if task.endswith(".yaml") and not Path(task).is_file()]
+        check(not missing, f"--tasks {missing[:1]}: no such file; pass the YAML file of a task, or the name of one of lm-eval")
     return path
 
 

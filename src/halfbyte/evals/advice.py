@@ -16,10 +16,12 @@ from typing import Any
 
 from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe, gpu_count
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.evals.card import WEIGHTS, Card, Evidence, caches, card_of, first_fitting, fits
+from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits
+from halfbyte.evals.choices import TOLERATED, WEIGHTS, caches
 from halfbyte.formats import weight_format
 from halfbyte.memory import (
     CacheSizes,
+    Stored,
     load_config,
     meta_model,
     notes,
@@ -28,13 +30,12 @@ from halfbyte.memory import (
     plain_bytes,
     quant_method,
     quantized_bytes,
+    stored_weights,
 )
 from halfbyte.paths import SHIPPED, resolve_model
 
 #: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
 RESERVED = 0.1
-#: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
-TOLERATED = 1.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def advise(
     """Choices for a model folder, a Hub id or "demo", from its configuration alone.
 
     gpu      as in `find_gpu`
-    weights  the one weight format to consider, also that of a model which is quantized already; None: those of `WEIGHTS`
+    weights  the one weight format to consider, also that of a model which another library quantized; None: those of `WEIGHTS`, or
+             those that a folder of `halfbyte quantize` stores
     card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
 
     Raises as `halfbyte.memory.estimate` does.
@@ -119,14 +121,17 @@ def advise(
         weight_format(weights)
     config = load_config(resolve_model(model))
     method = quant_method(config)
-    if method is not None and weights is None:
+    stored = stored_weights(config)
+    if stored is not None:
+        stored.check(weights, model)
+    elif method is not None and weights is None:
         raise InvalidArgument(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )
-    sizes = _Sizes(config, model, batch, context, sheet)
+    sizes = _Sizes(config, model, batch, context, sheet, stored)
     card = card or card_of(config)
     check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
-    asked = WEIGHTS if weights is None else ((weights,),)
+    asked = ((stored.name,),) if stored is not None else WEIGHTS if weights is None else ((weights,),)
     found = tuple(_judged(choice, card, method) for names in asked for choice in sizes.choices(names))
     if not found:
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
@@ -164,10 +169,10 @@ def _judged(choice: Choice, card: Card | None, method: str | None) -> Choice:
 class _Sizes:
     """What a model of a configuration takes and reads, in any formats."""
 
-    def __init__(self, config: Any, name: str, batch: int, context: int, sheet: Datasheet) -> None:
+    def __init__(self, config: Any, name: str, batch: int, context: int, sheet: Datasheet, stored: Stored | None) -> None:
         from halfbyte.hf.model_support import text_config
 
-        self.config, self.batch, self.context, self.sheet = config, batch, context, sheet
+        self.config, self.batch, self.context, self.sheet, self.stored = config, batch, context, sheet, stored
         self.text = text_config(config)
         self.plain = packed_layers(config, "bf16", "bf16", ())  # refuses what a packed cache cannot serve before a model is built
         self.skeleton = meta_model(config, name)
@@ -175,11 +180,14 @@ class _Sizes:
 
     def choices(self, candidates: Sequence[str]) -> list[Choice]:
         """Every cache with the first of these weight formats that fits; none if none does."""
-        name = first_fitting(self.skeleton, candidates)
-        if name is None:
+        name: str | None
+        if self.stored is not None:
+            name, saved = self.stored.name, self.stored.quantized_bytes(self.skeleton)[0]
+        elif (name := first_fitting(self.skeleton, candidates)) is None:
             return []
-        fmt = None if name == "bf16" else weight_format(name)
-        size = plain_bytes(self.skeleton) - quantized_bytes(self.skeleton, fmt)[0]
+        else:
+            saved = quantized_bytes(self.skeleton, None if name == "bf16" else weight_format(name))[0]
+        size = plain_bytes(self.skeleton) - saved
         return [self._choice(keys, values, name, size) for keys, values in caches().values() if fits(self.config, keys, values)]
 
     def _choice(self, keys: str, values: str, weights: str, size: int) -> Choice:
@@ -215,17 +223,20 @@ class _Sizes:
 
         model: Any = self.skeleton
         embedding = 0 if is_tied(model) else 2 * math.prod(model.get_input_embeddings().weight.shape)
-        stacks = (2 * math.prod(s) if weights == "bf16" else weight_format(weights).nbytes(s) for s in self._expert_shapes())
-        return embedding + int(sum(stacks) * (1 - self._hit()))
+        stacks = 0
+        for name, shape in self._expert_shapes().items():
+            fmt = self.stored.formats.get(name) if self.stored else None if weights == "bf16" else weight_format(weights)
+            stacks += 2 * math.prod(shape) if fmt is None else fmt.nbytes(shape)
+        return embedding + int(stacks * (1 - self._hit()))
 
-    def _expert_shapes(self) -> list[tuple[int, ...]]:
+    def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
         from halfbyte.hf.weights import targets
 
-        return [tuple(t.shape) for t in targets(self.skeleton).values() if t.projection]
+        return {name: tuple(t.shape) for name, t in targets(self.skeleton).items() if t.projection}
 
     def _hit(self) -> float:
         """Expected share of the experts that a step uses; 1 where the configuration does not say how many a token uses."""
-        shapes, used = self._expert_shapes(), getattr(self.text, "num_experts_per_tok", None)
+        shapes, used = list(self._expert_shapes().values()), getattr(self.text, "num_experts_per_tok", None)
         return 1.0 if not shapes or not isinstance(used, int) else 1 - (1 - used / shapes[0][0]) ** self.batch
 
     def notes(self) -> list[str]:

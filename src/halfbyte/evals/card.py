@@ -25,6 +25,7 @@ from halfbyte.cache_plan import ModelSizes
 from halfbyte.device import describe
 from halfbyte.errors import InvalidArgument, check, require
 from halfbyte.evals.calibrate import sizes_of
+from halfbyte.evals.choices import SAFE, WEIGHTS, caches, is_safe
 from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
 from halfbyte.evals.model import agreement
 from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
@@ -39,33 +40,23 @@ from halfbyte.reference.hadamard import rotated
 KIND, VERSION = "halfbyte evidence card", 1
 #: Bytes of a card; twenty results take a hundredth of it.
 LONGEST = 1 << 20
-#: Weight formats from the most bits on; of several in one entry the first that the model's sizes divide by.
-WEIGHTS = (("bf16",), ("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
 #: What every result says, and is a number.
+#: `kl_noise` came later: cards without it are read.
 _FIGURES = ("perplexity", "change", "noise", "kl_mean", "kl_p99", "top1", "kv_bytes_per_token", "weight_bytes")
 _LONG = ("found", "written", "parted", "nll")
 
 
-def caches() -> dict[str, tuple[str, str]]:
-    """Formats of keys and values of a card, each with what it is chosen for, from the most bits on."""
-    from halfbyte.hf.quantize_model import KEYS, VALUES
-
-    return {
-        "16 bits": ("bf16", "bf16"),
-        "Safe": ("int8", "int8"),
-        "Default": (KEYS, VALUES),
-        "Smallest": ("int4_channel", "int4"),
-        "Fastest": ("int4", "int4"),
-    }
-
-
 @dataclass(frozen=True)
 class Evidence:
-    """What a card says of one choice of formats: perplexity against 16 bits in % with its noise, mean KL divergence in nats."""
+    """What a card says of one choice of formats: perplexity against 16 bits in % with its noise, mean KL divergence in nats.
+
+    safe: whether that divergence is called safe, its noise included if the card tells it.
+    """
 
     change: float
     noise: float
     kl: float
+    safe: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class Card:
         """The result of exactly these formats."""
         for r in self.results:
             if (r["keys"], r["values"], r["weights"]) == (keys, values, weights):
-                return Evidence(r["change"], r["noise"], r["kl_mean"])
+                return Evidence(r["change"], r["noise"], r["kl_mean"], _is_safe(r))
         return None
 
     def write(self, path: Path) -> tuple[Path, Path]:
@@ -115,7 +106,8 @@ class Card:
             f"# {self.model}",
             f"{self.sizes.model_type}: {self.sizes.layers} layers, {self.sizes.kv_heads} KV heads of {self.sizes.head_dim}. "
             f"{count} windows of {length:,} tokens of {self.text}, fed {self.chunk} at a time, so that older keys and values come "
-            f"from the packed cache. Changes are against the 16-bit run, \u00b1 two standard errors over tokens; KL is in nats.",
+            f"from the packed cache. Changes are against the 16-bit run, \u00b1 two standard errors over tokens; KL is in "
+            f"nats, and safe up to {SAFE:g}.",
             _table(QUALITY, quality_rows(self)),
         ]
         if self.long:
@@ -133,13 +125,17 @@ class Card:
         return "\n\n".join(lines) + "\n"
 
 
-QUALITY = ("formats", "perplexity", "change %", "KL mean", "top-1 %", "KV B/token", "weights MB")
+QUALITY = ("formats", "perplexity", "change %", "KL mean", "safe", "top-1 %", "KV B/token", "weights MB")
 LONG = ("formats", "keys found %", "parts after", "nats a token")
 
 
 def _name(r: dict[str, Any]) -> str:
     cache = r["keys"] if r["keys"] == r["values"] else f"{r['keys']} / {r['values']}"
     return f"{cache} + {r['weights']}"
+
+
+def _is_safe(r: dict[str, Any]) -> bool:
+    return is_safe(r["kl_mean"], r.get("kl_noise", 0.0))
 
 
 def quality_rows(card: Card) -> list[tuple[str, ...]]:
@@ -150,6 +146,7 @@ def quality_rows(card: Card) -> list[tuple[str, ...]]:
             f"{r['perplexity']:.4f}",
             f"{r['change']:+.2f} \u00b1 {r['noise']:.2f}",
             f"{r['kl_mean']:.1e}",
+            "yes" if _is_safe(r) else "no",
             f"{100 * r['top1']:.1f}",
             f"{r['kv_bytes_per_token']:,.0f}",
             f"{r['weight_bytes'] / 1e6:,.1f}",
@@ -242,7 +239,7 @@ def measure(loaded: Any, tokenizer: Tokenizer, suite: Suite, console: Console) -
         (suite.windows.shape[0], suite.windows.shape[1]),
         suite.chunk,
         suite.long,
-        suite.tasks,
+        tuple(map(task_name, suite.tasks)),
         tuple(results.values()),
         agreement(loaded, suite.windows[:2, : min(48, suite.windows.shape[1])]),
         asdict(environment(describe(loaded.device), torch.get_num_threads())),
@@ -253,28 +250,43 @@ def _plain(result: Quality) -> dict[str, Any]:
     """One result as the card has it."""
     s = result.setting
     formats = {"keys": s.keys, "values": s.values, "weights": s.weights or result.plain_weights, "rotate_keys": s.rotate_keys}
-    return formats | {name: getattr(result, name) for name in _FIGURES}
+    return formats | {name: getattr(result, name) for name in (*_FIGURES, "kl_noise")}
 
 
 def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
     """{task: {metric: value}} of lm-eval tasks, every log-likelihood and generation read from a cache of the setting's formats."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
     from transformers import AutoTokenizer
 
     from halfbyte import hf
 
+    manager, names = TaskManager(include_path=sorted({str(Path(t).parent) for t in tasks if is_file(t)})), [*map(task_name, tasks)]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    check(not unknown, f"tasks: lm-eval has no task {unknown[:1]}; of a local task, pass the file NAME.yaml that says `task: NAME`")
     used = hf.quantize(with_weights(loaded, setting.weights), **setting.cache_options())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model), trust_remote_code=False)
     try:
         with hf.packed_forwards(used):
-            found = lm_eval.simple_evaluate(HFLM(pretrained=used, tokenizer=tokenizer), tasks=list(tasks), bootstrap_iters=0)
+            harness = HFLM(pretrained=used, tokenizer=tokenizer)
+            found = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     finally:
         hf.quantize(used, keys="bf16", values="bf16")  # it may be `loaded` itself
     return {
         task: {name.removesuffix(",none"): value for name, value in found["results"][task].items() if type(value) is float}
-        for task in tasks
+        for task in names
     }
+
+
+def is_file(task: str) -> bool:
+    """Whether a task is the file of a local one, not the name of one that lm-eval has."""
+    return task.endswith(".yaml")
+
+
+def task_name(task: str) -> str:
+    """The name of a task, which a local file has, too."""
+    return Path(task).stem if is_file(task) else task
 
 
 # -------------------------------------------------------------------------------------------------------------------- reading
@@ -315,7 +327,11 @@ def read_card(path: Path) -> Card:
 def _checked(result: dict[str, Any]) -> dict[str, Any]:
     """A result whose formats are names and whose figures are finite numbers. Raises KeyError or ValueError."""
     odd = [name for name in ("keys", "values", "weights") if not isinstance(result[name], str)]
-    odd += [name for name in _FIGURES if type(result[name]) not in (int, float) or not math.isfinite(result[name])]
+    odd += [
+        name
+        for name in (*_FIGURES, *({"kl_noise"} & result.keys()))
+        if type(result[name]) not in (int, float) or not math.isfinite(result[name])
+    ]
     if odd:
         raise ValueError(f"{odd[0]} is {result[odd[0]]!r}")
     return result

@@ -15,20 +15,21 @@ from rich.text import Text
 
 from halfbyte.evals.model import agreement, load, write
 from halfbyte.evals.outliers import PROFILES
-from halfbyte.evals.present import BY_MODEL, add_results, by_model, model_table
+from halfbyte.evals.present import BY_MODEL, SAFE_WORDS, add_results, by_model, model_table
 from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_weight_setting, run_evaluation
 from halfbyte.evals.text import Tokenizer, heldout_text, windows
 from halfbyte.evals.verdict import verdict
 from halfbyte.measure.progress import progress
 from halfbyte.report import Report
 
-WINDOWS, LENGTH, QUICK_LENGTH, CHUNK = 8, 512, 128, 16
-OUTLIER_WINDOWS, OUTLIER_LENGTH = 4, 128
+#: Length and number of windows. Many short ones: a step costs its calls of operators, which a batch of windows shares. Not much
+#: shorter: keys per channel keep the last block of tokens in 16 bits.
+TEXT, QUICK_TEXT, OUTLIER_TEXT, CHUNK = (256, 12), (128, 6), (128, 4), 16
 PROMPT = '''def merge_sorted(left, right):
     """Merge two sorted lists into one sorted list."""
     result = []
 '''
-TOKENS = 160
+TOKENS = 96
 TEXTS = {
     "16-bit cache": Setting(),
     "INT8 cache": Setting("int8", "int8"),
@@ -38,9 +39,10 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class Shown:
-    """What a demo leaves: its results, its report, and the model that they are of."""
+    """What a demo leaves: its results, how long they took (wall and CPU seconds), its report, and the model that they are of."""
 
     results: list[Quality]
+    took: dict[str, float]
     report: Report
     model: Any
     tokenizer: Tokenizer
@@ -51,32 +53,41 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
 
     errors: the console on which progress is shown. quick: a quarter of the text, and no variants with outliers.
     """
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)  # more gain nothing on so small a model, and wait for each other where cores are busy
     model, tokenizer = load("demo")
     held = tokenizer.encode(heldout_text())
-    cut = windows(held, QUICK_LENGTH if quick else LENGTH, WINDOWS)
+    cut = windows(held, *(QUICK_TEXT if quick else TEXT))
     settings = [Setting(), *every_kv_setting(), *every_weight_setting(), Setting("int8", "int4_g32", "int4_g64")]
     console.print(
-        f"The shipped model on {WINDOWS} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
+        f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
         "Each row reads all older keys and values from a cache of its own format."
     )
-    results = run_evaluation(model, settings, cut, CHUNK, errors, batch=WINDOWS)
-    short = windows(held, OUTLIER_LENGTH, OUTLIER_WINDOWS)
-    profiles = () if quick else PROFILES
-    variants = [r for outliers in profiles for r in run_evaluation(model, settings, short, CHUNK, errors, outliers=outliers)]
+    results = run_evaluation(model, settings, cut, CHUNK, errors, batch=cut.shape[0])
+    short = windows(held, *OUTLIER_TEXT)
+    variants = [] if quick else _with_outliers(model, settings, short, errors)
     texts = _written(model, tokenizer, errors)
     equal, compared = agreement(model, cut[:2, :48])
     console.print(f"\n{BY_MODEL if variants else BY_MODEL.partition(',')[0]}:")
     console.print(model_table([*results, *variants]))
+    console.print(SAFE_WORDS, highlight=False)
     for name, text in texts.items():
         console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
     same = f"With 16-bit keys and values, {equal} of {compared} greedy tokens equal those of transformers' own attention."
     console.print(f"{verdict(results)}\n{same}", highlight=False)
     report = _report(results, variants, texts, same, quick)
     report.write(report_path)
-    console.print(f"Report: {report_path}   ({time.perf_counter() - started:.0f} s in all)", soft_wrap=True)
-    return Shown([*results, *variants], report, model, tokenizer)
+    took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - busy}
+    console.print(f"Took {took['seconds']:.0f} s, {took['cpu_seconds']:.0f} s of CPU time.", highlight=False)
+    console.print(f"Report: {report_path}", soft_wrap=True)
+    return Shown([*results, *variants], took, report, model, tokenizer)
+
+
+def _with_outliers(model: Any, settings: list[Setting], short: torch.Tensor, errors: Console) -> list[Quality]:
+    """Every cache in every variant, and weights in the first one: those of the others have the same outliers."""
+    caches = [s for s in settings if s.weights is None]
+    runs = [(outliers, settings if outliers is PROFILES[0] else caches) for outliers in PROFILES]
+    return [r for outliers, shown in runs for r in run_evaluation(model, shown, short, CHUNK, errors, outliers=outliers)]
 
 
 def _written(model: Any, tokenizer: Tokenizer, errors: Console) -> dict[str, str]:
@@ -122,7 +133,7 @@ def _add_outliers(report: Report, results: list[Quality]) -> None:
     report.heading("Outliers").text(
         "Large models have outliers in keys, values and weights; the shipped one has none. These variants of it have: channels "
         "grow by powers of two and what reads them shrinks, which changes no 16-bit logit. "
-        f"They read {OUTLIER_WINDOWS} windows of {OUTLIER_LENGTH} tokens.",
+        f"They read {OUTLIER_TEXT[1]} windows of {OUTLIER_TEXT[0]} tokens. Weights have the same outliers in each and run once.",
         *(f"{outliers.name}: {outliers.source}." for outliers in PROFILES),
     )
-    report.table(header, rows, BY_MODEL)
+    report.table(header, rows, f"{BY_MODEL}; {SAFE_WORDS}")

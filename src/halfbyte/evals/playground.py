@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import HalfbyteError, InvalidArgument, check
-from halfbyte.evals.card import caches
+from halfbyte.evals.choices import caches
 from halfbyte.evals.legend import format_rows
 from halfbyte.evals.model import write
 from halfbyte.evals.quality import Setting, evaluate, kv_bytes_per_token, weight_bytes, with_weights

@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from halfbyte.evals.choices import SAFE, safe_where
 from halfbyte.evals.legend import in_words, legend
 from halfbyte.evals.quality import Quality, Setting
 from halfbyte.evals.verdict import KL_WORDS, cards, ratio, verdict
@@ -29,6 +30,7 @@ KL_LABEL = "mean KL divergence (nats)"
 #: What a logarithmic axis shows for no divergence at all.
 LEAST_KL = 1e-9
 BY_MODEL = "KL divergence from the 16-bit run in thousandths of a nat, for the shipped model and with outliers of larger models"
+SAFE_WORDS = f"safe: at most {1e3 * SAFE:g} thousandths; plain: only without outliers"
 HEADERS = (
     *("KV cache", "weights", "perplexity", "change %", "KL mean", "KV B/token", "weights MB"),
     *("top-1 %", "KL p99", "KL by third", "seconds"),
@@ -68,7 +70,8 @@ def rows(results: Sequence[Quality]) -> list[tuple[str, ...]]:
 
 
 def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """(header, rows): each setting's size and perplexity on the model itself, its KL in thousandths of a nat on every model."""
+    """(header, rows): each setting's size and perplexity on the model itself, its KL in thousandths of a nat on every model, and
+    where that is small enough to be called safe."""
     models = list(dict.fromkeys(r.model for r in results))
     kl = {(r.model, r.setting): 1e3 * r.kl_mean for r in results}
     plain = [r for r in results if r.model == models[0]]
@@ -77,22 +80,28 @@ def by_model(results: Sequence[Quality]) -> tuple[tuple[str, ...], list[tuple[st
             r.setting.name,
             f"{ratio(r, plain[0]):.2f}x",
             f"{r.change:+.2f}",
-            *(f"{x:.2f}" if (x := kl[model, r.setting]) < 10 else f"{x:,.0f}" for model in models),
+            *(_thousandths(kl.get((model, r.setting))) for model in models),
+            safe_where([kl[model, r.setting] / 1e3 for model in models if (model, r.setting) in kl]),
         )
         for r in plain[1:]
     ]
-    return ("formats", "smaller", "ppl %", *(model or "plain" for model in models)), rows
+    return ("formats", "smaller", "ppl %", *(model or "plain" for model in models), "safe"), rows
+
+
+def _thousandths(kl: float | None) -> str:
+    """A divergence in thousandths of a nat; nothing where none was measured."""
+    return "" if kl is None else f"{kl:.2f}" if kl < 10 else f"{kl:,.0f}"
 
 
 def model_table(results: Sequence[Quality]) -> Table:
     """`by_model` for a terminal of 80 columns. What diverges by 0.1 nats and more, enough to change what is written, is red."""
     header, rows = by_model(results)
-    made = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    made = Table(header_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, name in enumerate(header):
         made.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
     for row in rows:
-        cells = [Text(x, style="red" if float(x.replace(",", "")) >= 100 else "") for x in row[3:]]
-        made.add_row(*row[:3], *cells)
+        cells = [Text(x, style="red" if x and float(x.replace(",", "")) >= 100 else "") for x in row[3:-1]]
+        made.add_row(*row[:3], *cells, row[-1])
     return made
 
 
@@ -203,8 +212,13 @@ def record(result: Quality) -> dict[str, Any]:
     return {"kv": result.setting.kv} | dataclasses.asdict(result.setting) | dataclasses.asdict(result)
 
 
-def append_records(results: Sequence[Quality], path: Path, longer: Sequence[LongContext] = ()) -> None:
-    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one."""
+def append_records(
+    results: Sequence[Quality], path: Path, longer: Sequence[LongContext] = (), took: dict[str, float] | None = None
+) -> None:
+    """Append one JSON object a result to a file, with where and how it was made, and with its long context if there is one.
+
+    took: seconds of the whole command, for its records to tell.
+    """
     import torch
 
     from halfbyte.device import describe
@@ -212,7 +226,7 @@ def append_records(results: Sequence[Quality], path: Path, longer: Sequence[Long
 
     made = dataclasses.asdict(environment(describe("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()))
     for one in records(results, longer):
-        append_line(path, json.dumps(one | {"environment": made}))
+        append_line(path, json.dumps(one | ({} if took is None else {"command": took}) | {"environment": made}))
 
 
 def records(results: Sequence[Quality], longer: Sequence[LongContext] = ()) -> list[dict[str, Any]]:

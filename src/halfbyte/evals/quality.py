@@ -20,6 +20,7 @@ from rich.console import Console
 
 from halfbyte.cache_plan import CachePlan
 from halfbyte.errors import InvalidArgument, check
+from halfbyte.evals.choices import caches
 from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.evals.text import check_exact
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
@@ -116,7 +117,7 @@ class Setting:
 class Quality:
     """What one setting gave, over `tokens` predicted tokens. KL is in nats, `change` in % of the 16-bit perplexity.
 
-    `noise` is two standard errors of `change`, in %, from the differences of the tokens' log-likelihoods.
+    `noise` is two standard errors of `change`, in %, from the differences of the tokens' log-likelihoods; `kl_noise` of `kl_mean`.
     `kl_by_third` is the mean over the first, the second and the last third of each window; `model` names an outlier variant.
     """
 
@@ -135,6 +136,7 @@ class Quality:
     plain_weights: str = "bf16"
     kl_by_third: list[float] = field(default_factory=list)
     model: str = ""
+    kl_noise: float = math.nan
 
 
 Step = Callable[[], None]
@@ -268,6 +270,7 @@ class _Tally:
             perplexity=math.exp(self._nll / self._tokens),
             noise=200 * math.exp(shift) * math.sqrt(variance / self._tokens),
             kl_mean=float(kl.mean()),
+            kl_noise=2 * float(kl.std(correction=0)) / math.sqrt(kl.numel()),
             kl_p99=float(kl.kthvalue(rank).values),
             top1=self._agreed / self._tokens,
             seconds=self._seconds,
@@ -319,8 +322,8 @@ def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
 
 
 def every_kv_setting(head_dim: int = 128) -> list[Setting]:
-    """Each KV format for keys and values alike (per-channel keys with values of the same width), the default mix, and the formats
-    whose keys a cache of heads of `head_dim` rotates by default as it does."""
+    """Each KV format for keys and values alike (per-channel keys with values of the same width), the pairs that `caches` names,
+    INT8 keys with INT4 values, and the formats whose keys a cache of heads of `head_dim` rotates by default as it does."""
     from halfbyte.formats import KV_FORMATS
 
     def values_for(fmt: Format) -> str:
@@ -330,7 +333,8 @@ def every_kv_setting(head_dim: int = 128) -> list[Setting]:
     by_default = [
         Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in KV_FORMATS.items() if rotated(None, fmt, head_dim)
     ]
-    return [*alike, Setting("int8", "int4_g32"), *by_default]
+    mixed = [Setting("int8", "int4_g32"), *(Setting(*pair) for pair in caches().values() if pair != ("bf16", "bf16"))]
+    return list(dict.fromkeys([*alike, *mixed, *by_default]))
 
 
 def every_weight_setting() -> list[Setting]:

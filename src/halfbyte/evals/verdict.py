@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from halfbyte.evals.choices import SAFE, is_safe
 from halfbyte.evals.quality import Quality
 from halfbyte.report import Cell
 
@@ -16,7 +17,7 @@ CARDS = {
 #: How KL divergence is to be read.
 KL_WORDS = (
     "KL divergence says how far the probabilities of the next token move away from those of the 16-bit run: 0 where they are the "
-    "same. From about 0.1 nats on, other texts are written."
+    f"same. Up to {SAFE:g} nats, noise included, formats are called safe. From about 0.1 nats on, other texts are written."
 )
 
 
@@ -55,7 +56,7 @@ def _facts(result: Quality, base: Quality) -> dict[str, Cell]:
     facts: dict[str, Cell] = {
         "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
         "size": f"{ratio(result, base):.2f}x smaller",
-        "KL divergence": f"{result.kl_mean:.1e} nats",
+        "KL divergence": f"{result.kl_mean:.1e} nats{', safe on this model' * is_safe(result.kl_mean, result.kl_noise)}",
     }
     if result.setting.kv != base.setting.kv:
         tokens, plain = (int(10**9 / r.kv_bytes_per_token) for r in (result, base))

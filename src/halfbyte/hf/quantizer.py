@@ -90,7 +90,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                     made[target] = target.empty(WEIGHT_FORMATS[config.modules[name]], name in config.act_order)
                 replace(model, name, made[target])
         stops = {rf"^{re.escape(name)}$" for name, info in (infos or {}).items() if info.shape == STOP}
-        model._keys_to_ignore_on_load_unexpected = stops | set(model._keys_to_ignore_on_load_unexpected or ())
+        known = model._keys_to_ignore_on_load_unexpected  # a set; in older versions of transformers a list or None
+        model._keys_to_ignore_on_load_unexpected = known | stops if isinstance(known, set) else [*(known or ()), *sorted(stops)]
         return model
 
     def _check_stored(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Rows of quantized weights written out in 16 bits: one launch for one weight, or for two or three that lie one below the other.
+"""Rows of quantized weights written out in 16 bits: one launch for one weight, for two or three that lie one below the other, or
+for the same rows of every expert of a stack that has tokens.
 
     out[n, k] = round16((unit(code[n, k]) - zero[n, k / g]) * scale[n, k / g])
 
@@ -72,8 +73,8 @@ def _unit(code, w: Weight):
 
 
 @triton.jit
-def _scales(at, seen, w: Weight):
-    """The scales at these places as plain numbers, f32."""
+def _scales(at, row, seen, w: Weight, STACK: tl.constexpr):
+    """The scales at these places, [ROWS, GROUPS], as plain numbers, f32. Rows [ROWS, 1] of a STACK have a tensor scale each."""
     stored = tl.load(w.scales + at, mask=seen, other=0)
     if w.F.nested:
         scale = tl.load(w.table + stored.to(tl.int32)) * tl.load(w.nested + at // w.F.nested, mask=seen, other=0) + tl.load(w.mean)
@@ -82,7 +83,7 @@ def _scales(at, seen, w: Weight):
     elif w.F.scale == "e4m3":
         scale = from_e4m3(stored)
         if w.tensor_scale is not None:
-            scale *= tl.load(w.tensor_scale)
+            scale *= tl.load(w.tensor_scale + row, mask=seen, other=0) if STACK else tl.load(w.tensor_scale)
     else:
         scale = stored.to(tl.float32)
     return scale
@@ -90,16 +91,19 @@ def _scales(at, seen, w: Weight):
 
 @triton.jit
 def _tile(
-    out, stride, w: Weight, first, rows, target, block, width,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
+    out, stride, w: Weight, perm, first, rows, target, block, width,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STACK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rows block * ROWS ... of `rows` rows of a weight, which begin at its row `first` and at row `target` of out."""
+    """Rows block * ROWS ... of `rows` rows of a weight, which begin at its row `first` and at row `target` of out.
+
+    perm: the order of their columns, or None.
+    """
     r = block * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     row = (first + r).to(tl.int64)
     here = (r < rows)[:, None] & (g * SIZE < width)[None, :]  # [ROWS, GROUPS]
     at = row[:, None] * (width // SIZE) + g[None, :] if w.F.group else row[:, None] + g[None, :] * 0
-    scale = _scales(at, here, w)[:, :, None]
+    scale = _scales(at, row[:, None], here, w, STACK)[:, :, None]
 
     byte = g[:, None] * (SIZE // w.F.per_byte) + tl.arange(0, SIZE // w.F.per_byte)[None, :]  # [GROUPS, SIZE / per_byte]
     seen = here[:, :, None] & (byte < width // w.F.per_byte)[None, :, :]
@@ -114,8 +118,8 @@ def _tile(
 
     column = g[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = here[:, :, None] & (column < width)[None, :, :]
-    if w.perm is not None:
-        column = tl.minimum(tl.maximum(tl.load(w.perm + column, mask=column < width, other=0), 0), width - 1)
+    if perm is not None:
+        column = tl.minimum(tl.maximum(tl.load(perm + column, mask=column < width, other=0), 0), width - 1)
     to = out + (target + r).to(tl.int64)[:, None, None] * stride + column[None, :, :]
     rounded = as_dtype(numbers, out.dtype.element_ty) if INTERPRETED else numbers.to(out.dtype.element_ty)
     tl.store(to, rounded, mask=inside)
@@ -130,14 +134,32 @@ def dequantize_rows(
     block = tl.program_id(0)
     of_a, of_b = tl.cdiv(a_rows, ROWS), tl.cdiv(b_rows, ROWS)
     if block < of_a:
-        _tile(out, stride, a, a_first, a_rows, 0, block, width, SIZES[0], GROUPS[0], ROWS, INTERPRETED)
+        _tile(out, stride, a, a.perm, a_first, a_rows, 0, block, width, SIZES[0], GROUPS[0], ROWS, False, INTERPRETED)
     if len(SIZES) > 1:  # noqa: SIM102  (known to the compiler, which the block is not)
         if (block >= of_a) & (block < of_a + of_b):
-            _tile(out, stride, b, b_first, b_rows, a_rows, block - of_a, width, SIZES[1], GROUPS[1], ROWS, INTERPRETED)
+            at = block - of_a
+            _tile(out, stride, b, b.perm, b_first, b_rows, a_rows, at, width, SIZES[1], GROUPS[1], ROWS, False, INTERPRETED)
     if len(SIZES) > 2:  # noqa: SIM102
         if block >= of_a + of_b:
             at = block - of_a - of_b
-            _tile(out, stride, c, c_first, c_rows, a_rows + b_rows, at, width, SIZES[2], GROUPS[2], ROWS, INTERPRETED)
+            above = a_rows + b_rows
+            _tile(out, stride, c, c.perm, c_first, c_rows, above, at, width, SIZES[2], GROUPS[2], ROWS, False, INTERPRETED)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def dequantize_experts(
+    out, starts, w: Weight, first, rows, N, width,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """out [E, rows, width]: rows first ... of the N of each expert to which `starts`, [E + 1], gives anything; the others stay."""
+    blocks = tl.cdiv(rows, ROWS)
+    expert, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if tl.load(starts + expert + 1) > tl.load(starts + expert):
+        wide = expert.to(tl.int64)
+        perm = w.perm
+        if w.perm is not None:
+            perm = w.perm + wide * width
+        _tile(out, width, w, perm, wide * N + first, rows, wide * rows, block, width, SIZE, GROUPS, ROWS, True, INTERPRETED)
 
 
 # ------------------------------------------------------------------------------------------------------- the launch
@@ -151,13 +173,26 @@ def launch(weights: Sequence[QuantTensor], out: torch.Tensor, first: int) -> Non
     shares = _shares([w.shape[0] for w in weights], first, out.shape[0])
     absent = MOST - len(weights)
     starts, counts = ([*(share[i] for share in shares), *[0] * absent] for i in (0, 1))
-    sizes = [_size(w.format, width) for w in weights]
-    columns = max(*sizes, min(_COLUMNS, triton.next_power_of_2(width)))
-    groups, tile_rows = [columns // size for size in sizes], max(1, _TILE // columns)
+    sizes, columns, tile_rows = _tiles([w.format for w in weights], width)
+    groups = [columns // size for size in sizes]
     grid = (sum(triton.cdiv(n, tile_rows) for n in counts), triton.cdiv(width, columns))
     dequantize_rows[grid](
         out, out.stride(0), *(as_argument(w) for w in weights), *[None] * absent, *starts, *counts, width,
         SIZES=tuple(sizes), GROUPS=tuple(groups), ROWS=tile_rows, INTERPRETED=INTERPRETED,
+        num_warps=4, enable_fp_fusion=False, enable_reflect_ftz=False,
+    )  # fmt: skip
+
+
+def launch_experts(weight: QuantTensor, starts: torch.Tensor, out: torch.Tensor, first: int) -> None:
+    """out [E, rows, K], contiguous, fp16 or bf16: rows first ... of the experts of a stack [E, N, K] that have any pairs.
+
+    starts [E + 1] int32: where the pairs of each expert begin. Other experts' rows of `out` stay as they are.
+    """
+    (experts, rows, width), (sizes, columns, tile_rows) = out.shape, _tiles([weight.format], out.shape[2])
+    grid = (experts * triton.cdiv(rows, tile_rows), triton.cdiv(width, columns))
+    dequantize_experts[grid](
+        out, starts, as_argument(weight), first, rows, weight.shape[1], width,
+        SIZE=sizes[0], GROUPS=columns // sizes[0], ROWS=tile_rows, INTERPRETED=INTERPRETED,
         num_warps=4, enable_fp_fusion=False, enable_reflect_ftz=False,
     )  # fmt: skip
 
@@ -169,6 +204,13 @@ def as_argument(weight: QuantTensor) -> Weight:
     # The interpreter takes a constant of a tuple as it is, and sees no attributes through a constexpr.
     of_format = codec if INTERPRETED else tl.constexpr(codec)
     return Weight(weight.codes, weight.scales, weight.offsets, weight.tensor_scale, nested, mean, table, weight.perm, of_format)
+
+
+def _tiles(formats: Sequence[Format], width: int) -> tuple[list[int], int, int]:
+    """Columns under one scale of each format; columns and rows of a tile."""
+    sizes = [_size(fmt, width) for fmt in formats]
+    columns = max(*sizes, min(_COLUMNS, triton.next_power_of_2(width)))
+    return sizes, columns, max(1, _TILE // columns)
 
 
 def _size(fmt: Format, width: int) -> int:

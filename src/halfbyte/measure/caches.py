@@ -99,6 +99,18 @@ class Inputs:
         """The newest token of every sequence: k, v [B, H, 1, D]."""
         return torch.cat([k[:, :, -1:] for k, _ in self.spans]), torch.cat([v[:, :, -1:] for _, v in self.spans])
 
+    def tail(self, like: KVBuffer) -> torch.Tensor | None:
+        """The 16-bit tail [B, H, rows, D] of per-channel keys that lack the newest token; None for other keys."""
+        if like.format.token_block is None or like.tail is None:
+            return None
+        made, first = torch.zeros_like(like.tail), 0
+        for k, _ in self.spans:
+            last = k.shape[2] - 1
+            begin = last // like.format.token_block * like.format.token_block
+            made[first : first + k.shape[0], :, : last - begin] = k[:, :, begin:last]
+            first += k.shape[0]
+        return made
+
     def decoy(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A token that every query would look at before any other: the sum of the queries, as key."""
         k, v = self.last()
@@ -182,7 +194,7 @@ class Rotation:
         self._full[:batch] = cache.lengths
         # Made here, so that putting lengths back is one copy and allocates nothing.
         self._short = (self._full - 1).clamp_min(0)
-        self._decoy = inputs.decoy()
+        self._decoy, self._tail = inputs.decoy(), inputs.tail(cache.keys)
         self._lengths = self._full.repeat(copies, 1)
         planes = [(cache.keys, cache.values), *((clone(cache.keys), clone(cache.values)) for _ in range(copies - 1))]
         self.caches = [
@@ -195,8 +207,11 @@ class Rotation:
         self._lengths.copy_(self._full)
 
     def restore_short(self) -> None:
-        """Every cache lacks its newest token."""
+        """Every cache lacks its newest token, and has the tail of before it: a block that it completed left none."""
         self._lengths.copy_(self._short)
+        for cache in self.caches:
+            if cache.keys.tail is not None and self._tail is not None:
+                cache.keys.tail.copy_(self._tail)
 
     def plant_decoys(self) -> None:
         """The place of every newest token holds the decoy."""

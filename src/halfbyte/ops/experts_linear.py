@@ -3,7 +3,8 @@
 One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
 experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
 gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
-is one launch a projection, and one for the sum; prompts sort their tokens by expert first.
+is one launch a projection, and one for the sum; prompts sort their tokens by expert first, and long ones dequantize experts for a
+16-bit grouped GEMM.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from halfbyte.cpu import experts as cpu
 from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
+from halfbyte.ops import _experts_prompt
+from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
 from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
+from halfbyte.plans.experts_prompt import dequantized_rows
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
 from halfbyte.settings import pair_launches
@@ -53,7 +57,8 @@ def experts_linear(
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
     impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens) and "triton" (portable); "cpu", or
-                "reference" (float64)
+                "reference" (float64). "auto" dequantizes experts for prompts in bf16 of 96 or more pairs an expert, on Hopper and
+                Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -160,9 +165,12 @@ def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
         return out
     if not ids.shape[1] or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
         return cpu.experts_linear(call)
-    call = _dense(call)
-    plan = _plan_of(call) if impl != "triton" else "the portable kernel was requested"
     with torch.cuda.device_of(x):
+        if impl == "auto" and (rows := _dequantized_rows(call)):
+            _experts_prompt.run(call, rows, out)
+            return out
+        call = _dense(call)
+        plan = _plan_of(call) if impl != "triton" else "the portable kernel was requested"
         if isinstance(plan, ExpertsPlan):
             _run_tuned(call, plan, out)
         elif impl == "gluon":
@@ -181,6 +189,14 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
         x = (x.unsqueeze(1).expand(-1, ids.shape[1], -1) if x.ndim == 2 else x).gather(2, order)
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     return call._replace(x=x, weight=QuantTensor(w.format, w.shape, **parts), ids=ids.contiguous(), gates=gates, bias=bias)
+
+
+def _dequantized_rows(call: ExpertsCall) -> int:
+    """Rows of each expert to dequantize at a time for a prompt; 0: none."""
+    (experts, features, width), (tokens, top_k), x = call.weight.shape, call.ids.shape, call.x
+    dtype, capability = _DTYPES[x.dtype], gpu(x.device.index)[2]
+    problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "dtype": dtype, "capability": capability}
+    return dequantized_rows(experts, features, width, **problem)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
@@ -236,7 +252,7 @@ def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
     (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
     index = -1 if x.device.type == "cpu" else x.device.index
     tiles = _tiles(stack.format, experts, features, width, tokens, top_k, index)
-    table = (None, None) if tiles.inline else _sorted(ids, experts)
+    table = (None, None) if tiles.inline else sorted_pairs(ids, experts)
     size, count = workspace(tiles, features, tokens * top_k, call.gates is not None)
     partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
     launch(call._replace(x=x.reshape(-1, width)), out, tiles, table, partials, semaphores)
@@ -246,11 +262,3 @@ def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
 def _tiles(fmt: Format, experts: int, features: int, width: int, tokens: int, top_k: int, device: int) -> ExpertsTiles:
     """The tiles on GPU number `device` (-1: the interpreter)."""
     return experts_tiles(fmt, experts, features, width, tokens=tokens, top_k=top_k, num_sms=gpu(device)[1])
-
-
-def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs sorted by expert, those of none last, and where each expert's begin, [E + 1]; int32, and never on the host."""
-    flat = ids.flatten()
-    keys, order = flat.masked_fill((flat < 0) | (flat >= experts), experts).sort(stable=True)
-    starts = torch.searchsorted(keys, torch.arange(experts + 1, dtype=keys.dtype, device=keys.device))
-    return order.to(torch.int32), starts.to(torch.int32)

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 
 from halfbyte.formats import Format
 from halfbyte.plans.linear import gluon_linear, staged
-from halfbyte.plans.linear_spec import LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
 _MOST_TOKENS, _TABLES = 64, (32, 128, 512)
+
+#: What a program reads in the time that splitting a tile takes.
+_SPLIT_BYTES = 48 << 10
 
 #: Measured time of reading a weight once for blocks of so many rows (docs/internals/log/linear.md), over that for one.
 _TIMES = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.18, 16: 1.65}
@@ -39,6 +42,11 @@ class ExpertsMmaSpec(LinearSpec):
     def halves(self) -> int:
         """Columns of the product that become one of the result."""
         return 1 if self.activation is None else 2
+
+    @property
+    def steps_of_a_split(self) -> int:
+        """Steps that take a program about as long as its part of a split tile: partial results, a fence and a semaphore."""
+        return max(1, _SPLIT_BYTES // self.weights[0].slot_bytes(self))
 
     @property
     def ring_bytes(self) -> int:
@@ -115,11 +123,11 @@ def tuned_experts(
     dense = gluon_linear([(fmt, features)] * hit, m=rows, **facts)  # type: ignore[arg-type]
     if isinstance(dense, str):
         return dense
-    assert isinstance(dense.spec, LinearSpec)
+    finer, wanted = _finer(dense, width, num_sms)
     room = next(n for n in _TABLES if pairs <= n)
-    fields = vars(dense.spec) | {"weights": dense.spec.weights[:1], "pad_slots": 0}
+    fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0}
     shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    fitting = ((staged(shape, n, capability), n) for n in (dense.programs_per_sm, 1))
+    fitting = ((staged(shape, n, capability), n) for n in (wanted, 1))
     spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
@@ -131,6 +139,21 @@ def tuned_experts(
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
     programs = min(per_sm * num_sms, most * columns * steps)
     return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
+
+
+def _finer(dense: LinearPlan, width: int, num_sms: int) -> tuple[LinearSpec, int]:
+    """The shape of a dense weight's plan, and how many programs run at once on an SM.
+
+    One token waits for its ids, then for few bytes: four programs an SM (three with zero points, for their registers) share those
+    out more evenly than two, as long as a tile has more than one step. As measured (docs/internals/log/linear.md); with more tokens
+    tiles of 64 rows are faster.
+    """
+    spec = dense.spec
+    assert isinstance(spec, LinearSpec)
+    few = spec.x_rows == 1 and spec.tile == 64 and not spec.weights[0].codebook and dense.tiles <= 4 * num_sms
+    if few and spec.k_slices == 4 and width > spec.step:
+        return replace(spec, tile=32), 3 if spec.weights[0].zero else 4
+    return spec, dense.programs_per_sm
 
 
 def block_rows(experts: int, tokens: int, top_k: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -32,6 +33,9 @@ from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varle
 from halfbyte.errors import HalfbyteError, Unsupported, check
 from halfbyte.kv_buffer import KVBuffer
 from halfbyte.vllm.names import backend_names
+
+#: vLLM writes what loggers below its own say.
+logger = init_logger("vllm.halfbyte")
 
 
 class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
@@ -132,6 +136,11 @@ class Options(NamedTuple):
         """The options of the engine that is being built, checked."""
         given = get_current_vllm_config().additional_config
         given = given.get("halfbyte", {}) if isinstance(given, dict) else {}
+        if "plan" in given:
+            raise Unsupported(
+                "halfbyte option plan: vLLM asks an attention backend for the bytes of a token without saying of which layer, so "
+                "all layers have the formats in the backend's name"
+            )
         unknown = sorted(set(given) - set(cls._fields))
         check(not unknown, f"additional_config has halfbyte options {unknown}; known are {', '.join(cls._fields)}")
         options = cls(**given)
@@ -241,6 +250,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         if self._buffers is None or self._memory != memory:
             layout = PageLayout(*self.pair, self.head_size, layer.head_size_v)
             self._buffers, self._memory = layout.buffers(kv_cache), memory
+            _tell(layout, kv_cache.shape[0], layer.dtype)
         return self._buffers
 
     def do_kv_cache_update(
@@ -286,6 +296,13 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
                 deterministic_batch=envs.VLLM_BATCH_INVARIANT,
             )
         return output
+
+
+def _tell(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
+    """Log, once, how many blocks there are, and how many vLLM's own cache would have."""
+    plain = blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * dtype.itemsize)
+    said = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"
+    logger.info_once(said, layout.keys, layout.values, f"{blocks:,}", str(dtype).removeprefix("torch."), f"{plain:,}")
 
 
 @functools.cache

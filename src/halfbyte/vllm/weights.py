@@ -176,6 +176,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         for i, weight in enumerate(weights):
             for name, part in weight.parts().items():
                 layer.register_parameter(f"weight{i}_{name}", Parameter(part, requires_grad=False))
+        layer.qweight = layer.weight0_codes  # a LoRA layer asks on which device it is
         layer.halfbyte_names = [[f"weight{i}_{name}" for name in weight.parts()] for i, weight in enumerate(weights)]
         layer.halfbyte_formats = [weight.format.name for weight in weights]
         layer.halfbyte_rows = [weight.shape[0] for weight in weights]

@@ -9,8 +9,9 @@ import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
-from halfbyte.kernels.linear import experts_mma
+from halfbyte.kernels.linear import experts_mma, experts_prompt
 from halfbyte.plans.experts import experts_tiles
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference.experts import Activation, ExpertsCall
@@ -47,8 +48,18 @@ _TUNED = (
 )
 
 
+#: What surrounds a grouped GEMM, and the experts it is given.
+_PROMPTS = (
+    *(("int4_g128", projection) for projection in _QWEN),
+    *(("mxfp4", projection) for projection in _OSS),
+    ("nvfp4", (8, 2, 28672, 4096, Activation("gelu"), "")),
+    ("nf4_dq", (8, 2, 4096, 14336, Activation("gelu_tanh"), "gates bias")),
+)
+
+
 def configurations() -> Iterator[Configuration]:
     """The cases' launches, which are the same on every GPU of 132 SMs; the tuned kernel's on an H100."""
+    yield from _prompts()
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
         tiles = experts_tiles(call.weight.format, experts, features, width, tokens=tokens, top_k=top_k, num_sms=132)
@@ -67,6 +78,22 @@ def configurations() -> Iterator[Configuration]:
             given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
             full = _name("tuned-experts", name, tokens, call, options)
             yield from recorded(full, functools.partial(experts_mma.launch, call, *given), targets=(90,))
+
+
+def _prompts() -> Iterator[Configuration]:
+    for name, (experts, top_k, features, width, activation, options) in _PROMPTS:
+        call = _call(name, 8192, experts, top_k, features, width, activation, options)
+        pairs, y = empty(8192 * top_k), empty(8192 * top_k, features, dtype=torch.bfloat16)
+        full = _name("experts-prompt", name, 8192, call, options)
+        gather = functools.partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
+        yield from recorded(full, gather)
+        yield from recorded(full, functools.partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
+    for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
+        fmt, shape = WEIGHT_FORMATS[name], (128, 1536, 2048)
+        parts = {part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape, act_order=act_order).items()}
+        values = empty(128, 1024, 2048, dtype=torch.bfloat16)
+        given = (QuantTensor(fmt, shape, **parts), empty(129), values, 0)
+        yield from recorded(f"experts-{name}{'-act-order' * act_order}", functools.partial(launch_experts, *given))
 
 
 def _call(

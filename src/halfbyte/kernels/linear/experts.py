@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.common.codes import INTERPRETED, rounded
+from halfbyte.kernels.linear.activated import activated
 from halfbyte.kernels.linear.portable import row_factor, sums
 from halfbyte.kernels.linear.portable_weight import Weight, weight
 from halfbyte.plans.experts import ExpertsTiles
@@ -130,37 +131,13 @@ def _pairs(ids, order, starts, expert, first, S, C: tl.constexpr):
 
 
 @triton.jit
-def _activated(y, M: tl.constexpr, C: tl.constexpr):
-    """[M, n] -> [M, n / 2], see `Activation`; as it is without one."""
-    if C.activation is not None:
-        A: tl.constexpr = C.activation
-        gate, up = tl.split(tl.reshape(y, (M, C.n // 2, 2)))
-        if A.limit < float("inf"):
-            gate = tl.minimum(gate, A.limit, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.clamp(up, -A.limit, A.limit, propagate_nan=tl.PropagateNan.ALL)
-        if A.kind == "silu":
-            gate = gate * _sigmoid(A.alpha * gate)
-        elif A.kind == "gelu_tanh":
-            gate = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        else:
-            gate = gate * 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-        y = gate * (up + A.shift)
-    return y
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _store(y, row, number, there, N, w: Weight, C: tl.constexpr):
     """Rows y [rows, n] before their activation to rows `row` of out, where `there`."""
     EACH: tl.constexpr = C.n // 2 if C.activation is not None else C.n
     width = N // 2 if C.activation is not None else N
     column = number * EACH + tl.arange(0, EACH)
     at = w.out + row.to(tl.int64)[:, None] * width + column[None, :]
-    y = _activated(y, row.shape[0], C)
+    y = activated(y, row.shape[0], C)
     tl.store(at, rounded(y, w.out, C.interpreted), mask=there[:, None] & (column < width)[None, :])
 
 
@@ -189,7 +166,7 @@ def _weigh(partials, ids, gates, number, splits, T, S, N, E, w: Weight, C: tl.co
             expert = tl.load(ids + pair, mask=token < T, other=-1)
             there = (expert >= 0) & (expert < E)
             gate = tl.load(gates + pair, mask=there, other=0.0).to(tl.float32)
-            total += gate[:, None] * _activated(_summed(partials, pair, there, column, splits, S, N), _TOKENS, C)
+            total += gate[:, None] * activated(_summed(partials, pair, there, column, splits, S, N), _TOKENS, C)
         out = number * EACH + tl.arange(0, EACH)
         at = w.out + token.to(tl.int64)[:, None] * width + out[None, :]
         tl.store(at, rounded(total, w.out, C.interpreted), mask=(token < T)[:, None] & (out < width)[None, :])

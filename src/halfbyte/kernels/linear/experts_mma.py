@@ -41,21 +41,22 @@ from halfbyte.reference.experts import ExpertsCall
 
 
 @gluon.jit
-def _shares(tiles, steps):
+def _shares(tiles, steps, C: gl.constexpr):
     """How the programs divide tiles of so many steps: see `halfbyte.plans.linear.shares`.
 
-    Whole tiles, if what a program may wait for others then is 0.3 tiles at most, about what a split costs. Otherwise the fewest
-    programs that have as many steps each as if all took part. The first `more` programs take `unit` steps more.
+    Whole tiles, each program as many, if a split saves no program more than `steps_of_a_split`. Otherwise the fewest programs that
+    have as many steps each as if all took part. The first `more` programs take `unit` steps more.
     """
     most = gl.num_programs(0)
     total = tiles * steps
-    rounds = gl.maximum((tiles + most - 1) // most, 1)
-    alone = 10 * (rounds * most - tiles) <= 3 * most
-    even = gl.where(alone, rounds, gl.maximum((total + most - 1) // most, 1))
-    programs = gl.maximum((gl.where(alone, tiles, total) + even - 1) // even, 1)
-    whole = tiles // programs
+    rounds = gl.maximum(quotient(tiles + most - 1, most), 1)
+    even = gl.maximum(quotient(total + most - 1, most), 1)
+    alone = rounds * steps <= even + C.steps_of_a_split
+    programs = gl.where(alone, quotient(tiles + rounds - 1, rounds), quotient(total + even - 1, even))
+    programs = gl.maximum(programs, 1)
+    whole = quotient(tiles, programs)
     split = tiles - whole * programs
-    each = gl.where(alone, 0, split * steps // programs)
+    each = gl.where(alone, 0, quotient(split * steps, programs))
     more = gl.where(alone, split, split * steps - each * programs)
     return programs, whole, split, each, more, gl.where(alone, steps, 1)
 
@@ -195,7 +196,7 @@ def experts(
         _zeros(entry(C.order_at, i) & 1023, weights, C)
     steps = (K + C.step - 1) // C.step
     tiles = blocks * ((N + C.tile - 1) // C.tile)
-    programs, whole, split, each, more, unit = _shares(tiles, steps)
+    programs, whole, split, each, more, unit = _shares(tiles, steps, C)
     shared = each + gl.where(program < more, unit, 0)
     own = split + program * whole
     end = gl.where(program < programs, shared + whole * steps, 0)

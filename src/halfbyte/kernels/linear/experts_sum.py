@@ -48,12 +48,12 @@ def weighted_sums(
         for j in gl.static_range(together):
             pair = token * top_k + begin + j
             there = (n < N) & (begin + j < top_k)
-            parts = parts + (gl.load(Rows + (pair.to(gl.int64) * N + n), mask=there, other=0.0),)
+            parts = parts + (gl.load(Rows + (pair.to(gl.int64) * N + n), mask=there, other=0.0, cache_modifier=".cg"),)
         for j in gl.static_range(together):
             pair = token * top_k + begin + j
             expert = gl.load(ids + pair, mask=begin + j < top_k, other=-1)
-            gate = gl.load(gates + pair, mask=(expert >= 0) & (expert < E), other=0.0).to(gl.float32)
-            total += gate * parts[j]
+            gate = gl.load(gates + pair, mask=begin + j < top_k, other=0.0).to(gl.float32)
+            total += gl.where((expert >= 0) & (expert < E), gate, 0.0) * parts[j]
     gl.store(out + (token.to(gl.int64) * N + n), total.to(out.dtype.element_ty), mask=n < N)
 
 

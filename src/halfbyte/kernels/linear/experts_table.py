@@ -102,7 +102,8 @@ def _blocks(S, E, C: gl.constexpr):
     start = gl.associative_scan(gl.where(first & (p < S), p, 0), 0, _largest)  # of the expert's pairs
     begins = (good & ((p - start) % C.x_rows == 0)).to(gl.int32)
     number = gl.associative_scan(begins, 0, _sum)
-    count, pairs = gl.sum(begins), gl.sum(good.to(gl.int32))
+    both = gl.sum(begins << 16 | good.to(gl.int32))
+    count, pairs = both >> 16, both & 0xFFFF
     _put(C.blocks_at, number - 1, p, begins > 0)
     _put(C.blocks_at, count + p, p * 0 + pairs, p < 2)
     barrier()

@@ -1,0 +1,150 @@
+"""Mutation testing by operators: `python tests/mutants/operators.py [FILE ...] [--count N] [--seed S]` reports a score.
+
+A mutant swaps one operator, one of a pair of functions, or a whole number with its successor, in the functions of a file; error
+messages are left out. The tests named for the file must notice it. Some mutants change nothing that can be seen, so that a score is
+no goal: those that survive are printed, and are worth a look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edits import Change
+from mutant import Mutant
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+RECORDS = Path(__file__).parents[2] / "results" / "trust.jsonl"
+#: Files below src/halfbyte, with what must notice a fault in them.
+TESTS = {
+    "cpu/codes.py": ("test_cpu_attention.py", "test_cpu_linear.py"),
+    "cpu/decode_attention.py": ("test_cpu_attention.py", "test_trust_determinism.py"),
+    "cpu/linear.py": ("test_cpu_linear.py", "test_trust_linear.py"),
+    "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
+    "paging.py": ("test_paging.py", "test_cache.py"),
+    "checkpoints/gptq.py": ("test_checkpoints.py",),
+    "checkpoints/integers.py": ("test_checkpoints.py",),
+    "checkpoints/layer.py": ("test_checkpoints.py",),
+    "checkpoints/safetensors_files.py": ("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
+    "checkpoints/folder_guard.py": ("hf/test_hf_hostile_folders.py", "hf/test_hf_external.py"),
+}
+_PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)),
+    *((ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.BitAnd, ast.BitOr), (ast.LShift, ast.RShift), (ast.Mod, ast.FloorDiv)),
+]
+SWAPPED = dict(_PAIRS) | {b: a for a, b in _PAIRS[:-1]}
+NAMES = {a: b for pair in (("min", "max"), ("amin", "amax"), ("any", "all"), ("minimum", "maximum")) for a, b in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The edit of this number among those of a function."""
+
+    number: int
+
+    def changes(self, target: ast.AST, source: str) -> list[Change]:
+        return list(operations(target))[self.number : self.number + 1]
+
+
+def operations(target: ast.AST) -> Iterator[Change]:
+    """Every mutation of a function, in the order of its text."""
+    for node in _computing(target):
+        if (made := _changed(node)) is not None:
+            yield Change(node, f"({ast.unparse(made)})")
+
+
+def _computing(node: ast.AST) -> Iterator[ast.expr]:
+    """Expressions that are computed: no annotation, decorator, pattern, string, or what is raised."""
+    if isinstance(node, ast.expr):
+        yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "format_spec") or isinstance(node, ast.Raise | ast.JoinedStr):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.pattern):
+                yield from _computing(child)
+
+
+def _changed(node: ast.expr) -> ast.expr | None:
+    """The expression with one thing swapped; None where there is nothing to swap."""
+    made = copy.copy(node)
+    match made:
+        case ast.Compare(ops=[op]) if type(op) in SWAPPED:
+            made.ops = [SWAPPED[type(op)]()]  # type: ignore[list-item]
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPPED:
+            made.op = SWAPPED[type(op)]()  # type: ignore[assignment]
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return operand
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            made.value = value + 1
+        case ast.Name(id=name) if name in NAMES:
+            made.id = NAMES[name]
+        case ast.Attribute(attr=name) if name in NAMES:
+            made.attr = NAMES[name]
+        case _:
+            return None
+    return made
+
+
+def functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Qualified names of functions and methods that are defined once."""
+    owners = [("", module)] + [(f"{node.name}.", node) for node in module.body if isinstance(node, ast.ClassDef)]
+    found = [(prefix + node.name, node) for prefix, owner in owners for node in owner.body if isinstance(node, ast.FunctionDef)]
+    names = [name for name, _ in found]
+    return ((name, node) for name, node in found if names.count(name) == 1)
+
+
+def every(file: str, source: str) -> list[Mutant]:
+    """All mutants of a file."""
+    made = []
+    for function, node in functions(ast.parse(source)):
+        for number, change in enumerate(operations(node)):
+            old = ast.unparse(change.node)
+            name = f"{file}:{change.node.lineno} {function}: {old[:60]} -> {change.text[:60]}"
+            made.append(Mutant(name, file, function, Operator(number), TESTS[file]))
+    return made
+
+
+def main() -> int:
+    import test_mutants as seeded
+
+    from halfbyte import __version__
+    from halfbyte.device import describe
+    from halfbyte.measure import records
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"default: {', '.join(TESTS)}")
+    parser.add_argument("--count", type=int, default=20, help="mutants of a file, drawn from all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RECORDS)
+    given = parser.parse_args()
+    environment = asdict(records.environment(describe("cpu"), 1))
+    for file in given.files or TESTS:
+        mutants = every(file, (seeded.SOURCE / file).read_text())
+        drawn = random.Random(given.seed).sample(mutants, min(given.count, len(mutants)))
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            copies = [seeded.copy_with(mutant, Path(folder) / str(i)) for i, mutant in enumerate(drawn)]
+            jobs = [(made, [str(seeded.TESTS / test) for test in mutant.tests]) for made, mutant in zip(copies, drawn, strict=True)]
+            outcomes = [status for status, _ in seeded.run(jobs, Path(folder) / "logs", False, 120 * len(jobs) + 880)]
+        survived = [mutant.name for mutant, status in zip(drawn, outcomes, strict=True) if status == 0]
+        print(f"{file}: {len(drawn) - len(survived)} of {len(drawn)} noticed, of {len(mutants)} there are")
+        print("".join(f"  survived: {name}\n" for name in survived), end="", flush=True)
+        record = {"row": f"operators: {file}", "count": len(drawn), "of": len(mutants), "seed": given.seed, "survived": survived}
+        record |= {"seconds": round(time.monotonic() - start, 1), "version": __version__, "environment": environment}
+        with given.output.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
