@@ -214,7 +214,7 @@ def test_quality_per_bit_in_small(shipped: Any, monkeypatch: pytest.MonkeyPatch)
                 quality_per_bit.PlansJob(name, (7.0,), 1, 32, outliers=outliers),
                 accuracy.KeysJob(name, (("int4", False), ("int4", True)), 1, 64, outliers=outliers),
                 accuracy.QualityJob(name, (Setting(weights="int4_col"),), 1, 64, quality_per_bit.OF_WEIGHTS, outliers),
-                quality_per_bit.ContinuationsJob(name, (Setting("int2", "int2"),), 160, outliers=outliers),
+                quality_per_bit.ContinuationsJob(name, (Setting("int2", "int2"), quality_per_bit.DEFAULT), 160, outliers=outliers),
             ]
         )
     assert not [r.refused for r in s.records if r.refused]
