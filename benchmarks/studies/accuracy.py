@@ -230,10 +230,10 @@ def attended(heads: Heads, keys: str, values: str, rotated: bool) -> torch.Tenso
     q, (batch, kv_heads, tokens, dim) = heads.q, heads.k.shape
     cache = KVCache(batch, kv_heads, dim, tokens, keys=keys, values=values, rotate_keys=rotated, device=q.device)
     cache.append(heads.k, heads.v)
-    held, scale = [x[:, :, :tokens] for x in cache.dequantized()], dim**-0.5  # of whole blocks: the last may be part empty
-    ref, out = float64_attention(q, *held, scale), decode_attention(q, cache)
+    k, v = (x[:, :, :tokens] for x in cache.dequantized())  # which gives whole blocks: the last may be part empty
+    ref, out = float64_attention(q, k, v, dim**-0.5), decode_attention(q, cache)
     assert isinstance(out, torch.Tensor)  # the pair with lse comes only on request
-    accuracy = timed_attention_accuracy(out, eager_attention(q, *held, scale), ref)
+    accuracy = timed_attention_accuracy(out, eager_attention(q, k, v, dim**-0.5), ref)
     accuracy.require(f"decode_attention over {_name(keys, rotated)} keys and {values} values")
     return ref
 
