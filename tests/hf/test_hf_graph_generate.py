@@ -68,6 +68,11 @@ def both(model, ids, **options):
     return found
 
 
+def named(value):
+    """A test's name, alike in every process: without addresses."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_of_every_family(packed, prompt, family, batch):
@@ -103,7 +108,7 @@ def some_tokens(model, ids, count):
         {"max_time": 1000.0},
         {"max_time": 0.0},
     ],
-    ids=lambda options: re.sub(" at 0x[0-9a-f]+", "", str(options)),  # every process names a test alike
+    ids=named,
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_options(packed, prompt, options, ends):
@@ -352,7 +357,7 @@ def taped(monkeypatch):
         ({"stopping_criteria": tf.StoppingCriteriaList([tf.MaxLengthCriteria(31)])}, 1),
         ({"stopping_criteria": tf.StoppingCriteriaList([tf.EosTokenCriteria(7)])}, 0),
     ],
-    ids=str,
+    ids=named,
 )
 def test_choices_of_logits_alone_are_recorded(packed, prompt, taped, options, recorded):
     """And replayed by calls of other lengths. On a GPU a CUDA graph stands where the tape is."""
