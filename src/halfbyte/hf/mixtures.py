@@ -21,8 +21,8 @@ from halfbyte.formats import Format, Shape
 from halfbyte.hf.attention import NAME
 from halfbyte.reference.experts import KINDS, Activation
 
-#: What every module has that calls the registered function, and says how it keeps its weights.
-_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+#: What every module has that calls the registered function, and says how it keeps its weights. Norms came with transformers 5.18.
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 #: Of x * sigmoid(1.702 x), a GELU; and of gpt-oss, whose up projections get 1 added.
 _ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
 
@@ -104,7 +104,7 @@ def forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
     y = first(hidden_states, top_k_index)
     if first.activation is None:
         y = _activated(module, y)
-    if not module.has_post_expert_norm:
+    if not getattr(module, "has_post_expert_norm", False):
         mixed: torch.Tensor = last(y, top_k_index, top_k_weights)
         return mixed
     y = module.post_expert_norm(last(y, top_k_index))
