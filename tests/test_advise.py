@@ -294,7 +294,7 @@ def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.C
     assert not done.value.code
     made = read_card(file)
     assert made.windows == (1, 32)
-    assert sum("long_context" in r for r in made.results) == 8
+    assert sum("long_context" in r for r in made.results) == 9
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
         cli.main(["advise", "demo", "--card", str(file), "--gpu", "24GB", "--json"])

@@ -166,10 +166,9 @@ class ContinuationsJob:
 
 def _continued(blank: Record, result: LongContext) -> Record:
     """The record of a setting's continuations, `error` being the share of their tokens from the first on that differs."""
-    parted = f"equal tokens before the first that differs: {', '.join(f'{n:,}' for n in sorted(result.parted))}"
     shape, share = {**blank.shape, "written": result.written}, 1 - result.median_parted / result.written
     kind = "share of tokens from the first on that differs, median"
-    return replace(blank, shape=shape, error=share, error_kind=kind, perplexity=math.exp(result.nll), note=parted)
+    return replace(blank, shape=shape, error=share, error_kind=kind, perplexity=math.exp(result.nll))
 
 
 # ------------------------------------------------------------------------------------------------------------------- the text

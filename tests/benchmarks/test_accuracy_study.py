@@ -183,7 +183,7 @@ def test_the_longest_context_fits_and_a_block_more_does_not(formats: tuple[str, 
 
 def test_records_table_and_charts() -> None:
     measured = quick(pattern="int8$|bf16 halfbyte|int8 halfbyte").run(memory.jobs(quick()))
-    assert {r.formats for r in measured} == {"bf16", "int8", "int8_channel / int8"}
+    assert {r.formats for r in measured} == {"bf16", "int8", "int8_channel / int8", "int4_channel / int8"}
     plain, int8 = measured[0], measured[1]
     assert 1.9 < int8.shape["24 GB x 1"] / plain.shape["24 GB x 1"] < 2
     headers, rows = memory.table(measured)
