@@ -270,7 +270,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
     """A step beside vLLM's at the same bits."""
     found = faster(measured, STEP, f"vllm {STEP}")
     return (
-        [charts.bars(found, x_label="times as fast as vLLM's kernels at the same bits", title="Step of an engine")] if found else []
+        [charts.bars(found, x_label="times vLLM's speed", title="Step of an engine")] if found else []
     )
 
 
