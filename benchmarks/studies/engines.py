@@ -269,9 +269,7 @@ def faster(measured: Sequence[Record], part: str, than: str, formats: str = "") 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """A step beside vLLM's at the same bits."""
     found = faster(measured, STEP, f"vllm {STEP}")
-    return (
-        [charts.bars(found, x_label="times vLLM's speed", title="Step of an engine")] if found else []
-    )
+    return [charts.bars(found, x_label="times vLLM's speed", title="Step of an engine")] if found else []
 
 
 def says(measured: Sequence[Record]) -> list[str]:
