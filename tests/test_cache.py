@@ -779,12 +779,14 @@ def life_of_lists(keys: str, rng: random.Random, steps: int) -> None:
     formats = (keys, "int4_g32")
     caches = [make(paged, batch, heads, dim, capacity, keys=keys, values=formats[1], rotate_keys=False) for paged in (False, True)]
     model: list[torch.Tensor] = [torch.zeros(2, heads, 0, dim)] * batch  # keys and values as they are read
-    for step in range(steps):
+    drawn = tokens(batch, heads, 100, dim, rng.randrange(1000))[0]
+    all_read = torch.stack([dequantize(quantize(drawn, key_format(name))) for name in formats], 1)
+    for _ in range(steps):
         match rng.choice(["append", "append", "append", "crop", "reorder", "reset"]):
             case "append":
-                k = tokens(batch, heads, 25, dim, step)[0]
+                first = rng.randint(0, 75)
+                k, read = (t.narrow(-2, first, 25) for t in (drawn, all_read))
                 counts = [rng.randint(0, 25) for _ in range(batch)]
-                read = torch.stack([dequantize(quantize(k, key_format(name))) for name in formats], 1)
                 fits_in = all(m.shape[2] + n <= capacity for m, n in zip(model, counts, strict=True))
                 for cache in caches:
                     if fits_in:

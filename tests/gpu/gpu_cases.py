@@ -352,9 +352,10 @@ class Call:
 
     @cached_property
     def _expected(self) -> tuple[Any, Any]:
-        base = self.attend(self.q.dtype)
-        if not base[0].isfinite().all():  # scores beyond fp16: what eager PyTorch makes of them in the 16 bits that hold them
-            base = self.attend(torch.bfloat16)
+        with torch.backends.mkldnn.flags(enabled=False):  # oneDNN keeps a matmul for every shape: 10 MB for 20 drawn calls
+            base = self.attend(self.q.dtype)
+            if not base[0].isfinite().all():  # scores beyond fp16: what eager PyTorch makes of them in the 16 bits that hold them
+                base = self.attend(torch.bfloat16)
         return self.attend(torch.float64), base
 
 

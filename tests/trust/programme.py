@@ -40,13 +40,14 @@ class Row:
     megabytes: int = 1000
 
 
-def attention(levels: tuple[str, ...], count: int, longest: int, elements: int) -> Callable[[int, Path], int]:
-    """`count` calls and a few more, each of a variant of its own."""
+def attention(levels: tuple[str, ...], count: int, longest: int, elements: int, batch: int = 32) -> Callable[[int, Path], int]:
+    """`count` calls and a few more, each of a variant of its own, of at most `batch` sequences."""
 
     def check(seed: int, folder: Path) -> int:
         import gpu_cases as cases
 
-        grids = cases.variants(count, seed), cases.narrow_variants(2, seed), cases.exact_variants(2, seed)
+        grids = [make(n, seed) for make, n in ((cases.variants, count), (cases.narrow_variants, 2), (cases.exact_variants, 2))]
+        grids = [[replace(variant, batch=min(variant.batch, batch)) for variant in grid] for grid in grids]
         drawn = [case for grid in grids for case in cases.draw(len(grid), grid, longest=longest, elements=elements, seed=seed)]
         return judged(drawn, levels, seed)
 
@@ -118,11 +119,14 @@ def accepted(run: Callable[[], Any]) -> Any:
 
 def cache_lives(seed: int, folder: Path) -> int:
     """One format after the other, contiguous and paged."""
+    import torch
+
     import test_cache as cache
 
     keys, steps = cache.KEYS[seed % len(cache.KEYS)], 100
     life = cache.life_of_lists if keys in cache.ALONE else cache.life_in_pages
-    life(keys, random.Random(seed), steps)
+    with torch.inference_mode():
+        life(keys, random.Random(seed), steps)
     return 2 * steps
 
 
@@ -270,6 +274,7 @@ def soak(seed: int, folder: Path) -> int:
 
     import halfbyte as hb
 
+    @torch.inference_mode()
     def decode(thread: int) -> list[torch.Tensor]:
         rng = torch.Generator().manual_seed(thread)
         k, v, q = torch.randn(3, 1, 1, 1, 64, generator=rng).half().to(PLACE.device).unbind(0)
@@ -315,8 +320,8 @@ _SOAK = "The same bits in every round, no drift of memory"
 ROWS = {
     row.name: row
     for row in (
-        Row("attention, CPU", _ACCURATE, "calls", 20_000, attention(("cpu",), 16, 512, 2**17)),
-        Row("attention, interpreter", _ACCURATE, "calls", 2_000, attention(("triton",), 3, 40, 2**12), "interpreter"),
+        Row("attention, CPU", _ACCURATE, "calls", 20_000, attention(("cpu",), 16, 512, 2**17), megabytes=500),
+        Row("attention, interpreter", _ACCURATE, "calls", 2_000, attention(("triton",), 3, 40, 2**12, batch=4), "interpreter"),
         Row("attention, GPU", _ACCURATE, "calls", 10_000, attention_on_gpu, "gpu", 600, 20_000),
         Row("linear, CPU", _PRODUCT, "GEMMs and projections", 20_000, products(("cpu",))),
         Row("linear, interpreter", _PRODUCT, "GEMMs and projections", 1_000, products(("triton",)), "interpreter"),
@@ -340,7 +345,7 @@ ROWS = {
         ),
         Row("soak, CPU", _SOAK, "decode steps", 1_000_000, soak, megabytes=10),
         Row("soak, GPU", _SOAK, "decode steps", 1_000_000, soak, "gpu", 600, 10),
-        Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 100, mutants, seconds=4 * 3600),
+        Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 150, mutants, seconds=4 * 3600),
         Row("sanitizers", "memcheck, racecheck, initcheck and synccheck report nothing", "tools", 4, sanitizers, "gpu", 4 * 3600),
     )
 }
