@@ -133,10 +133,12 @@ def main() -> int:
         drawn = random.Random(given.seed).sample(mutants, min(given.count, len(mutants)))
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            copies = [seeded.copy_with(mutant, Path(folder) / str(i)) for i, mutant in enumerate(drawn)]
-            jobs = [(made, [str(seeded.TESTS / test) for test in mutant.tests]) for made, mutant in zip(copies, drawn, strict=True)]
-            outcomes = [status for status, _ in seeded.run(jobs, Path(folder) / "logs", False, 120 * len(jobs) + 880)]
-        survived = [mutant.name for mutant, status in zip(drawn, outcomes, strict=True) if status == 0]
+            tests = [str(seeded.TESTS / test) for test in TESTS[file]]
+            jobs = [(seeded.copy_with(mutant, Path(folder) / str(i)), tests) for i, mutant in enumerate([None, *drawn])]
+            (control, log), *outcomes = seeded.run(jobs, Path(folder) / "logs", False, 600 * len(jobs))
+        if control:
+            parser.exit(1, f"{file}: its tests fail without a fault (status {control})\n{log}")
+        survived = [mutant.name for mutant, (status, _) in zip(drawn, outcomes, strict=True) if status == 0]
         print(f"{file}: {len(drawn) - len(survived)} of {len(drawn)} noticed, of {len(mutants)} there are")
         print("".join(f"  survived: {name}\n" for name in survived), end="", flush=True)
         record = {"row": f"operators: {file}", "count": len(drawn), "of": len(mutants), "seed": given.seed, "survived": survived}
