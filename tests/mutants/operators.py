@@ -34,7 +34,10 @@ TESTS = {
     "checkpoints/gptq.py": ("test_checkpoints.py",),
     "checkpoints/integers.py": ("test_checkpoints.py",),
     "checkpoints/layer.py": ("test_checkpoints.py",),
-    "checkpoints/safetensors_files.py": ("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
+    "checkpoints/safetensors_files.py": (
+        *(f"hf/test_hf_checkpoint.py::test_{name}" for name in ("damaged_files", "good_files", "shard_names", "indexes")),
+        *("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
+    ),
     "checkpoints/folder_guard.py": ("hf/test_hf_hostile_folders.py", "hf/test_hf_external.py"),
 }
 _PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [

@@ -216,6 +216,17 @@ def _fuzzed(module: str, test: str, seed: int, folder: Path, count: int) -> int:
     return count
 
 
+def guided(seed: int, folder: Path) -> int:
+    """Inputs of one target, in a process that coverage guides where atheris is installed."""
+    from guided import TARGETS
+
+    name, count = list(TARGETS)[seed % len(TARGETS)], 5000 if seed else 200  # few in `make test`, which tries the first seed
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("guided.py")), name, str(count), str(seed), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{name}: {done.stderr[-1500:]}"
+    return count
+
+
 def kills(seed: int, folder: Path) -> int:
     """A writer, killed in several processes, each of which begins with what the last has left; then one that is not."""
     import time
@@ -313,6 +324,7 @@ def _passed(path: str) -> int:
 _ACCURATE = "Within twice the error of eager 16-bit PyTorch, whatever lies beyond a length"
 _PRODUCT = "Within twice the error of a 16-bit GEMM"
 _DAMAGED = "Finite weights or the library's own error, in bounded time and memory"
+_GUIDED = "Untrusted files are read as safetensors reads them, or refused"
 _REPEATS = "The same inputs give the same bits"
 _INVARIANT = "`deterministic_batch`: a sequence has the same bits in every batch"
 _SOAK = "The same bits in every round, no drift of memory"
@@ -335,6 +347,7 @@ ROWS = {
         Row("repeats, GPU", _REPEATS, "repeats", 20_000, repeats, "gpu", 600, 20_000),
         Row("damaged layers", _DAMAGED, "layers of every checkpoint kind", 100_000, damaged_layers, megabytes=300),
         Row("damaged folders", _DAMAGED, "folders through `hf.load`", 20_000, damaged_folders, megabytes=500),
+        Row("guided fuzz", _GUIDED, "headers, indexes and configurations", 200_000, guided),
         Row("kills", "A killed writer loses no old file and leaves no trace after the next run", "kills", 500, kills),
         Row(
             "killed commands",

@@ -10,8 +10,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import guided
 import pytest
 import run
+import safetensors
 from programme import ROWS, Row
 
 SAMPLE = [row for row in ROWS.values() if row.place != "gpu" and row.name != "mutants"]  # which `make mutants` runs
@@ -62,6 +64,13 @@ def test_a_row_that_hoards_memory_has_failed(capsys: pytest.CaptureFixture[str])
     hoarding = replace(ROW, check=lambda seed, folder: len(kept.append(b"x" * (64 << 20)) or kept), megabytes=100)
     assert run.work(hoarding, 0, 1) == 1
     assert "the memory of the process grew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("check", ["_check_layout", "_check_text"])
+def test_the_fuzzer_notices_a_check_that_is_missing(check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided.safetensors_files, check, lambda *_: None)
+    with pytest.raises((AssertionError, safetensors.SafetensorError, ExceptionGroup)):
+        guided.by_drawing("header", 3000, 0, tmp_path)
 
 
 def test_an_interrupted_programme_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
