@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engines import (
     EXACT,
     PROMPTS,
@@ -17,7 +18,9 @@ from engines import (
     metric,
     plan_for,
     quantized,
+    save,
 )
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from halfbyte.engine import PageLayout
 from halfbyte.vllm.names import PLAN, backend_name
@@ -148,3 +151,16 @@ def test_families(family: str, tiny) -> None:
     with engine(tiny(family), backend_name("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
         found = generate(llm, prompts)
     assert_same(found, by_transformers(quantized(tiny(family), keys="int8", values="int4_g32"), prompts))
+
+
+def test_alibi(tmp_path: Path) -> None:
+    """Bloom, by vLLM's own attention in fp32: halfbyte.hf has no models with ALiBi."""
+    torch.manual_seed(7)
+    config = BloomConfig(vocab_size=101, hidden_size=64, n_layer=2, n_head=2, initializer_range=0.3)
+    folder = save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "bloom")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    found = []
+    for backend in (None, backend_name("bf16", "bf16")):
+        with engine(folder, backend, block_size=16) as llm:
+            found.append(generate(llm, prompts, 12))
+    assert_same(found[1], found[0], within=0.05)

@@ -49,6 +49,7 @@ def test_over_a_packed_cache(adapted: tuple[Path, Path]) -> None:
         assert_same(found, generate(llm))
 
 
+@pytest.mark.nightly
 def test_over_packed_weights(adapted: tuple[Path, Path], tmp_path: Path) -> None:
     """Against an engine over the values of these weights in fp32."""
     adapter, _ = adapted

@@ -27,11 +27,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return lambda fmt: save(quantized(weights=fmt), root / fmt)
 
 
+def later(*values: Any) -> Any:
+    """A parameter that nightly runs add."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 #: Options of an engine of so many ranks.
 RANKS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [1, later(2)])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_an_engine_says_what_transformers_says(fmt: str, ranks: int, folder) -> None:
     """Over vLLM's own cache, which rounds nothing here."""
@@ -40,14 +45,14 @@ def test_an_engine_says_what_transformers_says(fmt: str, ranks: int, folder) -> 
     assert_same(found, by_transformers(plain(folder(fmt))), within=1e-3)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [later(1), 2])
 def test_packed_weights_and_a_packed_cache(ranks: int, folder) -> None:
     with engine(folder("nvfp4"), backend_name("int8", "int4_g32"), additional_config=EXACT, **RANKS[ranks]) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(plain(folder("nvfp4"), keys="int8", values="int4_g32")))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [1, later(2)])
 def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
     folder = save(quantized(weights="int4_g64", lm_head="int8_col"), tmp_path / "head")
     with engine(folder, **RANKS[ranks]) as llm:
@@ -57,16 +62,17 @@ def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
 
 #: Of each library: (kind of tests/checkpoint_files.py, ranks).
 OTHERS = (
-    ("gptq v1", 1),
+    later("gptq v1", 1),
     ("gptq v2 act-order", 2),
     ("awq", 1),
     ("ct int4 asym g_idx", 1),
-    ("ct int8", 1),
-    ("ct nvfp4", 1),
+    later("ct int8", 1),
+    later("ct nvfp4", 1),
     ("modelopt nvfp4", 1),
-    ("quark mxfp4", 1),
-    ("bnb fp4", 1),
-    ("bnb nf4 nested", 2),
+    later("quark mxfp4", 1),
+    later("bnb fp4", 1),
+    ("bnb nf4 nested", 1),
+    later("bnb nf4 nested", 2),
 )
 
 
