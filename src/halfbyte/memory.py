@@ -31,7 +31,7 @@ class Estimate:
     """Bytes. `kv_bytes` is for `batch` sequences of `context` tokens; `kv_bytes_per_token` for one token of one sequence.
 
     weight_bytes      everything: quantized linears, and the rest in 16 bits; `plain_...`: the same with nothing quantized
-    tokens_that_fit   tokens of all sequences together that weights leave room for in `memory` less `RESERVED`; None without `memory`
+    tokens_that_fit   tokens of all sequences together in `memory` less `RESERVED` and the weights; None without `memory`
     """
 
     model: str
