@@ -152,21 +152,23 @@ def test_a_streamer_gets_every_token_once(packed, prompt, right_drafts):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("case", ["per-channel", "groups"])
-def test_the_cache_that_is_returned_holds_no_rejected_draft(build, prompt, right_drafts, case):
-    """A conversation goes on with it, without drafts."""
-    model, ids = hf.quantize(build("llama"), **CACHES[case]), prompt(1)
+@pytest.mark.parametrize("keys", ["int8_channel", "int8"])
+def test_the_cache_that_is_returned_holds_no_rejected_draft(build, prompt, right_drafts, keys):
+    """A conversation goes on with it, without drafts. Rounding of 1 and of 6 tokens at once moves a code by 1 at most."""
+    model, ids = hf.quantize(build("llama"), keys=keys, values="int8"), prompt(1)
     right_drafts(model, ids, 40, 6)
-    made = lookup(model, ids, return_dict_in_generate=True)
+    new = model.generate(ids, do_sample=False, max_new_tokens=14, pad_token_id=0)
+    made = lookup(model, ids, eos_token_id=int(new[0, -1]), return_dict_in_generate=True)  # amid accepted drafts
     first, second = (x.past_key_values for x in made)
     assert torch.equal(made[0].sequences, made[1].sequences)
     for a, b in zip(first.layers, second.layers, strict=True):
         assert torch.equal(a.kv.lengths, b.kv.lengths)
         for s, t in zip(a.kv.dequantized(), b.kv.dequantized(), strict=True):
             t = t[:, :, : s.shape[2]]  # room for drafts of transformers' own loop
-            torch.testing.assert_close(s, t, rtol=0, atol=1e-2 * float(s.abs().max()))  # rounding of 1 and of 6 tokens at once
+            torch.testing.assert_close(s, t, rtol=0, atol=1e-2 * float(s.abs().max()))
     text = torch.cat([made[0].sequences, prompt(1, 4, 9)], 1)
-    after = [model.generate(text, past_key_values=x, do_sample=False, max_new_tokens=15) for x in (first, second)]
+    options = {"attention_mask": torch.ones_like(text), "do_sample": False, "max_new_tokens": 15, "pad_token_id": 0}
+    after = [model.generate(text, past_key_values=x, **options) for x in (first, second)]
     assert torch.equal(*after)
 
 
