@@ -160,15 +160,15 @@ def explain(
     for option, value in (("sms", sms), ("page", page)):
         check(value < 2**31, f"{option}={value}; it must be below 2^31")
     name, num_sms, capable = this_gpu()
-    table = NO_TABLE if sms or capability else table_of(name, num_sms)
-    gpu: dict[str, Any] = {"sm_count": sms or num_sms, "capability": (major, minor) if capability else capable, "table": table}
+    gpu: dict[str, Any] = {"sm_count": sms or num_sms, "capability": (major, minor) if capability else capable}
     if compile_it:
         from halfbyte.measure.precompile import resources
 
         gpu["resources"] = resources
     _check_belongs(context, bool(linear))
     if linear:
-        found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu)
+        table = NO_TABLE if sms or capability else table_of(name, num_sms)
+        found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu, table=table)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
         shape, formats = (batch, q_heads, kv_heads, dim, capacity, queries), (keys, values, page, dtype)

@@ -129,7 +129,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
         "its rotary embedding depends on the length": "dynamic" in ropes or "longrope" in ropes,
         "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
-        "several processes take part": synced_gpus or ranks_of(model) > 1,
+        "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
     }
     return next((reason for reason, holds in found.items() if holds), None)
@@ -203,7 +203,8 @@ class _Loop:
         given = model._update_model_kwargs_for_generation(outputs, given)
         logits = outputs.logits[:, -1]
         del outputs
-        every = 1 if self.streamer is not None else EVERY_LOOKUP if self.lookup else 1 if seen else EVERY
+        looks = self.streamer is not None or ranks_of(model) > 1  # of which one may stream, and all must run as many steps
+        every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if seen else EVERY
         kind, warm_up, forward = self._forward(given)
         try:
             with decode():
