@@ -1,4 +1,4 @@
-"""What an engine is told beside the name of the backend: options of `--additional-config`, and the formats of each layer."""
+"""Options of an engine beside the name of its backend, those of `--additional-config`, and the formats of each layer."""
 
 from __future__ import annotations
 
