@@ -79,7 +79,7 @@ def judged(drawn: list[Any], levels: tuple[str, ...], seed: int) -> int:
         for level in levels:
             outcome = accepted(lambda call=call, level=level: call.run(level))
             if outcome is not None:
-                wrong = call.wrong(*outcome)
+                wrong = call.wrong(*outcome, kernel=level != "cpu")
                 assert not wrong, f"{level}: {wrong}: {case}"
                 count += 1
     return count

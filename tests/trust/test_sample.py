@@ -39,6 +39,13 @@ def test_rows_of_a_gpu_do_not_rot(row: Row) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["count"] > 0
 
 
+def test_a_rotated_query_may_be_rounded() -> None:
+    """A seed that has failed: lse of three tokens was held to twice eager PyTorch's error, which was small by luck."""
+    row = ROWS["attention, interpreter"]
+    done = subprocess.run(run.command(row, 79, 0, 1), env=run.environment(row), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def failing(seed: int, folder: Path) -> int:
     assert seed != 3, "as expected"
     return 10
