@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES, PACKED, Handle
-from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, head_dims, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
@@ -20,6 +21,9 @@ from halfbyte.ops.rotate_heads import rotate_heads
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
+
+#: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
+_KEEPS_POSITIVE = "max_length" in inspect.signature(Cache.crop).parameters
 
 _CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
@@ -46,16 +50,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        self.is_compileable = True
+        #: Whether `generate()` may record steps in CUDA graphs.
+        self.records = True
         self.kv: KVCache | None = None
         #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
         self.drafts: Drafts | None = None
+        #: Within a recorded step with drafts: where its tokens stand.
+        self.chunk: Chunk | None = None
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: Stored = ()
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
     def __repr__(self) -> str:
         return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile steps; never those of drafts, for which transformers 5.4 requires this to be False."""
+        return self.records and self.drafts is None
 
     @property
     def kinds(self) -> str:
@@ -123,7 +135,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
-            rotated = kv.append(key_states, value_states, rope=kwargs.get("rope"), q=kwargs.get("q"))
+            counts = None if self.chunk is None else self.chunk.counts
+            rotated = kv.append(key_states, value_states, counts, kwargs.get("rope"), q=kwargs.get("q"))
         return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -141,23 +154,23 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.capacity
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
-        return self.capacity
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; transformers passes their number as a negative integer."""
+        """Forget the last tokens; their number is negative. Up to transformers 5.15 a positive one is how many stay."""
         if tokens_to_remove > 0:
-            raise InvalidArgument(
-                f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
-            )
+            if not _KEEPS_POSITIVE:
+                raise InvalidArgument(
+                    f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.drafts = None
+        self.drafts = self.chunk = None
         if self.kv is not None:
             self.kv.reset()
 
@@ -238,7 +251,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=made)
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
-                layer.is_compileable = False
+                layer.records = False
         self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 
@@ -273,6 +286,16 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Drafts will come behind `prompt` tokens, and `crop` after each forward, as `generate()` does it; None: no drafts."""
         for layer in self.layers:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
+
+    def expect_chunk(self, chunk: Chunk | None) -> None:
+        """Forwards of a recorded step with drafts come, whose tokens stand where `chunk` says; None: no more of them."""
+        for layer in self.layers:
+            layer.chunk = chunk
+
+    def set_lengths(self, lengths: torch.Tensor) -> None:
+        """Let each sequence hold `lengths` [B] tokens, without a look at the device: `crop` where no block of codes is reopened."""
+        held = [layer.kv.lengths for layer in self.layers]
+        torch._foreach_copy_(held, [lengths] * len(held))
 
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""
@@ -312,9 +335,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Bytes allocated in all layers; 0 before the first forward."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     @property
     def max_cache_len(self) -> int:
