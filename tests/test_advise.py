@@ -225,6 +225,15 @@ def test_gpus_by_the_driver_s_name(name: str, entry: str | None) -> None:
     assert datasheet_name(name) == entry
 
 
+@pytest.mark.parametrize(("gpu", "shown"), [("24GB", False), ("h200", True)])
+def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["advise", "demo", "--gpu", gpu])
+    assert not done.value.code
+    table, _, legend = capsys.readouterr().out.partition("batch: ")
+    assert ("step" in table) is ("step: the time of only reading" in " ".join(legend.split())) is shown
+
+
 def test_the_lines_run() -> None:
     found = advise("demo", gpu="h200")
     for choice in (found.choices[0], found.choices[7]):
