@@ -79,7 +79,7 @@ class WeightSpec(WeightCodec):
 
     def codebook_at(self, spec: Ring) -> int:
         """Where in shared memory the codebook lies, a multiple of its size: behind the stages."""
-        return -(-spec.stages * self.slot_bytes(spec) // CODEBOOK_BYTES) * CODEBOOK_BYTES
+        return _multiple(spec.stages * self.slot_bytes(spec), CODEBOOK_BYTES)
 
     def slots(self, spec: Ring) -> int:
         """Slots of the ring: the stages, and what the codebook takes behind them."""
@@ -173,6 +173,7 @@ class LinearSpec:
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
     ending: Ending | None = field(default=None, kw_only=True)  # None: y
+    equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
 
     @property
     def sources(self) -> int:
@@ -214,13 +215,23 @@ class LinearSpec:
         return self.ring_bytes + (4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0)
 
     @property
+    def x_bytes(self) -> int:
+        """Shared memory of x of one stage."""
+        return 2 * self.step * self.x_rows
+
+    @property
     def x_at(self) -> int:
-        """Where x lies in shared memory: behind the codes."""
+        """Where x lies in shared memory: behind the codes. It and those behind it begin at a multiple of their slots."""
         return self.weights[0].slots(self) * self.weights[0].slot_bytes(self)
 
     @property
     def scales_at(self) -> int:
-        return self.x_at + self.stages * 2 * self.step * self.x_rows
+        return _multiple(self.x_at + self.stages * self.x_bytes, self._scale_bytes)
+
+    @property
+    def _scale_bytes(self) -> int:
+        """Of one slot, where that is seen as a matrix; else 1."""
+        return 1 if self.odd_scales else max(1, self.tile * self.scale_stride(False))
 
     @property
     def zeros_at(self) -> int:
@@ -243,9 +254,25 @@ class LinearSpec:
         return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
 
     @property
-    def ring_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Codes, x, scales and zero points of all stages, and barriers."""
-        return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
+        return self.barriers_at + (_multiple(16 * self.scale_slots, 128) if self.weights[0].groups else 0)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of their allocation."""
+        codes = self.weights[0].slot_bytes(self) // self.code_parts
+        return _multiple(self.used_bytes, max(codes, self.x_bytes, self._scale_bytes)) if self.equal_parts else self.used_bytes
+
+    @property
+    def code_parts(self) -> int:
+        """Parts of a slot's codes, by columns, that lie one after the other: equal parts that are small leave little at the end."""
+        return 2 if self.equal_parts and self.weights[0].slot_bytes(self) > 16 << 10 else 1
+
+    @property
+    def table_parts(self) -> int:
+        """Parts that a codebook is written in: none is larger than one of codes."""
+        return max(1, CODEBOOK_BYTES * self.code_parts // self.weights[0].slot_bytes(self)) if self.equal_parts else 1
 
     def scale_stride(self, zeros: bool) -> int:
         """Bytes from row to row of the scales (or zero points) of a step."""
@@ -255,6 +282,11 @@ class LinearSpec:
     def columns(self, weight: WeightSpec) -> int:
         """Scales of a row in one step."""
         return self.step // 128 * weight.groups
+
+
+def _multiple(n: int, of: int) -> int:
+    """The first multiple that is not below n."""
+    return -(-n // of) * of
 
 
 @dataclass(frozen=True)
@@ -288,6 +320,11 @@ class LinearWgmmaSpec:
     @property
     def step(self) -> int:
         return self.chunk
+
+    @property
+    def table_parts(self) -> int:
+        """Parts that a codebook is written in."""
+        return 1
 
     @property
     def k_blocks(self) -> int:

@@ -105,8 +105,8 @@ def with_decode_choice(plan: DecodePlan, c: DecodeChoice, num_sms: int, capabili
         return f"{c.tokens} tokens of a warp do not share per-channel scales; {plan.spec.keys.block} do"
     own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
     pad_slots = plan.spec.pad_slots if own else 0  # an empty slot suits one ring; another needs its room
-    spec = with_reduce_smem(replace(plan.spec, tokens=c.tokens, stages=c.stages, pad_slots=pad_slots))
     limit = block_shared_memory(capability)
+    spec = with_reduce_smem(replace(plan.spec, tokens=c.tokens, stages=c.stages, pad_slots=pad_slots), limit)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
     if not 1 <= c.programs <= _MOST_PROGRAMS * num_sms:
