@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -409,11 +410,22 @@ def test_fp8_checkpoints_say_the_detour(tmp_path, shape):
         hf.load(tmp_path)
 
 
-def test_gguf_says_the_detour(tmp_path):
+def test_gguf_says_the_detour(tmp_path, monkeypatch):
+    """A file, the folder of one (often with a config.json), and a model of the Hub, of which nothing is downloaded."""
     file = tmp_path / "model.Q4_K.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(Unsupported, match=r"gguf_file='model\.Q4_K\.gguf'.*dequantize=True.*halfbyte\.hf\.quantize"):
-        hf.load(file)
+    says = r"gguf_file='model\.Q4_K\.gguf'.*dequantize=True.*halfbyte\.hf\.quantize"
+    for given in (file, tmp_path):
+        with pytest.raises(Unsupported, match=says):
+            hf.load(given)
+    tiny().config.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=says):
+        hf.load(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    with pytest.raises(Unsupported, match=r"from_pretrained\('some/model-GGUF', gguf_file='FILE\.gguf'"):
+        hf.load("some/model-GGUF")
+    tiny().save_pretrained(tmp_path)
+    assert hf.load(tmp_path).num_parameters() == hf.load("some/model-GGUF").num_parameters()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,9 @@ from halfbyte.ops.rotate_heads import rotate_heads
 from halfbyte.plans import GPU_LEVELS
 from halfbyte.reference.hadamard import check_rotation
 from halfbyte.settings import default_impl
+
+#: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
+_KEEPS_POSITIVE = "max_length" in inspect.signature(Cache.crop).parameters
 
 _CROSS = "A model with cross-attention needs a second cache: past_key_values=EncoderDecoderCache(cache, DynamicCache())"
 
@@ -46,7 +50,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        self.is_compileable = True
+        #: Whether `generate()` may record steps in CUDA graphs.
+        self.records = True
         self.kv: KVCache | None = None
         #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
         self.drafts: Drafts | None = None
@@ -56,6 +61,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile steps; never those of drafts, for which transformers 5.4 requires this to be False."""
+        return self.records and self.drafts is None
 
     @property
     def kinds(self) -> str:
@@ -141,16 +151,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.capacity
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
-        return self.capacity
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; transformers passes their number as a negative integer."""
+        """Forget the last tokens; their number is negative. Up to transformers 5.15 a positive one is how many stay."""
         if tokens_to_remove > 0:
-            raise InvalidArgument(
-                f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
-            )
+            if not _KEEPS_POSITIVE:
+                raise InvalidArgument(
+                    f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
@@ -238,7 +248,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=made)
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.layers:
-                layer.is_compileable = False
+                layer.records = False
         self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, k, v) for k, v in formats)
 
@@ -312,9 +322,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Bytes allocated in all layers; 0 before the first forward."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     @property
     def max_cache_len(self) -> int:

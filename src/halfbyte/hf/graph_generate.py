@@ -110,7 +110,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "output_hidden_states and output_attentions are not collected": config.output_hidden_states or config.output_attentions,
         "its rotary embedding depends on the length": "dynamic" in ropes or "longrope" in ropes,
         "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
-        "several processes take part": synced_gpus or ranks_of(model) > 1,
+        "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
     }
     return next((reason for reason, holds in found.items() if holds), None)
@@ -150,11 +150,11 @@ class _Loop:
         self.tokens.begin(self.prompts)
         outputs = model._prefill(self.prompts, self.config, given)
         given = model._update_model_kwargs_for_generation(outputs, given)
-        logits, every = outputs.logits[:, -1], 1 if seen or self.streamer is not None else EVERY
+        logits, looks = outputs.logits[:, -1], seen or self.streamer is not None or ranks_of(model) > 1  # one rank may stream
         del outputs
         kind, warm_up, forward = self._forward(given)
         with decode():
-            while self._take(logits, every):
+            while self._take(logits, 1 if looks else EVERY):
                 if self.forward is None:
                     now = self.tokens.ids[:, : self.length]
                     inputs = model.prepare_inputs_for_generation(now, next_sequence_length=1, **given)

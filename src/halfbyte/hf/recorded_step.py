@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from halfbyte.errors import warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.layer_options import BUCKET
+from halfbyte.nn import local_shard
 
 Result = TypeVar("Result")
 #: What is kept at most: steps of a model, forwards of a step, choices of a forward.
@@ -211,7 +212,7 @@ def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ..
     The batch size is exact: another one may have other plans, and with them other rounding.
     """
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.layers)
-    weights = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
+    weights = tuple(local_shard(t).data_ptr() for t in (*model.parameters(), *model.buffers()))
     return len(prompts), prompts.dtype, prompts.device, layout, weights
 
 
