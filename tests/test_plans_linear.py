@@ -13,8 +13,9 @@ from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_spec import CODEBOOK_BYTES, LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
 H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from halfbyte.device import DRIVER_SHARED_BYTES, sm_shared_memory, supports_pdl
 from halfbyte.formats import Format
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, WeightSpec, weight_spec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.toolchain import takes_any_part
+from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 
 #: The largest M of the kernel for small M. From 17 on others, whose tiles are larger, are faster.
 MOST_ROWS = 16
