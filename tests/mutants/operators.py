@@ -38,7 +38,7 @@ TESTS = {
         *(f"hf/test_hf_checkpoint.py::test_{name}" for name in ("damaged_files", "good_files", "shard_names", "indexes")),
         *("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
     ),
-    "checkpoints/folder_guard.py": ("hf/test_hf_hostile_folders.py", "hf/test_hf_external.py"),
+    "checkpoints/folder_guard.py": ("hf/test_hf_hostile_folders.py",),  # others load the shipped model, here by links
 }
 _PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)),
