@@ -877,6 +877,18 @@ def test_what_a_cache_says_of_itself() -> None:
         KVCache(1, 1, 40, 50, values="int4_g32")
 
 
+@pytest.mark.parametrize(("formats", "per_head"), [("int8", 66), ("int8_tensor", 64), ("fp16", 128)])
+def test_bytes_of_a_token_are_its_codes_and_scales(formats: str, per_head: int) -> None:
+    assert KVCache(2, 3, 64, 64, keys=formats, values=formats).bytes_per_token == 2 * 3 * per_head
+
+
+def test_a_number_of_copies_is_an_int32() -> None:
+    cache = KVCache(0, 1, 64, 64)
+    assert cache.repeat_interleave(2**31 - 1).batch == 0
+    with pytest.raises(InvalidArgument, match="repeats"):
+        cache.repeat_interleave(2**31)
+
+
 def test_zeros_say_nothing_about_the_scale_of_a_tensor() -> None:
     cache = KVCache(1, 1, 64, 64, keys="int8_tensor", values="int8_tensor")
     zeros, ones = torch.zeros(1, 1, 3, 64), torch.ones(1, 1, 3, 64)
