@@ -102,7 +102,7 @@ BLOCK = [
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._forward",
-        Rewrite("return 'fused', _w, _v", "return (False, False), _w, _v"),
+        Rewrite("return ('fused', self.lookup), _w, _v", "return (False, False, self.lookup), _w, _v"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]
