@@ -183,7 +183,7 @@ def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signatu
     with torch.cuda.device_of(c.k):
         compiled = [launch() for launch in made]
     advanced = made[-1].advances
-    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c)):
+    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c) + (c.norms or ())[:2]):
         store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
     return advanced
 
@@ -198,7 +198,6 @@ def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
     return (
         *(c.k, c.v, c.q, c.counts, c.lengths, c.page_table, cos, sin, keys.codes, keys.scales, keys.offsets, keys.saturated),
         *(values.codes, values.scales, values.offsets, values.saturated, keys.tail, values.tail),
-        *((None, None) if c.norms is None else c.norms[:2]),
     )
 
 
@@ -209,13 +208,15 @@ def signature_of(c: AppendCall) -> Signature | None:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
         return None
-    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope, c.norms)):
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
         return None
     norms: Any = c.norms
-    if norms is not None and not isinstance(norms, HeadNorms):
+    if norms is None:
+        return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
+    if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
         return None
-    options = (c.rotate_keys, c.keys.sink_tokens, *(() if norms is None else norms[2:]))
-    return signature("append", options, (c.keys.format, c.values.format), _tensors(c))
+    options = (c.rotate_keys, c.keys.sink_tokens, *norms[2:])
+    return signature("append", options, (c.keys.format, c.values.format), _tensors(c) + norms[:2])
 
 
 def _replayed(
@@ -225,7 +226,7 @@ def _replayed(
     from halfbyte.kernels.common.compat import launcher
 
     launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
-    like = None if q_out is None else layout(q_out)
+    like, no_norms = None if q_out is None else layout(q_out), (None, None)
 
     def again(s: Signature) -> tuple[torch.Tensor | None] | None:
         a, made, address = s.addresses, None, None
@@ -234,8 +235,8 @@ def _replayed(
             address = made.data_ptr()
             if address % 16:
                 return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        stored = (a[8:12], a[12:16], a[16:18])
-        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], (*a[6:8], *a[18:20]), *stored, *constants)
+        stored = (a[6:8] + (a[18:] or no_norms), a[8:12], a[12:16], a[16:18])
+        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], *stored, *constants)
         return (made,)
 
     return again
