@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, quantized, save
+from engines import EXACT, assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 
@@ -25,11 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     """folder(format): the shipped model with weights of that format."""
     root = tmp_path_factory.mktemp("quantized")
     return lambda fmt: save(quantized(weights=fmt), root / fmt)
-
-
-def later(*values: Any) -> Any:
-    """A parameter that nightly runs add."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 #: Options of an engine of so many ranks.
@@ -63,7 +58,8 @@ def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
 #: Of each library: (kind of tests/checkpoint_files.py, ranks).
 OTHERS = (
     later("gptq v1", 1),
-    ("gptq v2 act-order", 2),
+    ("gptq v2 act-order", 1),
+    later("gptq v2 act-order", 2),
     ("awq", 1),
     ("ct int4 asym g_idx", 1),
     later("ct int8", 1),
