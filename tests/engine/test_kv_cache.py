@@ -162,6 +162,6 @@ def test_alibi(tmp_path: Path) -> None:
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
     found = []
     for backend in (None, backend_name("bf16", "bf16")):
-        with engine(folder, backend, block_size=16) as llm:
+        with engine(folder, backend, block_size=32) as llm:
             found.append(generate(llm, prompts, 12))
     assert_same(found[1], found[0], within=0.05)
