@@ -82,10 +82,10 @@ def test_other_libraries_weights(kind: str, ranks: int, tmp_path: Path) -> None:
     assert_same(found, by_transformers(model, prompts), within=1e-3)
 
 
-def test_without_the_flag_another_library_s_weights_are_vllms(tmp_path: Path) -> None:
+def test_without_the_flag_vllm_reads_them_itself(tmp_path: Path) -> None:
+    """Its own GPTQ refuses zero points."""
     write(tiny(), tmp_path, blocks("gptq v1"))
-    with engine(tmp_path) as llm:
-        assert llm.llm_engine.vllm_config.model_config.quantization != "halfbyte"
+    assert "Unsupported quantization config" in refused(tmp_path)
 
 
 def plain(folder: Path, **cache: str) -> Any:
