@@ -117,8 +117,6 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": _LINEAR},
     "qwen3_next": {"layer_types": _LINEAR},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "indexed_attention"]}},
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"]},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 64)},
     "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},
     "xlstm": {"num_heads": 2, "num_blocks": 2},
