@@ -11,28 +11,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import halfbyte
-from benchmarks.tuning_choices import decode_choices, linear_choices
+from benchmarks.tuning_choices import linear_choices
 from benchmarks.tuning_store import Store
 from halfbyte.device import Device
-from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
-from halfbyte.measure.caches import DecodeCase, Inputs, Promise, Rotation, fill, held_by
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused
-from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.linear import copies_of, promise
 from halfbyte.measure.records import Record
-from halfbyte.measure.session import Candidate, Case, Job, Session, reason
+from halfbyte.measure.session import Candidate, Case, Session, reason
 from halfbyte.measure.timing import NOT_CAPTURED, Effort, paired_launches
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodeProblem, dense_problem, gluon_plan
+from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_cache import LinearProblem, TunedEntry
-from halfbyte.plans.tuning_space import Choice, Plan, with_decode_choice, with_linear_choice
+from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 
 #: How much is measured of every choice, and of those that are left.
 SCREEN = Effort(seconds=0.0, repeats=5, block_seconds=5e-4, settle_seconds=0.01, settle_spread=0.05)
@@ -52,24 +49,15 @@ Judge = Callable[[Any], Accuracy]
 class Planned:
     """One problem and its plans by their choices, the analytic one first; `refused`: in words, why there are none."""
 
-    problem: LinearProblem | DecodeProblem
-    plans: dict[Choice, Plan]
+    problem: LinearProblem
+    plans: dict[LinearChoice, LinearPlan]
     refused: str = ""
 
     @staticmethod
-    def of(problem: LinearProblem | DecodeProblem, made: Mapping[Any, Plan | str], quick: bool) -> Planned:
+    def of(problem: LinearProblem, made: Mapping[LinearChoice, LinearPlan | str], quick: bool) -> Planned:
         """The plans that can be, as many as are to be measured."""
         legal = [(choice, plan) for choice, plan in made.items() if not isinstance(plan, str)]
         return Planned(problem, dict(legal[: _QUICK_CHOICES if quick else None]))
-
-
-class Tuning(Job, Protocol):
-    """A problem that can be tuned: a job whose plans are known before anything is measured."""
-
-    @property
-    def formats(self) -> str: ...
-    def planned(self, device: Device, quick: bool) -> Planned:
-        """Its problem with all plans."""
 
 
 @dataclass(frozen=True)
@@ -135,48 +123,6 @@ def _judge_of(judges: Sequence[Callable[[torch.Tensor], Accuracy]]) -> Judge:
     return judge
 
 
-@dataclass(frozen=True)
-class AttentionTuning:
-    """One new token over a full cache, in one pair of formats."""
-
-    shape: DecodeShape
-    formats: str
-    store: Store
-    op: str = "decode_attention"
-
-    @property
-    def name(self) -> str:
-        return str(self.shape)
-
-    def planned(self, device: Device, quick: bool) -> Planned:
-        """Its problem with all plans."""
-        (num_sms, capability), s, (keys, values) = facts_of(device), self.shape, parse_formats(self.formats)
-        problem = dense_problem("bf16", s.batch, s.kv_heads, s.q_heads // s.kv_heads, 1, s.dim, s.context, keys.name, values.name)
-        first = gluon_plan(problem, num_sms, capability, True)
-        if isinstance(first, str):
-            return Planned(problem, {}, first)
-        choices = decode_choices(first, num_sms, capability)
-        return Planned.of(problem, {c: with_decode_choice(first, c, num_sms, capability) for c in choices}, quick)
-
-    def measure(self, session: Session) -> Iterator[Record]:
-        """The analytic plan's record, and the tuned one's where there is one."""
-        yield from _tuned(session, self, self.shape.sizes, self.store, partial(self._ready, session))
-
-    def _ready(self, session: Session) -> tuple[int, Calls, Callable[[], Judge]]:
-        inputs = Inputs.random(DecodeCase(self.name, self.shape), session.device.torch)
-        cache, expected = fill(inputs, self.formats), self.planned(session.device, True).problem
-        if (found := by_plan.problem_of(inputs.q, cache)) != expected:
-            raise Unsupported(f"the cache is {found} and the plan would be for {expected}")
-        nbytes = round(inputs.problem.tokens * cache.bytes_per_token)
-        caches = Rotation(cache, inputs, max(2, session.copies(nbytes))).caches
-        promised = Promise(inputs.q, held_by(cache))
-        return (
-            nbytes,
-            lambda plan: [partial(by_plan.attend, inputs.q, one, plan) for one in caches],
-            lambda: lambda out: promised.judge([out]),
-        )
-
-
 def facts_of(device: Device) -> tuple[int, tuple[int, int]]:
     """(multiprocessors, compute capability)."""
     return device.sm_count or 1, device.capability or (0, 0)
@@ -187,7 +133,7 @@ def facts_of(device: Device) -> tuple[int, tuple[int, int]]:
 
 def _tuned(
     session: Session,
-    job: Tuning,
+    job: LinearTuning,
     shape: dict[str, int],
     store: Store,
     ready: Callable[[], tuple[int, Calls, Callable[[], Judge]]],
@@ -216,19 +162,19 @@ def _tuned(
 
 def _timed(
     session: Session,
-    job: Tuning,
+    job: LinearTuning,
     shape: dict[str, int],
     planned: Planned,
     ready: Callable[[], tuple[int, Calls, Callable[[], Judge]]],
     notes: list[str],
-) -> dict[Choice, Record]:
+) -> dict[LinearChoice, Record]:
     """The records of the finalists, the analytic plan first. Raises `BenchmarkRefused` where the analytic plan itself fails."""
     if session.device.kind == "cuda":
         by_plan.prepare(session.device.torch)  # else counters of graphs would run out, and each call would clear some of its own
     with torch.no_grad(), paired_launches(True):
         nbytes, calls, judge = ready()
 
-        def measured(choices: Sequence[Choice], effort: Effort) -> dict[Choice, Record]:
+        def measured(choices: Sequence[LinearChoice], effort: Effort) -> dict[LinearChoice, Record]:
             def candidates() -> list[Candidate]:
                 return [Candidate(str(c), job.formats, nbytes, calls(planned.plans[c]), judge()) for c in choices]
 
@@ -246,7 +192,7 @@ def _timed(
         return measured([first, *others[:_LEFT]], FINAL)
 
 
-def better(found: Mapping[Choice, Record], first: Choice) -> Choice | None:
+def better(found: Mapping[LinearChoice, Record], first: LinearChoice) -> LinearChoice | None:
     """The fastest choice, if it beats the first by `GAIN` and beyond the noise."""
     best = min(found, key=lambda c: found[c].seconds or math.inf)
     old, new = found[first], found[best]

@@ -15,7 +15,7 @@ from halfbyte.errors import InvalidArgument, Unsupported, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.tune import Tuning
+    from benchmarks.tune import LinearTuning
     from benchmarks.tuning_store import Store
     from halfbyte.measure.session import Session
 
@@ -25,12 +25,11 @@ _ROWS, _QUICK_ROWS = "1,2,4,8,16", "1,16"
 
 
 def tune(
-    context: typer.Context,
     linear: Annotated[
         str,
         typer.Option(
             help="Linear layers, out x in features, such as 4096x4096,6144x4096; fused q, k and v 4096,1024,1024x4096, "
-            "fused gate and up 14336,14336x4096. Default without --attention: the layers of Llama-3-8B and 70B."
+            "fused gate and up 14336,14336x4096. Default: the layers of Llama-3-8B and 70B."
         ),
     ] = "",
     rows: Annotated[
@@ -38,13 +37,9 @@ def tune(
         typer.Option(help=f"Batch sizes M, default {_ROWS}. A plan serves M up to the next power of two: 3 and 4 share one."),
     ] = "",
     weights: Annotated[str, typer.Option(help="Weight formats, such as int4_g128,mxfp4.")] = "int4_sym_g128",
-    attention: Annotated[
-        str, typer.Option(help="Decode attention, batch x query heads/KV heads x head dim x tokens, such as 8x64/8x128x16384.")
-    ] = "",
-    formats: Annotated[str, typer.Option(help="Formats of the cache, such as int8,int8+int4_g32 (keys+values).")] = "int8",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Fewer candidates; without --linear and --attention one layer with M = 1 and 16."),
+        typer.Option("--quick", help="Fewer candidates; without --linear one layer with M = 1 and 16."),
     ] = False,
     output: Annotated[
         Path | None,
@@ -56,7 +51,7 @@ def tune(
     device: Annotated[str | None, typer.Option("--device", help="cuda or cuda:N; default: the first GPU.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time how else the GPU kernels could run (tiles, stages, programs), and store what beats the plan that the rules give.
+    """Time how else the GEMM kernels could run (tiles, stages, programs), and store what beats the plan that the rules give.
 
     Processes that start later use what is stored; `halfbyte explain` says which plan a call gets (docs/internals/tuning.md).
     """
@@ -66,12 +61,9 @@ def tune(
     from halfbyte.paths import own_plans
     from halfbyte.plans.tuning_cache import Table
 
-    if not linear and not attention and not _given(context, "formats"):
+    if not linear:
         linear, rows = (_QUICK_LINEAR, rows or _QUICK_ROWS) if quick else (_LINEAR, rows)
-    for option, measured, of in (("rows", linear, "linear"), ("weights", linear, "linear"), ("formats", attention, "attention")):
-        if not measured and _given(context, option):
-            raise InvalidArgument(f"--{option} describes --{of}, which is not measured here; add --{of} or leave it out")
-    make = _jobs(products(linear), integers(rows or _ROWS, "rows"), words(weights), _steps(attention), words(formats))
+    make = _jobs(products(linear), integers(rows or _ROWS, "rows"), words(weights))
     if dry_run:
         check(not as_json, "--json prints what was measured, and --dry-run measures nothing; leave one of them out")
         _list(make(Store(Path(), Table("", 0))), quick)
@@ -86,41 +78,25 @@ def tune(
     _run(session, make(store), store)
 
 
-def _given(context: typer.Context, option: str) -> bool:
-    source = context.get_parameter_source(option)
-    return source is not None and source.name != "DEFAULT"
-
-
 def _jobs(
     linear: Sequence[tuple[tuple[int, ...], int]],
     rows: Sequence[int],
     weights: Sequence[str],
-    steps: Sequence[tuple[int, int, int, int, int]],
-    formats: Sequence[str],
-) -> Callable[[Store], list[Tuning]]:
+) -> Callable[[Store], list[LinearTuning]]:
     """What is to be measured, checked; its store is known later."""
-    from benchmarks.tune import AttentionTuning, LinearTuning
+    from benchmarks.tune import LinearTuning
     from halfbyte.formats import weight_format
-    from halfbyte.measure.decode import DecodeShape, parse_formats
 
-    for option, given, wanted in (("rows", rows, linear), ("weights", weights, linear), ("formats", formats, steps)):
-        check(bool(given or not wanted), f"--{option} names nothing to measure; give one or more, separated by commas")
+    for option, given in (("rows", rows), ("weights", weights)):
+        check(bool(given), f"--{option} names nothing to measure; give one or more, separated by commas")
     for size in (*rows, *(n for features, width in linear for n in (*features, width))):
         check(size > 0, f"rows and features must be above 0; got {size}")
     for (features, width), name in itertools.product(linear, weights):
         weight_format(name).check_shape((max(features), width), f"weights={name!r}: a weight")
-    for name in formats:
-        parse_formats(name)
-    shapes = [DecodeShape(*step) for step in steps]
-
-    def make(store: Store) -> list[Tuning]:
-        found: list[Tuning] = [LinearTuning(*one, w, m, store) for one, w, m in itertools.product(linear, weights, rows)]
-        return found + [AttentionTuning(shape, name, store) for shape, name in itertools.product(shapes, formats)]
-
-    return make
+    return lambda store: [LinearTuning(*one, w, m, store) for one, w, m in itertools.product(linear, weights, rows)]
 
 
-def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
+def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
     from benchmarks.tune import HEADERS, facts_of, left_out, says, table_rows
     from halfbyte.measure.precompile import compile_ahead
 
@@ -138,7 +114,7 @@ def _run(session: Session, jobs: Sequence[Tuning], store: Store) -> None:
         raise typer.Exit(1)
 
 
-def _list(jobs: Sequence[Tuning], quick: bool) -> None:
+def _list(jobs: Sequence[LinearTuning], quick: bool) -> None:
     """What would be measured on the GPU here, else on an H200."""
     from halfbyte.cli.inspect import this_gpu
     from halfbyte.device import Device, gpu_count
@@ -161,11 +137,3 @@ def products(text: str) -> list[tuple[tuple[int, ...], int]]:
         raise InvalidArgument(f"--linear {text!r}; give out features x in features, such as 6144x4096 or 4096,1024,1024x4096")
     pairs = [found.split("x") for found in re.findall(one, text)]
     return [(tuple(map(int, outs.split(","))), int(width)) for outs, width in pairs]
-
-
-def _steps(text: str) -> list[tuple[int, int, int, int, int]]:
-    """8x64/8x128x16384 as batch, query heads, KV heads, head size, tokens."""
-    found = [re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+)", word) for word in words(text)]
-    if None in found:
-        raise InvalidArgument(f"--attention {text!r}; give batch x query heads/KV heads x head dim x tokens: 8x64/8x128x16384")
-    return [(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5])) for m in found if m]

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from halfbyte.plans.decode_attention import DecodePlan, programs
 from halfbyte.plans.linear import even_programs, fewest_programs
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 from halfbyte.plans.tuning_space import (
@@ -14,9 +13,7 @@ from halfbyte.plans.tuning_space import (
     STAGES,
     TILES,
     WGMMA_CHUNKS,
-    DecodeChoice,
     LinearChoice,
-    with_decode_choice,
     with_linear_choice,
 )
 
@@ -67,23 +64,3 @@ def linear_choice(plan: LinearPlan) -> LinearChoice:
     """The choice that a plan made."""
     spec = plan.spec
     return LinearChoice(spec.tile, spec.chunk, spec.stages, plan.programs_per_sm, plan.programs)
-
-
-def decode_choice(plan: DecodePlan) -> DecodeChoice:
-    """The choice that a plan made."""
-    return DecodeChoice(plan.spec.tokens, plan.spec.stages, plan.programs)
-
-
-def decode_choices(plan: DecodePlan, num_sms: int, capability: tuple[int, int]) -> list[DecodeChoice]:
-    """Choices worth measuring, that of the plan first: its tiles and rings one size off, each cut in several ways."""
-    first = decode_choice(plan)
-    tokens, stages = first.tokens, first.stages
-    near = (
-        [(tokens, s) for s in (stages, stages + 1, stages - 1)]
-        + [(tokens // 2, s) for s in (4, 2)]
-        + [(2 * tokens, 3), (2 * tokens, 2)]
-    )
-    counts = [n for per_sm in (2, 1, 3) for n in (programs(plan.work_items, per_sm * num_sms), per_sm * num_sms)]
-    every = [DecodeChoice(t, s, n) for t, s in near for n in (counts if (t, s) == near[0] else counts[0:4:2])]
-    legal = [c for c in every if isinstance(with_decode_choice(plan, c, num_sms, capability), DecodePlan)]
-    return list(dict.fromkeys([first, *legal]))[:MOST_CHOICES]

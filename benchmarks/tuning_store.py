@@ -11,7 +11,6 @@ from typing import Any
 
 from halfbyte.errors import InvalidArgument
 from halfbyte.paths import write_whole
-from halfbyte.plans.decode_attention import DecodeProblem
 from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, LinearProblem, Table, TunedEntry, check_gpu, key_of, read
 
 
@@ -53,7 +52,7 @@ class Store:
             return {}
         return table.entries
 
-    def add(self, problem: LinearProblem | DecodeProblem, entry: TunedEntry) -> None:
+    def add(self, problem: LinearProblem, entry: TunedEntry) -> None:
         """Store an entry in place of an older one of the same problem."""
         import fcntl  # POSIX has it, and every system with a GPU that this runs on
 

@@ -4,7 +4,8 @@ Fails when a variant does not compile, spills registers without a written reason
 would differ from run to run), needs more shared memory than a block has, or compiles to other PTX than the manifest says
 (manifest.py). Everything is compiled with the Triton that is installed; with the one that was measured (3.6.0) all of sm_90; else a
 sample with each version that is supported, in a folder of its own under build/. There registers are allotted a little differently,
-and what spills is shown but fails nothing.
+and what spills is shown but fails nothing. What was recorded without problems, and is compiled from the same code, constants and
+compiler (inputs.py), is held to the same limits without being compiled again; `--all` compiles that too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+import inputs
 import manifest
 import typer
 from rich.console import Console
@@ -65,7 +67,6 @@ class Job:
     configuration: str
     target: Target
     tuned: bool
-    recorded: bool
 
 
 def kernel_modules() -> list[str]:
@@ -120,19 +121,32 @@ def check(job: Job) -> Result:
     try:
         configuration = configurations(job.module)[job.configuration]
         binary = build(configuration, job.target)
-        entry = entry_of(job, binary) if job.recorded else None
         found = tuple(problems(binary, configuration, job.target, job.tuned))
+        entry = entry_of(job, binary, "" if found else inputs.digest(configuration, job.target))
     except Exception as error:
         found = (explained(error),)
     return Result(job.module, job.configuration, job.target.name, time.perf_counter() - began, binary, found, entry)
 
 
-def entry_of(job: Job, binary: Binary) -> manifest.Entry:
+def unchanged(job: Job, recorded: dict[tuple[str, str, str], manifest.Entry]) -> Result | None:
+    """The result of a variant that is compiled from what was recorded, without compiling it: it is held to today's limits."""
+    import triton
+
+    configuration = configurations(job.module)[job.configuration]
+    old = recorded.get((triton.__version__, job.target.name, job.configuration))
+    if old is None or not old.inputs or old.inputs != inputs.digest(configuration, job.target):
+        return None
+    binary = Binary(old.registers, old.spill, old.shared, (), (), b"", "")
+    found = tuple(problems(binary, configuration, job.target, job.tuned))
+    return Result(job.module, job.configuration, job.target.name, 0.0, binary, found, old)
+
+
+def entry_of(job: Job, binary: Binary, made_from: str) -> manifest.Entry:
     """What the manifest says of a variant."""
     import triton
 
     taken = (manifest.instructions(binary.cubin), binary.registers, binary.shared_bytes, binary.spill_bytes)
-    return manifest.Entry(triton.__version__, job.target.name, job.configuration, manifest.digest(binary.ptx), *taken)
+    return manifest.Entry(triton.__version__, job.target.name, job.configuration, manifest.digest(binary.ptx), *taken, made_from)
 
 
 def explained(error: BaseException) -> str:
@@ -152,7 +166,7 @@ def spread(items: list[str], count: int) -> list[str]:
 
 
 def complete(targets: list[Target], sample: int) -> list[Target]:
-    """The targets of which every variant is compiled. Only these are recorded: a sample changes with every new variant."""
+    """The targets of which every variant is compiled. Only these are held to the manifest: samples change with each new variant."""
     import triton
 
     return [t for t in targets if not sample or (triton.__version__, t.capability) == MEASURED]
@@ -168,20 +182,20 @@ def jobs_of(targets: list[Target], sample: int, only: str) -> list[Job]:
         sampled = set(spread(names, sample))
         for name, target in ((name, target) for name in names for target in targets):
             if (name in sampled or target in whole) and target.capability in found[name].targets:
-                jobs.append(Job(module, name, target, not sample, target in whole))
+                jobs.append(Job(module, name, target, not sample))
     return jobs
 
 
-def compare(results: list[Result], whole: set[tuple[str, str]], console: Console) -> bool:
-    """Whether what compiled is what the manifest says, for the versions of Triton and targets it has. `whole`: those of which no
-    variant is left out."""
-    recorded = manifest.read()
-    known = {key[:2] for key in recorded}
+def compare(results: list[Result], held: set[str], only: str, console: Console) -> bool:
+    """Whether what compiled is what the manifest says, on the targets that are held to it; `only`: variants may be left out."""
+    import triton
+
+    recorded = {key: entry for key, entry in manifest.read().items() if key[0] == triton.__version__ and key[1] in held}
     wrong = {}
-    for entry in (r.entry for r in results if r.entry is not None and r.entry.key[:2] in known):
+    for entry in (r.entry for r in results if r.entry is not None and r.target in held):
         old = recorded.get(entry.key)
         wrong[entry.key] = manifest.difference(old, entry) if old else "not in the manifest"
-    gone = {key for key in recorded if key[:2] in whole} - wrong.keys()
+    gone = {} if only else recorded.keys() - wrong.keys()
     wrong |= dict.fromkeys(gone, "in the manifest, but no kernel has it")
     wrong = {key: why for key, why in wrong.items() if why}
     for key, why in sorted(wrong.items()):
@@ -191,8 +205,11 @@ def compare(results: list[Result], whole: set[tuple[str, str]], console: Console
     return not wrong
 
 
-def update(results: list[Result], whole: set[tuple[str, str]], console: Console) -> None:
-    """Write the manifest again, and report what changed and by how much machine code did."""
+def update(results: list[Result], replaced: set[str], console: Console) -> None:
+    """Write the manifest again, and report what changed and by how much machine code did. `replaced`: targets of which nothing that
+    was recorded before is kept."""
+    import triton
+
     recorded = manifest.read()
     entries = [result.entry for result in results if result.entry is not None]
     changed = [(recorded[e.key], e) for e in entries if e.key in recorded and manifest.difference(recorded[e.key], e)]
@@ -200,16 +217,19 @@ def update(results: list[Result], whole: set[tuple[str, str]], console: Console)
     for old, new in large:
         console.print(*new.key, manifest.difference(old, new), markup=False)
     console.print(f"{len(changed)} of {len(entries)} differ from the manifest, {len(large)} by more than 1 % of their machine code")
-    manifest.write(entries, {key: entry for key, entry in recorded.items() if key[:2] not in whole})
+    manifest.write(entries, {k: entry for k, entry in recorded.items() if k[0] != triton.__version__ or k[1] not in replaced})
 
 
-def run(jobs: list[Job], processes: int, console: Console) -> list[Result]:
-    """Compile in parallel processes, showing how far it is."""
-    results: list[Result] = []
+def run(jobs: list[Job], processes: int, everything: bool, console: Console) -> list[Result]:
+    """Results in the order of the jobs: what changed since it was recorded, or `everything`, is compiled in parallel processes."""
+    recorded = {} if everything else manifest.read()
+    known = {job: found for job in jobs if (found := unchanged(job, recorded))}
+    results = list(known.values())
+    console.print(f"{len(known)} are made from what was recorded, {len(jobs) - len(known)} to compile in {processes} processes")
     workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     with workers, Progress(console=console) as progress:
-        task = progress.add_task("compiling", total=len(jobs))
-        pending: list[Future[Result]] = [workers.submit(check, job) for job in jobs]
+        task = progress.add_task("compiling", total=len(jobs) - len(known))
+        pending: list[Future[Result]] = [workers.submit(check, job) for job in jobs if job not in known]
         for done in as_completed(pending):
             results.append(done.result())
             progress.update(task, advance=1, description=results[-1].configuration)
@@ -245,7 +265,7 @@ def report(results: list[Result], targets: list[Target], console: Console) -> bo
     bad = [result for result in results if result.problems]
     for result in bad:
         console.print(f"{result.module} {result.configuration} {result.target}:", *result.problems, style="red", markup=False)
-    console.print(f"{len(results)} compiled, {len(bad)} with problems")
+    console.print(f"{len(results)} checked, {len(bad)} with problems")
     return bool(results) and not bad
 
 
@@ -270,11 +290,10 @@ def installed(version: str) -> Path:
     return folder
 
 
-def check_with(version: str, processes: int, only: str, record: bool) -> bool:
+def check_with(version: str, processes: int, only: str, flags: list[str]) -> bool:
     """Whether a sample compiles with another version of Triton, in a process that sees that one first."""
     path = os.pathsep.join(filter(None, [str(installed(version)), os.environ.get("PYTHONPATH")]))
-    arguments = ["--sample", str(SAMPLE), "--processes", str(processes), "--only", only, "--here-only"]
-    arguments += ["--update"] if record and version == MEASURED[0] else []
+    arguments = ["--sample", str(SAMPLE), "--processes", str(processes), "--only", only, "--here-only", *flags]
     done = subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False)
     return done.returncode == 0
 
@@ -286,6 +305,7 @@ def main(
     target: Annotated[list[int] | None, typer.Option(help="Architectures, such as 90; none: all.")] = None,
     here_only: Annotated[bool, typer.Option("--here-only", help="With the installed Triton and no other.")] = False,
     record: Annotated[bool, typer.Option("--update", help="Record in the manifest what kernels compile to.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Compile even what has not changed since it was recorded.")] = False,
 ) -> None:
     """Compile all kernels for all architectures and check what comes out."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton-cache"))
@@ -298,17 +318,17 @@ def main(
     if not sample and (found := unlisted()):
         raise SystemExit(f"{', '.join(found)}: in no configurations(); see halfbyte.kernels.aot.compiling.Configuration")
     jobs = jobs_of(targets, sample, only)
-    console.print(f"Triton {triton.__version__}: {len(jobs)} to compile in {processes} processes")
-    results = run(jobs, processes, console)
+    console.print(f"Triton {triton.__version__}: {len(jobs)} to check")
+    results = run(jobs, processes, everything, console)
     good = report(results, targets, console)
-    whole = set() if only else {(triton.__version__, t.name) for t in complete(targets, sample)}
     if record:
-        update(results, whole, console)
+        update(results, set() if only else {t.name for t in targets}, console)
     else:
-        good &= compare(results, whole, console)
+        good &= compare(results, {t.name for t in complete(targets, sample)}, only, console)
     failed = [] if good else [triton.__version__]
     others = [] if here_only else [v for v in VERSIONS if v != triton.__version__]
-    failed += [version for version in others if not check_with(version, processes, only, record)]
+    flags = ["--update"] * record + ["--all"] * everything
+    failed += [version for version in others if not check_with(version, processes, only, flags)]
     if failed and not here_only:
         console.print(f"Problems with Triton {', '.join(failed)}: see above", style="red")
     if failed:

@@ -2,7 +2,8 @@
 
 One JSON line a variant, architecture and version of Triton: a digest of its PTX and what its machine code takes. The digest
 leaves out what may change without any change of speed: names, numbers of registers and labels, and the order of parameters.
-`make compile-check` compares; `scripts/compile_check.py --update` records a deliberate change and reports its size.
+`make compile-check` compares; `scripts/compile_check.py --update` records a deliberate change and reports its size. Where all was
+well, a line also holds a digest of what was compiled (inputs.py): until that changes, the variant need not be compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant on one architecture. `instructions`, `registers` and `spill` (bytes) of a thread, `shared` (bytes) of a block."""
+    """One variant on one architecture. `instructions`, `registers` and `spill` (bytes) of a thread, `shared` (bytes) of a block.
+    `inputs`: what it was compiled from, by inputs.py; "" where something was wrong with it."""
 
     triton: str
     target: str
@@ -37,6 +39,7 @@ class Entry:
     registers: int
     shared: int
     spill: int
+    inputs: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -74,7 +77,8 @@ def read() -> dict[tuple[str, str, str], Entry]:
 def write(found: Iterable[Entry], recorded: dict[tuple[str, str, str], Entry]) -> None:
     """Record `found` over what was recorded."""
     merged = recorded | {entry.key: entry for entry in found}
-    FILE.write_text("".join(json.dumps(asdict(merged[key])) + "\n" for key in sorted(merged)))
+    lines = ({name: value for name, value in asdict(merged[key]).items() if value != ""} for key in sorted(merged))
+    FILE.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def difference(old: Entry, new: Entry) -> str:

@@ -32,6 +32,8 @@ from halfbyte.plans.decode_attention import DecodePlan, dense_problem, gluon_pla
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 compile_check: Any = importlib.import_module("compile_check")
+inputs: Any = importlib.import_module("inputs")
+manifest: Any = importlib.import_module("manifest")
 
 
 @triton.jit
@@ -217,3 +219,44 @@ def test_every_format_that_the_tuned_kernel_takes_is_compiled(fmt: str) -> None:
     tuned = [p for p in problems if isinstance(gluon_plan(p, 132, (9, 0), True), DecodePlan)]
     assert fmt in {p.keys for p in tuned}
     assert KV_FORMATS[fmt].token_block or fmt in {p.values for p in tuned}
+
+
+def test_a_variant_is_compiled_again_when_anything_that_it_is_made_from_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = next(iter(compile_check.configurations("halfbyte.kernels.aot.decode").values()))
+    spec = next(value for value in c.constexprs.values() if "halfbyte.plans.decode_spec" in str(type(value)))
+    name = next(name for name, value in c.constexprs.items() if value is spec)
+    others = [
+        inputs.digest(c, TARGETS[2]),
+        inputs.digest(replace(c, options={**c.options, "maxnreg": 64}), TARGETS[1]),
+        inputs.digest(replace(c, constexprs={**c.constexprs, name: replace(spec, stages=spec.stages + 1)}), TARGETS[1]),
+        inputs.digest(configuration(), TARGETS[1]),
+        inputs.digest(configuration(attrs=divisible_by_16("x")), TARGETS[1]),
+    ]
+    same = inputs.digest(c, TARGETS[1])
+    text = inputs.text
+    for module in ("halfbyte.plans.decode_spec", "halfbyte.plans.kv_codec", "halfbyte.formats"):  # properties of the constants
+        monkeypatch.setattr(inputs, "text", lambda name, module=module: text(name) + "#" * (name == module))
+        others.append(inputs.digest(c, TARGETS[1]))
+    monkeypatch.setattr(inputs, "text", lambda name: text(name) + "#" * (name == "halfbyte.cli"))
+    assert inputs.digest(c, TARGETS[1]) == same
+    assert len({same, *others}) == len(others) + 1
+
+
+def test_what_was_recorded_is_held_to_the_limits_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    c, job = configuration(), compile_check.Job("module", "toy", TARGETS[1], True)
+    monkeypatch.setattr(compile_check, "configurations", lambda module: {"toy": c})
+    entry = manifest.Entry(triton.__version__, "sm_90", "toy", "digest", 8, 30, 0, 16, inputs.digest(c, TARGETS[1]))
+    found = compile_check.unchanged(job, {entry.key: entry})
+    assert found.problems == ("16 bytes of registers spilled to memory",)
+    for stale in (replace(entry, inputs=""), replace(entry, inputs="of another day"), replace(entry, triton="3.0.0")):
+        assert compile_check.unchanged(job, {stale.key: stale}) is None
+
+
+def test_only_a_variant_without_problems_is_recorded_with_what_it_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = compile_check.Job("module", "toy", TARGETS[1], True)
+    spilling = configuration(constexprs={"BLOCK": 2048}, options={"num_warps": 1, "maxnreg": 24})
+    for c in (configuration(), spilling):
+        monkeypatch.setattr(compile_check, "configurations", lambda module, c=c: {"toy": c})
+        result = compile_check.check(job)
+        assert bool(result.problems) == (c is spilling)
+        assert result.entry.inputs == ("" if c is spilling else inputs.digest(c, TARGETS[1]))

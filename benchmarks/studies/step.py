@@ -2,15 +2,16 @@
 
 Known sizes with random weights, in 16 bits with transformers' static cache, by plain generate(), with a graph a step, and with
 fused blocks: what a user gets, and on a GPU the replayed graph by itself. `--filter '8b-8 .*fused'` chooses one case and one way;
-all ways but fused blocks compile, which takes a minute each for 32 layers. The last case is traced behind all that is timed, as
-tracing slows what follows it. Before a packed model is timed, the first block's linear layers, the output layer and attention
-over a cache of that size must keep the accuracy promise. On a CPU: the shipped model's sizes.
+all ways but fused blocks compile, which takes a minute each for 32 layers. The last case of one rank is traced behind all that is
+timed, as tracing slows what follows it; several ranks run where there are as many GPUs. Before a packed model is timed, the first
+block's linear layers, the output layer and attention over a cache of that size must keep the accuracy promise. On a CPU: the
+shipped model's sizes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 import halfbyte
+from benchmarks.ranks import Whole, measure_ranks
 from benchmarks.studies import Study
-from halfbyte.hf.model_step import ALONE, PLAIN, SIZES, WAYS, Formats, Steps, measure, of_sizes
+from halfbyte.hf.model_step import ALONE, PACKED, PLAIN, SIZES, WAYS, Formats, Steps, Way, measure, of_sizes
 from halfbyte.hf.model_support import blocks, head_dims, read_config
 from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
@@ -54,6 +56,12 @@ class Case:
     batch: int
     context: int
     target: str = ""
+    ranks: int = 1
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """How it can run: 16 bits of the largest model leave no room, and ranks are there for the fastest way."""
+        return PACKED[2:] if self.ranks > 1 else PACKED if self.model == "llama-3-70b" else WAYS
 
 
 CASES = (
@@ -62,19 +70,23 @@ CASES = (
     Case("8b-64", "llama-3-8b", 64, 2048, "55 % of the roofline"),
     Case("0.6b-1", "qwen3-0.6b", 1, 1024, "3x 16 bits"),
     Case("1.7b-1", "qwen3-1.7b", 1, 1024, "3x 16 bits"),
+    Case("70b-1", "llama-3-70b", 1, 1024, "80 tokens/s"),
+    *(Case(f"70b-1 on {ranks}", "llama-3-70b", 1, 1024, ranks=ranks) for ranks in (2, 4, 8)),
 )
-SMALL = (Case("demo-2", "demo", 2, 64),)
+SMALL = (Case("demo-2", "demo", 2, 64), Case("demo-2 on 2", "demo", 2, 64, ranks=2))
 
 
 def jobs(session: Session) -> list[Job]:
     """One for each case that the filter lets through, with `--quick` for the first; the last is traced."""
+    gpus = torch.cuda.device_count()
     cases = (CASES[:1] if session.options.quick else CASES) if session.device.kind == "cuda" else SMALL
-    wanted = [case for case in cases if _ways(session, case)]
-    return [StepJob(case, traced=case is wanted[-1]) for case in wanted]
+    wanted = [case for case in cases if _ways(session, case) and (case.ranks <= max(gpus, 1) or session.device.kind == "cpu")]
+    traced = [case for case in wanted if case.ranks == 1][-1:]
+    return [StepJob(case, traced=case in traced) for case in wanted]
 
 
-def _ways(session: Session, case: Case) -> list[Any]:
-    return [way for way in WAYS if session.wants(case.name, "bf16" if way is PLAIN else str(FORMATS), way.name)]
+def _ways(session: Session, case: Case) -> list[Way]:
+    return [way for way in case.ways if session.wants(case.name, "bf16" if way is PLAIN else str(FORMATS), way.name)]
 
 
 @dataclass(frozen=True)
@@ -94,10 +106,17 @@ class StepJob:
         session.free()
         case, gpu = self.case, session.device.kind == "cuda"
         config = SIZES[case.model] if case.model in SIZES else read_config(resolve_model(case.model))
-        model, steps = of_sizes(config, session.device, FORMATS), Steps(case.batch, case.context, NEW if gpu else NEW_ON_CPU)
-        found = measure(
-            model, FORMATS, steps, session.device, traced=self.traced, ways=_ways(session, case), judged=partial(judge, case)
+        steps, ways, judged = (
+            Steps(case.batch, case.context, NEW if gpu else NEW_ON_CPU),
+            _ways(session, case),
+            partial(judge, case),
         )
+        found: Iterable[Record]
+        if case.ranks > 1:
+            found = measure_ranks(Whole(config, FORMATS, steps, ways, judged), case.ranks, session.device.kind)
+        else:
+            model = of_sizes(config, session.device, FORMATS)
+            found = measure(model, FORMATS, steps, session.device, traced=self.traced, ways=ways, judged=judged)
         for record in found:
             yield replace(record, case=case.name, method="generate(), less the call that ends with the first token")
 

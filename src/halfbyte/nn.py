@@ -95,7 +95,7 @@ class QuantLayer(nn.Module):
 
         Cached until a parameter is replaced, so that a decode step does not check shapes again.
         """
-        parts = {name: _local(part) for name, part in self._parts().items()}
+        parts = {name: local_shard(part) for name, part in self._parts().items()}
         kept = self._weight
         if kept is None or any(getattr(kept, name) is not part for name, part in parts.items()):
             *rows, width = parts["codes"].shape
@@ -110,7 +110,7 @@ class QuantLayer(nn.Module):
         return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
     def _bias(self) -> torch.Tensor | None:
-        return None if self.bias is None else _local(self.bias)
+        return None if self.bias is None else local_shard(self.bias)
 
     def _parts(self) -> dict[str, torch.Tensor]:
         named = {name: self._parameters.get(f"weight_{name}") for name in PARTS}
@@ -180,7 +180,7 @@ class _Frozen(torch.autograd.Function):
         return gradients[0] @ ctx.weight.dequantize(gradients[0].dtype), None, None
 
 
-def _local(t: torch.Tensor) -> torch.Tensor:
+def local_shard(t: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
     if type(t).__name__ != "DTensor":  # not hasattr(t, "to_local"): False for a DTensor under Dynamo
         return t
@@ -190,7 +190,7 @@ def _local(t: torch.Tensor) -> torch.Tensor:
 
 def stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """A layer's weight as flat parts, and its bias. Compiled code reads no more: every traced attribute is a guard on each call."""
-    held = {name: _local(part) for name, part in parameters.items() if part is not None}
+    held = {name: local_shard(part) for name, part in parameters.items() if part is not None}
     # In the order of names: a parameter that was removed and registered again comes last.
     return [held[name] for name in _WEIGHT if name in held], held.get("bias")
 

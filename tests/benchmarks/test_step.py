@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
+from benchmarks import ranks
 from benchmarks.studies import step, study
 from halfbyte.device import Device
 from halfbyte.hf import model_step
 from halfbyte.hf.model_step import ALONE, PACKED, PLAIN, SIZES, Steps
+from halfbyte.measure.checks import BenchmarkRefused
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Options, Session
 
@@ -28,7 +32,7 @@ def test_cases_can_be_built() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "names"),
-    [("", ["8b-1", "8b-8", "8b-64", "0.6b-1", "1.7b-1"]), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
+    [("", ["8b-1", "8b-8", "8b-64", "0.6b-1", "1.7b-1", "70b-1"]), ("8b-8 .*fused", ["8b-8"]), ("8b-(1|8) ", ["8b-1", "8b-8"])],
 )
 def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> None:
     found = step.jobs(Session(Options(pattern=pattern), GPU))
@@ -36,10 +40,31 @@ def test_the_last_case_of_a_filter_is_traced(pattern: str, names: list[str]) -> 
     assert [job.traced for job in found] == [False] * (len(names) - 1) + [True]  # type: ignore[attr-defined]
 
 
+def test_ranks_run_where_there_are_gpus_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = step.jobs(Session(Options(pattern="70b"), GPU))
+    assert [job.name for job in found] == ["70b-1", "70b-1 on 2", "70b-1 on 4"]
+    assert [job.traced for job in found] == [True, False, False]  # type: ignore[attr-defined]
+
+
+def test_two_ranks_are_measured() -> None:
+    """In two processes; ranks whose logits differ are refused there."""
+    session = Session(Options(pattern="demo-2 on 2", threads=1), CPU)
+    (record,) = session.run(step.jobs(session))
+    assert record.shape == {"B": 2, "T": 64, "layers": 6, "ranks": 2}
+    assert record.seconds
+
+
+def test_sizes_that_ranks_cannot_share_are_refused() -> None:
+    config = LlamaConfig(num_attention_heads=6, num_key_value_heads=3, hidden_size=384)
+    with pytest.raises(BenchmarkRefused, match="num_key_value_heads=3"):
+        ranks.share(config, 2, CPU, step.FORMATS)
+
+
 def test_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_step, "_REPEATS", 1)
     monkeypatch.setattr(model_step, "_WARM_UP", 1)
-    session = Session(Options(pattern="transformers|fused", threads=1), CPU)
+    session = Session(Options(pattern="demo-2 (?!on).*(transformers|fused)", threads=1), CPU)
     measured = session.run(step.jobs(session))
     assert [r.implementation for r in measured] == 2 * [PLAIN.name, PACKED[2].name]
     assert [bool(r.kernels) for r in measured] == [False, False, True, True]

@@ -1,4 +1,4 @@
-"""Hybrids: packed keys and values where a layer has attention, and transformers' own states (recurrences, convolutions) elsewhere."""
+"""Hybrids: packed keys and values where a layer has attention, and transformers' own states (recurrent, convolutional)."""
 
 from __future__ import annotations
 
@@ -111,6 +111,18 @@ def test_drafts_over_convolutions_are_taken_back():
     cache, one = out.past_key_values, expected[:, -1:]
     with torch.no_grad():
         model(one, past_key_values=cache)  # its drafts are over
+
+
+def test_recorded_steps_take_no_drafts():
+    """transformers' own loop can take them back from a convolution, and refuses them for a recurrence."""
+    ids, options = prompts(1).repeat(1, 2), {**OPTIONS, "prompt_lookup_num_tokens": 3, "custom_generate": hf.generate}
+    options["attention_mask"] = torch.ones_like(ids)
+    model = packed("lfm2")
+    with pytest.warns(UserWarning, match="cannot take drafts back"):
+        tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS))
+    with pytest.raises(ValueError, match="stateful"):
+        packed("qwen3_next").generate(ids, **options)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "zaya"])

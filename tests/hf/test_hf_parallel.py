@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tiny_models import LLAMA
+from tiny_models import LLAMA, base
 from torch import nn
 
 import halfbyte.hf as hf
@@ -114,7 +115,7 @@ def model(fmt: str, act_order: tuple[str, ...] = (), **options: Any) -> Any:
 
 
 def test_models_over_two_processes(tmp_path: Path) -> None:
-    """GQA with biases; each format of another kind; act-order where it can be; and the refusals."""
+    """GQA with biases; each format of another kind; act-order where it can be; packed caches, recorded steps; the refusals."""
     made = {
         "act_order": model("int4_g32", ("q_proj", "v_proj", "up_proj")),
         "columns": model("int4_sym_col"),
@@ -122,9 +123,14 @@ def test_models_over_two_processes(tmp_path: Path) -> None:
         "row_act_order": model("int4_g32", ("o_proj",)),
         "nested": model("nf4_dq"),
     }
-    ids = torch.randint(1, 101, (2, 9))
+    generating = ("qwen3", "phi3", "gemma2")  # norms of q and k; projections that are gathered; norms behind branches
+    made |= {name: hf.quantize(copy.deepcopy(base(name)), "int4_g32", keys="int8", values="int4_g32") for name in generating}
+    ids, expected = torch.randint(1, 101, (2, 9)), {}
     with torch.no_grad():
-        expected = {str(hf.save(m, tmp_path / name)): (ids, m(ids).logits) for name, m in made.items()}
+        for name, m in made.items():
+            given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+            words = m.generate(ids, **given) if name in generating else None
+            expected[str(hf.save(m, tmp_path / name))] = (ids, m(ids).logits, words)
     torch.save(expected, tmp_path / "expected.pt")
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -150,5 +156,9 @@ def test_models_over_two_processes(tmp_path: Path) -> None:
             assert results[name]["together"] < 1e-4
             assert results[name]["fused"] == 4
             assert results[name]["compiled"]
+        for name in generating:
+            assert results[name]["together"] < 1e-4
+            assert all(results[name][way] for way in ("described", "plain", "graph", "again", "fused"))
+            assert (results[name]["kept"], results[name]["ended"]) == (1, 12)
         assert "o_proj (int4_g32) cannot be shared out" in results["row_act_order"]["error"]
         assert "nested scales" in results["nested"]["error"]

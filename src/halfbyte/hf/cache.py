@@ -12,7 +12,7 @@ from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, 
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache_layers import PackedLayer, cache_layer, state_bytes
-from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, head_dims, layer_types, text_config
 from halfbyte.plans import GPU_LEVELS
@@ -86,7 +86,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._packed = [number for number, layer in enumerate(made) if isinstance(layer, PackedLayer)]
         if torch.cuda.is_available() and not _records_graphs(model_or_config):
             for layer in self.packed:
-                layer.is_compileable = False
+                layer.records = False
         self._open = False  # a forward has begun and not reached the last layer
         self.bytes_per_token = sum(_token_bytes(config, layer.key_format, layer.value_format) for layer in self.packed)
 
@@ -100,6 +100,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def packed(self) -> list[PackedLayer]:
         """The layers that hold keys and values."""
         return [self.layers[number] for number in self._packed]
+
+    @property
+    def records(self) -> bool:
+        """Whether `generate()` may record steps over it in CUDA graphs."""
+        return all(layer.records for layer in self.packed)
 
     @property
     def has_states(self) -> bool:
@@ -133,6 +138,16 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._open = self._open and not self._level()
         for layer in self.packed:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
+
+    def expect_chunk(self, chunk: Chunk | None) -> None:
+        """Forwards of a recorded step with drafts come, whose tokens stand where `chunk` says; None: no more of them."""
+        for layer in self.packed:
+            layer.chunk = chunk
+
+    def set_lengths(self, lengths: torch.Tensor) -> None:
+        """Let each sequence hold `lengths` [B] tokens, without a look at the device: `crop` where no block of codes is reopened."""
+        held = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
+        torch._foreach_copy_(held, [lengths] * len(held))
 
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device. Of states only drafts are taken back."""
@@ -184,9 +199,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Bytes allocated in all layers, states included; 0 before the first forward."""
         return sum(layer.nbytes if isinstance(layer, PackedLayer) else state_bytes(layer) for layer in self.layers)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     @property
     def max_cache_len(self) -> int:

@@ -5,23 +5,28 @@ States (Mamba, gated delta nets, short convolutions) have a fixed size; transfor
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import Format
 from halfbyte.hf.attention import PACKED, Handle
-from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.model_support import ATTENTION, STATES
 from halfbyte.ops.append import Stored, append_parts, stored
 from halfbyte.ops.rotate_heads import rotate_heads
 
 #: A layer with a state and no attention; a transformers without it has none that are served.
 StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+
+
+#: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
+_KEEPS_POSITIVE = "max_length" in inspect.signature(Cache.crop).parameters
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -46,16 +51,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.sink_tokens, self.recent_tokens = window
         self.capacity, self.key_format, self.value_format = capacity, keys, values
         self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
-        self.is_compileable = True
+        #: Whether `generate()` may record steps in CUDA graphs.
+        self.records = True
         self.kv: KVCache | None = None
         #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
         self.drafts: Drafts | None = None
+        #: Within a recorded step with drafts: where its tokens stand.
+        self.chunk: Chunk | None = None
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: Stored = ()
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
 
     def __repr__(self) -> str:
         return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile steps; never those of drafts, for which transformers 5.4 requires this to be False."""
+        return self.records and self.drafts is None
 
     @property
     def kinds(self) -> str:
@@ -123,7 +136,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
-            rotated = kv.append(key_states, value_states, rope=kwargs.get("rope"), q=kwargs.get("q"))
+            counts = None if self.chunk is None else self.chunk.counts
+            rotated = kv.append(key_states, value_states, counts, kwargs.get("rope"), q=kwargs.get("q"))
         return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -141,23 +155,23 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.capacity
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` up to transformers 5.1x."""
-        return self.capacity
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; transformers passes their number as a negative integer."""
+        """Forget the last tokens; their number is negative. Up to transformers 5.15 a positive one is how many stay."""
         if tokens_to_remove > 0:
-            raise InvalidArgument(
-                f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
-            )
+            if not _KEEPS_POSITIVE:
+                raise InvalidArgument(
+                    f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
         taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
         if tokens_to_remove and self.kv is not None and not taken_back:
             self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.drafts = None
+        self.drafts = self.chunk = None
         if self.kv is not None:
             self.kv.reset()
 

@@ -207,12 +207,11 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     check(isinstance(folder_or_id, str | os.PathLike), f"folder_or_id={folder_or_id!r}; expected a model folder or a Hub id")
     path = Path(folder_or_id)
     if path.is_dir():
+        if (files := sorted(path.glob("*.gguf"))) and not any(path.glob("*.safetensors")):
+            raise _is_gguf(path, files[0].name)
         return path
     if path.suffix == ".gguf":
-        raise Unsupported(
-            f"{folder_or_id}: GGUF is not read here; let transformers expand it, and quantize again: model = "
-            f"{GGUF.format(folder=str(path.parent), file=path.name)}, then halfbyte.hf.quantize(model, weights='int4_g32')"
-        )
+        raise _is_gguf(path.parent, path.name)
     if path.exists() or str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise CheckpointError(f"{folder_or_id}: no such folder; pass a model folder, or a Hub id like 'Qwen/Qwen3-0.6B'")
     from huggingface_hub import snapshot_download
@@ -220,9 +219,19 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
 
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
+        path = Path(snapshot_download(str(folder_or_id), allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"{folder_or_id}: no such folder, and it cannot be had from the Hub: {_one_line(error)}") from error
+    if "gguf" in str(folder_or_id).lower() and not any(path.glob("*.safetensors")):
+        raise _is_gguf(folder_or_id, "FILE.gguf")
+    return path
+
+
+def _is_gguf(folder: str | os.PathLike[str], file: str) -> Unsupported:
+    return Unsupported(
+        f"{folder}: GGUF is not read here; let transformers expand it, and quantize again: model = "
+        f"{GGUF.format(folder=str(folder), file=file)}, then halfbyte.hf.quantize(model, weights='int4_g32')"
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -106,7 +106,18 @@ def _is_described(layer: nn.Module) -> bool:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to see a module's calls (hooks, accelerate's offloading), or has replaced its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    return hooked or ("forward" in vars(module) and not _is_parallel(module))
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    """Whether transformers replaced the forward of a linear layer for tensor parallelism: a view calls those that reduce or gather.
+
+    So it does for norms of q and k, whose gradients it adds up: nothing is trained here.
+    """
+    forward = vars(module)["forward"]
+    runs = isinstance(module, nn.Linear | QuantLinear) or forward.__qualname__.startswith("ReplicatedWithGradAllReduce.")
+    return runs and str(forward.__module__) == "transformers.distributed.tensor_parallel"
 
 
 def _norm(module: Any, kind: str) -> Norm:
@@ -215,9 +226,10 @@ def _whole(x: Rows) -> torch.Tensor:
     return x.normalized() if isinstance(x, Unscaled) else x
 
 
-def _quantized(layer: nn.Module | None) -> Any:
-    """A layer whose weight is quantized, fused before or not; else None."""
-    return layer if type(layer) in (QuantLinear, FusedProjections, FusedSlot) else None
+def _quantized(layer: Any) -> Any:
+    """A layer whose weight is quantized, fused before or not, and whose output needs no other rank; else None."""
+    known = type(layer) in (QuantLinear, FusedProjections, FusedSlot)
+    return layer if known and layer.parallel_style in (None, "colwise") else None
 
 
 def _project(x: Rows, layers: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -56,6 +56,9 @@ _QWEN |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
 #: Sizes of known models, by name: random weights take as long as others.
 SIZES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14336, **_LLAMA),
+    "llama-3-70b": LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, **{**_LLAMA, "num_hidden_layers": 80, "num_attention_heads": 64}
+    ),
     "qwen3-0.6b": Qwen3Config(hidden_size=1024, intermediate_size=3072, **_QWEN),
     "qwen3-1.7b": Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN),
 }

@@ -22,14 +22,14 @@ from halfbyte.formats import weight_format
 from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.progress import progress
 from halfbyte.measure.session import Session
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of, gluon_plan
 from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.tuning_cache import LinearProblem, decode_plan, linear_plan, table_of
-from halfbyte.plans.tuning_space import Plan
+from halfbyte.plans.tuning_cache import LinearProblem, linear_plan, table_of
 
 if TYPE_CHECKING:
     from halfbyte.kernels.aot.compiling import Configuration
 
+Plan = LinearPlan | DecodePlan
 Pair = tuple[LinearProblem | DecodeProblem, Plan]
 
 
@@ -174,6 +174,6 @@ def attention(
     group = s.q_heads // s.kv_heads
     problem = dense_problem(dtype, s.batch, s.kv_heads, group, 1, s.dim, s.context, keys.name, values.name)
     for pair in pairs:
-        plan, _ = decode_plan(problem, num_sms, device.capability or (0, 0), pair, table_of(device.name, num_sms))
+        plan = gluon_plan(problem, num_sms, device.capability or (0, 0), pair)
         if not isinstance(plan, str):
             yield problem, plan

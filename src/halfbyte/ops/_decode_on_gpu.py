@@ -19,9 +19,15 @@ from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks
 from halfbyte.ops._decode_problem import DTYPES, problem_of
 from halfbyte.ops.launch_cache import Layout, Signature, layout, replay, signature, store
 from halfbyte.ops.workspace import counters, floats, shared
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, for_many_sequences, queries_of_a_block, ragged_blocks
+from halfbyte.plans.decode_attention import (
+    DecodePlan,
+    DecodeProblem,
+    for_many_sequences,
+    gluon_plan,
+    queries_of_a_block,
+    ragged_blocks,
+)
 from halfbyte.plans.decode_portable import TritonTiles, portable_plan
-from halfbyte.plans.tuning_cache import NO_TABLE, decode_plan, table_of
 from halfbyte.settings import pair_launches
 
 Plan = DecodePlan | TritonTiles
@@ -174,10 +180,9 @@ def _plan(problem: DecodeProblem, level: str, device: int, use_pdl: bool) -> Pla
     """What runs a problem on GPU number `device` (-1: the interpreter). Raises `Unsupported` when the requested level cannot."""
     if problem.dtype not in DTYPES.values():
         raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
-    name, num_sms, capability = gpu(device)
+    _, num_sms, capability = gpu(device)
     if level != "triton":
-        table = table_of(name, num_sms) if device >= 0 else NO_TABLE
-        tuned = decode_plan(problem, num_sms, capability, use_pdl, table)[0]
+        tuned = gluon_plan(problem, num_sms, capability, use_pdl)
         if isinstance(tuned, DecodePlan):
             return tuned
         if level == "gluon":

@@ -8,11 +8,11 @@ from typing import Any
 
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
-from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, queries_of_a_block
+from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, gluon_plan, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
 from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.tuning_cache import NO_TABLE, LinearProblem, Table, decode_plan, linear_plan
+from halfbyte.plans.tuning_cache import NO_TABLE, LinearProblem, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
 
 #: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
@@ -38,13 +38,12 @@ def explanation(
     deterministic_batch: bool,
     sm_count: int,
     capability: tuple[int, int],
-    table: Table = NO_TABLE,
     window: tuple[int, int] = (0, 0),
     resources: Resources = no_resources,
 ) -> dict[str, str]:
     """Facts by name, in the order in which they are to be read. Raises `InvalidArgument` naming the size at fault.
 
-    `table`: the measured plans of that GPU. `window`: sink and recent tokens.
+    `window`: sink and recent tokens.
     """
     check(0 < min(q_heads, kv_heads) <= q_heads < 2**31, f"heads={q_heads}/{kv_heads}; both must be above 0 and below 2^31")
     for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
@@ -76,10 +75,9 @@ def explanation(
             f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is partitioned as a sequence"
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
-    tuned, source = decode_plan(p, sm_count, capability, True, table)
+    tuned = gluon_plan(p, sm_count, capability, True)
     if isinstance(tuned, DecodePlan):
-        kernel, *rest = tuned.describe().items()
-        return facts | dict([kernel, ("plan", source), *rest, *resources(p, tuned, capability).items()])
+        return facts | tuned.describe() | dict(resources(p, tuned, capability))
     return facts | {"not gluon": tuned} | portable_plan(p, sm_count, capability).describe(p)
 
 
@@ -99,7 +97,8 @@ def linear_explanation(
 ) -> dict[str, str]:
     """As `explanation`, for x [rows, width] times one weight (`linear`), or two or three in one launch, of so many out features.
 
-    `weights`: one format for all of them, or one each. x is contiguous and no weight has an act-order.
+    `weights`: one format for all of them, or one each. `table`: the measured plans of that GPU. x is contiguous and no weight has
+    an act-order.
     """
     check(len(features) in (1, 2, 3), f"{len(features)} weights; a launch computes one, two (gate and up) or three (q, k and v)")
     check(len(weights) in (1, len(features)), f"weights={','.join(weights)!r}; give one format, or one for each of {len(features)}")

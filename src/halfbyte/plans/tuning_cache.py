@@ -1,4 +1,4 @@
-"""Plans that were measured (`python -m benchmarks tune`): a small table for each type of GPU, keyed by every field of a problem.
+"""GEMM plans that were measured (`python -m benchmarks tune`): a table for each type of GPU, keyed by the fields of a problem.
 
 A table holds choices (`tuning_space.py`), never plans: a choice goes through the checks that plans go through; where it fails, or a
 table says nothing about a problem, the analytic plan is taken. So a table can make a call slow, and never wrong.
@@ -19,11 +19,10 @@ from typing import Any
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan
 from halfbyte.plans.decode_spec import padded
 from halfbyte.plans.linear_spec import LinearPlan
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuning_space import Choice, DecodeChoice, LinearChoice, with_decode_choice, with_linear_choice
+from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
 
 #: M up to which kernels round to a power of two; beyond, they take blocks of so many rows.
@@ -52,16 +51,9 @@ class LinearProblem:
         return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
 
 
-#: Queries are rotated before the first tile is read, and tails are read behind the last one, whatever tiles there are; ragged
-#: queries have no tuned kernel.
-_NOT_IN_KEYS = {"rotate_keys", "ragged", "sink_tokens", "recent_tokens"}
-
-
-def key_of(problem: LinearProblem | DecodeProblem) -> str:
-    """The fields of a problem, as one line of JSON, but for those that no choice depends on."""
-    op = "linear" if isinstance(problem, LinearProblem) else "decode_attention"
-    fields = {name: value for name, value in asdict(problem).items() if name not in _NOT_IN_KEYS}
-    return json.dumps({"op": op, **fields}, sort_keys=True)
+def key_of(problem: LinearProblem) -> str:
+    """The fields of a problem, as one line of JSON."""
+    return json.dumps({"op": "linear", **asdict(problem)}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class TunedEntry:
     file                       what it was read from; "" before it is stored
     """
 
-    choice: Choice | None
+    choice: LinearChoice | None
     seconds: float
     analytic_seconds: float
     date: str
@@ -112,21 +104,9 @@ def linear_plan(
     """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
     plan = tuned_linear(weights, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=use_pdl)
     entry = table.entries.get(key_of(LinearProblem.of(weights, m, width, dtype)))
-    if isinstance(plan, str) or entry is None or not isinstance(entry.choice, LinearChoice):
+    if isinstance(plan, str) or entry is None or entry.choice is None:
         return plan, _analytic(entry, table)
     made = with_linear_choice(plan, entry.choice, [n for _, n in weights], width, num_sms, capability)
-    return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
-
-
-def decode_plan(
-    problem: DecodeProblem, num_sms: int, capability: tuple[int, int], pair: bool, table: Table
-) -> tuple[DecodePlan | str, str]:
-    """`gluon_plan` with what a table knows, and where the plan comes from, in words."""
-    plan = gluon_plan(problem, num_sms, capability, pair)
-    entry = table.entries.get(key_of(problem))
-    if isinstance(plan, str) or entry is None or not isinstance(entry.choice, DecodeChoice):
-        return plan, _analytic(entry, table)
-    made = with_decode_choice(plan, entry.choice, num_sms, capability)
     return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
 
 
@@ -192,7 +172,8 @@ def read(file: Path) -> Table:
         data = json.loads(file.read_bytes())
         if data["halfbyte plans"] != VERSION:
             raise DamagedPlans(f"{file} is of version {data['halfbyte plans']!r} of the plans and this is {VERSION}")
-        entries = {_key(one["problem"]): _entry(one, str(file)) for one in data["entries"]}
+        found = [one for one in data["entries"] if one["problem"]["op"] != "decode_attention"]  # which older versions stored
+        entries = {_key(one["problem"]): _entry(one, str(file)) for one in found}
         return Table(str(data["gpu"]), _whole(data["multiprocessors"]), entries, dict(data["made with"]))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DamagedPlans):
@@ -200,28 +181,16 @@ def read(file: Path) -> Table:
         raise DamagedPlans(f"{file} is no table of measured plans ({type(error).__name__}: {error})") from error
 
 
-#: Fields of problems that older tables call otherwise.
-_RENAMED = {
-    "k_apart": "k_token_stride",
-    "v_apart": "v_token_stride",
-    "k_scales_apart": "k_scale_stride",
-    "v_scales_apart": "v_scale_stride",
-}
-
-
 def _key(problem: Mapping[str, Any]) -> str:
-    if problem["op"] not in _CHOICES:
+    if problem["op"] != "linear":
         raise ValueError(f"op {problem['op']!r}")
-    return json.dumps({_RENAMED.get(name, name): value for name, value in problem.items()}, sort_keys=True)
-
-
-_CHOICES: dict[str, type[Choice]] = {"linear": LinearChoice, "decode_attention": DecodeChoice}
+    return json.dumps(dict(problem), sort_keys=True)
 
 
 def _entry(data: Mapping[str, Any], file: str) -> TunedEntry:
     choice = None
     if data["choice"] is not None:
-        choice = _CHOICES[data["problem"]["op"]](**{name: _whole(value) for name, value in data["choice"].items()})
+        choice = LinearChoice(**{name: _whole(value) for name, value in data["choice"].items()})
     seconds, analytic = (float(data[name]) / 1e6 for name in ("us", "analytic us"))
     if not (math.isfinite(seconds) and math.isfinite(analytic)):
         raise ValueError("a time is not finite")

@@ -1,4 +1,4 @@
-"""What is free in a plan of a tuned kernel: any legal choice computes the same, only not as fast. Pure functions.
+"""What is free in a plan of the tuned GEMM: any legal choice computes the same, only not as fast. Pure functions.
 
 A plan made by rules is *analytic*. Its choice is a handful of numbers; others make another plan of the same problem, if they pass
 the checks that the rules keep by themselves: shapes that the kernel has, a ring that shared memory holds.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from halfbyte.device import block_shared_memory
-from halfbyte.plans.decode_attention import DecodePlan, reduce_fanin_of, with_reduce_smem
 from halfbyte.plans.linear import staged, with_copies
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import wgmma_staged
@@ -18,7 +16,7 @@ from halfbyte.plans.linear_wgmma import wgmma_staged
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """Of a product: rows of the weight in a tile, K of a chunk, stages of the ring, programs of a multiprocessor, programs."""
+    """Rows of the weight in a tile, K of a chunk, stages of the ring, programs of a multiprocessor, programs."""
 
     tile: int
     chunk: int
@@ -27,27 +25,12 @@ class LinearChoice:
     programs: int
 
 
-@dataclass(frozen=True)
-class DecodeChoice:
-    """Of decode attention: tokens of a warp in one tile, stages of the ring, programs."""
-
-    tokens: int
-    stages: int
-    programs: int
-
-
-Choice = LinearChoice | DecodeChoice
-Plan = LinearPlan | DecodePlan
-
 #: Tiles by the warps that share one, and chunks: shapes of the kernel for up to 16 rows. (Chunks of 512 were no faster and take the
 #: compiler half a minute.) And chunks of wgmma.
 TILES, CHUNKS, WGMMA_CHUNKS = {1: (32, 64), 2: (64, 128)}, (128, 256), (256, 512)
-TOKENS, STAGES = (16, 32, 64), (4, 3, 2)
+STAGES = (4, 3, 2)
 #: Programs for each multiprocessor beyond which more of them only cost.
 _MOST_PROGRAMS = 4
-
-
-# ------------------------------------------------------------------------------------------------------------------- products
 
 
 def with_linear_choice(
@@ -92,25 +75,3 @@ def _warp_groups(spec: LinearWgmmaSpec, c: LinearChoice, width: int) -> LinearWg
     if most is None or not 3 <= c.stages <= most.stages:
         return f"{c.stages} stages of {c.chunk} k; shared memory has room for 3 to {most.stages if most else 0}"
     return replace(most, stages=c.stages)
-
-
-# ------------------------------------------------------------------------------------------------------------------ attention
-
-
-def with_decode_choice(plan: DecodePlan, c: DecodeChoice, num_sms: int, capability: tuple[int, int]) -> DecodePlan | str:
-    """The plan with another choice; in words, why that cannot be."""
-    if c.tokens not in TOKENS or c.stages not in (*STAGES, plan.spec.stages):
-        return f"{c} is no shape of this kernel"
-    if plan.spec.keys.block and c.tokens > plan.spec.keys.block:
-        return f"{c.tokens} tokens of a warp do not share per-channel scales; {plan.spec.keys.block} do"
-    own = (c.tokens, c.stages) == (plan.spec.tokens, plan.spec.stages)
-    pad_slots = plan.spec.pad_slots if own else 0  # an empty slot suits one ring; another needs its room
-    spec = with_reduce_smem(replace(plan.spec, tokens=c.tokens, stages=c.stages, pad_slots=pad_slots))
-    limit = block_shared_memory(capability)
-    if spec.shared_bytes > limit:
-        return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
-    if not 1 <= c.programs <= _MOST_PROGRAMS * num_sms:
-        return f"{c.programs} programs for {plan.work_items} work items on {num_sms} multiprocessors"
-    why = f"{c.programs} programs of {spec.warps} warps, {spec.stages} stages of {spec.tile} tokens; {plan.work_items} work items"
-    spec = replace(spec, reduce_fanin=reduce_fanin_of(c.programs, plan.work_items))
-    return replace(plan, spec=spec, programs=c.programs, why=why)

@@ -101,7 +101,7 @@ def build(configuration: Configuration, target: Target) -> Binary:
     from triton.backends.compiler import GPUTarget
 
     made = triton.compile(
-        _source(configuration), target=GPUTarget("cuda", target.capability, 32), options=dict(configuration.options)
+        source(configuration), target=GPUTarget("cuda", target.capability, 32), options=dict(configuration.options)
     )
     cubin, ptx = made.asm["cubin"], made.asm["ptx"]
     registers, spilled = resource_usage(cubin)
@@ -109,7 +109,7 @@ def build(configuration: Configuration, target: Target) -> Binary:
     return Binary(registers, spilled, made.metadata.shared, float_atomics(ptx), waits, cubin, ptx)
 
 
-def _source(configuration: Configuration) -> Any:
+def source(configuration: Configuration) -> Any:
     """What the compiler is given: the kernel and everything that is fixed about its arguments."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
