@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from halfbyte.evals.advice import Advice, Choice
     from halfbyte.evals.card import Card
 
-HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "step ms", "perplexity %")
+STEP = "step ms"
+HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", STEP, "perplexity %")
+
+_STEP_WORDS = "; step: the time of only reading a decode step's bytes, a step takes longer"
 
 
 def advise(
@@ -69,7 +72,9 @@ def _print(a: Advice) -> None:
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
-    print_table(title, HEADERS, _rows(a), text_columns=2, wide=False)
+    shown = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
+    rows = [tuple(row[i] for i in shown if row) for row in _rows(a)]
+    print_table(title, [HEADERS[i] for i in shown], rows, text_columns=2, wide=False)
     for line in _legend(a):
         console().print(line, markup=False, highlight=False)
     if a.recommended is not None:
@@ -83,7 +88,7 @@ def _legend(a: Advice) -> list[str]:
 
     lines = [
         f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "
-        f"{a.batch:,} that fit; step: the time of only reading a decode step's bytes, a step takes longer."
+        f"{a.batch:,} that fit{'' if a.sheet.bytes_per_second is None else _STEP_WORDS}."
     ]
     if a.card is None:
         lines.append(f"No evidence card: what this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")

@@ -76,7 +76,7 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         if spec.state_content_bytes is not None:
             return spec
         if cls.pair is None:  # a layer has a backend of its own by the time that vLLM asks about it
-            raise Unsupported(f"{PLAN}: vLLM asks for one size of pages in this model; name one pair of formats instead")
+            raise Unsupported(f"{PLAN}: vLLM gives all layers of this model pages of one size; name one pair of formats instead")
         layout = PageLayout(*cls.pair, spec.head_size, spec.head_size_v)
         return replace(spec, dtype=torch.uint8, state_content_bytes=layout.token_head_bytes)
 
@@ -219,7 +219,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Choose the formats of this layer, which vLLM has named by now, and whose pages it asks for next."""
+        """Choose the formats of this layer: vLLM has named it by now, and allocates its pages next."""
         name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", None) is self)
         index = extract_layer_index(self.kv_sharing_target_layer_name or name)
         skipped = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)

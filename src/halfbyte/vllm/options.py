@@ -1,4 +1,4 @@
-"""Options of an engine beside the name of its backend, those of `--additional-config`, and the formats of each layer."""
+"""The options of an engine in `--additional-config`, and the formats of each layer."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Another library's checkpoint is ours where `--quantization halfbyte` asks for it."""
+        """Take another library's checkpoint where the user gave `--quantization halfbyte`."""
         return OWN if user_quant == OWN else None
 
     @classmethod
