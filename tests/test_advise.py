@@ -12,11 +12,11 @@ import torch
 from halfbyte import cli
 from halfbyte.device import datasheet_name
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
-from halfbyte.evals.advice import RESERVED, TOLERATED, advise, command, python_lines
+from halfbyte.evals.advice import TOLERATED, advise, command, python_lines
 from halfbyte.evals.card import Card, Evidence, read_card, settings
 from halfbyte.evals.choices import SAFE, caches, is_safe, safe_where
 from halfbyte.evals.quality import Setting
-from halfbyte.memory import estimate
+from halfbyte.memory import RESERVED, estimate
 from halfbyte.paths import shipped_model
 
 transformers = pytest.importorskip("transformers")

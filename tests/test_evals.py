@@ -231,14 +231,16 @@ def test_the_report_begins_with_a_verdict() -> None:
     made = [Quality(Setting(), kv_bytes_per_token=100.0, kl_mean=0.0, change=0.0, noise=0.0, **sizes)]
     figures = {"int8": (0.01, 0.02, 50.0), "int8_g64": (0.01, 0.02, 50.0), "int4_g32": (1.5, 0.2, 30.0)}
     for i, (name, (change, noise, nbytes)) in enumerate(figures.items()):
-        quality = {"change": change, "noise": noise, "kl_mean": max(1e-3, i - 1.0), "kv_bytes_per_token": nbytes}
+        quality = {"change": change, "noise": noise, "kl_mean": max(1e-3, i - 1.0), "kl_noise": 1e-4, "kv_bytes_per_token": nbytes}
         made.append(Quality(Setting(name, name), **quality, **sizes))
     made.append(Quality(Setting("int4_g32", "int4_g32", rotate_keys=True), **{**quality, "kl_mean": 0.5, "change": 1.25}, **sizes))
     made.append(Quality(Setting(weights="int4_g32"), kv_bytes_per_token=100.0, kl_mean=0.2, change=3.0, noise=1.0, **sizes))
     assert verdict(made) == (
-        "INT8 cache: 2.00x smaller, perplexity unchanged within the noise of 0.02 %. "
-        "INT4 cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %)."
+        "INT8 cache: 2.00x smaller, perplexity unchanged within the noise of 0.02 %, safe (KL 1.0e-03 \u00b1 1e-04 nats). "
+        "INT4 cache: 3.33x smaller, perplexity +1.25 % (noise 0.20 %), not safe (KL 5.0e-01 \u00b1 1e-04 nats)."
     )
+    for kl, said in ((0.0018, "safe (KL"), (0.0021, "safe or not, more text must tell (KL"), (0.0024, "not safe (KL")):
+        assert f" %, {said} {kl:.1e} \u00b1 2e-04" in verdict([made[0], replace(made[1], kl_mean=kl, kl_noise=2e-4)])
     assert cards(made)["INT8 cache"]["tokens in 1 GB"] == "20,000,000 instead of 10,000,000"
     assert list(cards([made[0], made[-1]])) == ["int4_g32 weights"]
     assert "tokens in 1 GB" not in cards([made[0], made[-1]])["int4_g32 weights"]

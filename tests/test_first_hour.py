@@ -1,6 +1,7 @@
 """The first hour of a user: from a look at the machine to a decision about a model, in a terminal of 80 columns, offline.
 
-Each step is a process of its own in an empty folder, as it would be typed; a step uses what the steps before it left.
+Each step is a process of its own in an empty folder, as it would be typed; a step uses what the steps before it left. What each
+prints stays in build/first-hour, with pictures of terminals and pages where there is a browser.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,11 +20,14 @@ from pathlib import Path
 
 import pytest
 
+from browser import picture, terminal
+
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HALFBYTE = [sys.executable, "-m", "halfbyte"]
+KEPT = Path(__file__).parents[1] / "build" / "first-hour"
 ENVIRONMENT = {"COLUMNS": "80", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
 
 
@@ -31,9 +36,11 @@ def step(folder: Path, *words: str, status: int = 0) -> str:
     done = subprocess.run(
         [*HALFBYTE, *words], cwd=folder, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=600, check=False
     )
+    said = done.stdout if status == 0 else done.stderr
+    command = shlex.join(["halfbyte", *words])
+    terminal(command, said, KEPT / re.sub(r"[^a-z0-9]+", "-", command.lower())[:60].strip("-"))
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
-    said = done.stdout if status == 0 else done.stderr
     wide = [line for line in said.splitlines() if len(line) > 80 and not re.match(r"halfbyte |model = ", line)]
     assert status or wide == []
     return said
@@ -54,7 +61,11 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     assert "a100-80gb" in step(tmp_path, "advise", "demo", "--gpu", "abacus", status=1)
 
     judged = step(tmp_path, "eval", "demo", "--keys", keys, "--values", values, "--windows", "1", "--length", "64")
-    assert f"{keys}" in judged
+    assert "1 window of 64 tokens" in judged
+    assert re.search(r"smaller, perplexity .*safe", " ".join(judged.split()))
+    step(tmp_path, "eval", "demo", "--suite", "--card", "card.json", "--windows", "1", "--length", "32", "--long", "64")
+    assert "by the evidence card of demo" in step(tmp_path, "advise", "demo", "--card", "card.json")
+    assert "KL" in (tmp_path / "card.md").read_text()
     step(tmp_path, "quantize", "demo", "--weights", weights, "-o", "packed")
     prompt = "def main("
     texts = [
@@ -66,7 +77,7 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     stored = step(tmp_path, "advise", "./packed", "--gpu", "24GB")
     assert "halfbyte.hf.load('./packed', keys=" in stored
     assert f"{weights} weights" in " ".join(step(tmp_path, "memory", "./packed").split())
-    assert {p.name for p in tmp_path.iterdir()} == {"packed"}
+    assert {p.name for p in tmp_path.iterdir()} == {"packed", "card.json", "card.md"}
 
 
 @contextlib.contextmanager
@@ -94,6 +105,8 @@ def test_the_demo_and_its_playground(tmp_path: Path) -> None:
         connection = http.client.HTTPConnection(host, int(port), timeout=120)
         connection.request("GET", "/")
         page = connection.getresponse().read().decode()
+        for width in (1000, 400):
+            picture(f"http://{host}:{port}/", KEPT / f"playground-{width}.png", (width, 1800))
         asked = {"keys": "int8", "values": "int8", "weights": "bf16", "prompt": "def main(", "tokens": 4}
         connection.request("POST", "/try", json.dumps(asked), {"Content-Type": "application/json"})
         events = [json.loads(line) for line in connection.getresponse().read().splitlines()]
@@ -104,6 +117,8 @@ def test_the_demo_and_its_playground(tmp_path: Path) -> None:
     assert "evaluating" in errors  # progress, although this is no terminal
     assert events[-1]["kind"] == "quality"
     assert all(len(line.rstrip("\n")) <= 80 for line in said)
+    terminal("halfbyte demo --quick --serve", "".join(said), KEPT / "demo-quick")
+    picture((tmp_path / "halfbyte-report.html").as_uri(), KEPT / "report.png")
     report = (tmp_path / "halfbyte-report.html").read_text()
     sections = re.findall(r"<h2 id=.*?</h2>", report)
     assert sections

@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import unpack
-from halfbyte.plans.linear_spec import WeightSpec, weight_spec
+from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 from machine.inline import Threads, on_block
 
 WORDS = 1 << 16

@@ -242,8 +242,13 @@ def test_a_triton_that_sees_equal_parts_only_sums_warps_apart_where_three_stages
     assert usual.reuses_ring
     assert not usual.equal_parts
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
-    assert with_reduce_smem(fits) == fits
+    assert with_reduce_smem(fits, fits.shared_bytes) == fits
     assert tuned(other).spec == replace(usual, separate_reduce_smem=True)
+    wide = replace(LAYER, group=16, keys="int8", values="bf16")
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
+    most = tuned(wide, capability=(8, 0)).spec
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
+    assert tuned(wide, capability=(8, 0)).spec == replace(most, separate_reduce_smem=True, stages=most.stages - 1)
 
 
 @given(st.integers(1, 5000), st.integers(1, 400))

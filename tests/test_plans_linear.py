@@ -13,8 +13,9 @@ from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_spec import CODEBOOK_BYTES, LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
+from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
 H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
@@ -159,13 +160,37 @@ def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
     assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.use_pdl
 
 
-def test_a_triton_that_sees_equal_parts_only_has_no_rings_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
-    assert planned("nf4", 64, 4096) == toolchain.EQUAL_PARTS
-    weights = [(WEIGHT_FORMATS["nf4"], 4096)]
-    assert isinstance(tuned_linear(weights, m=32, width=4096, dtype="bf16", **H200), LinearPlan)  # another kernel
-    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
-    assert isinstance(planned("nf4", 64, 4096), LinearPlan)
+@pytest.mark.parametrize("capability", list(EVERYTHING))
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_a_triton_that_sees_equal_parts_only_has_rings_of_them(
+    rows: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in ((name, n, 4096, rows) for name in WEIGHT_FORMATS for n in (4096, 28672)):
+        monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 9))
+        usual = planned(*case, capability=capability)
+        monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
+        found = planned(*case, capability=capability)
+        assert type(found) is type(usual) or capability == (8, 9), (case, found)  # 100 KB are too few for some of them
+        if isinstance(usual, LinearPlan) and isinstance(found, LinearPlan):
+            assert isinstance(found.spec, LinearSpec)
+            assert found.spec.used_bytes <= found.spec.ring_bytes < found.spec.used_bytes + (16 << 10)
+            assert not [ring for ring in seen(found.spec) if ring[0] % ring[1] or found.spec.ring_bytes % ring[1]], case
+            assert not [ring for ring in seen(usual.spec) if ring[0] % ring[1]], case
+
+
+def seen(spec: LinearSpec) -> list[tuple[int, int]]:
+    """(where it begins, bytes of a slot) of what kernels see as matrices."""
+    weight = spec.weights[0]
+    found = [(0, weight.slot_bytes(spec) // spec.code_parts), (spec.x_at, 2 * spec.step * spec.x_rows)]
+    if weight.groups and not spec.odd_scales:
+        found += [(spec.scales_at, spec.tile * spec.columns(weight) * weight.scale_bytes)]
+    if weight.zero and not spec.odd_zeros:
+        found += [(spec.zeros_at, spec.tile * spec.columns(weight))]
+    if not spec.separate_reduce_smem:
+        found += [(0, 4 * spec.k_slices * spec.partial_floats)]
+    if weight.codebook:
+        found += [(weight.codebook_at(spec), CODEBOOK_BYTES // spec.table_parts)]
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

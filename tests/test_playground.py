@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from browser import CHROMIUM
 from halfbyte.errors import InvalidArgument
 from halfbyte.evals.demo import PROMPT
 from halfbyte.evals.model import load, write
@@ -21,8 +20,7 @@ from halfbyte.evals.playground import HOST, Asked, Playground, bind, form, serve
 from halfbyte.evals.quality import Setting
 from halfbyte.report import Report
 
-#: A browser, and where pictures of the page are kept.
-CHROMIUM = os.environ.get("HALFBYTE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+#: Where pictures of the page are kept.
 PICTURES = Path(__file__).parents[1] / "build" / "playground"
 ASKED = {"keys": "int4", "values": "int8", "weights": "nvfp4", "prompt": "def main(", "tokens": 4}
 

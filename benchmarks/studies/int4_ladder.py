@@ -19,7 +19,7 @@ from itertools import pairwise
 from benchmarks.decode_cases import measure_baselines
 from benchmarks.decode_variants import DecodeVariant, fastest, measure_variants
 from benchmarks.studies import Study
-from benchmarks.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDER, LADDER_OF, QUERY_HEADS
+from benchmarks.studies.published_gqa import CONTEXT, DIM, KV_HEADS, LADDERS, QUERY_HEADS, ladder
 from halfbyte.cache import KVCache
 from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs
@@ -35,6 +35,13 @@ from halfbyte.plans.decode_spec import DecodeSpec, KVSpec
 
 OP = "ladder study"
 ROW_WISE, GROUPS = "int4", "int4_g32"
+#: Where the published steps are in the tuned kernel, which has all of them from its first rung on.
+HERE = (
+    "halfbyte's kernel has these steps in every rung: a tile is unrolled (step 1); P, maximum and sum stay in registers (2 to 4, "
+    "7 to 9); a ring of stages fetches V ahead (5); copies have 16 bytes (6); rows in shared memory are swizzled, not padded (10)."
+)
+#: Their kernel in `LADDERS` whose ten steps stand beside ours.
+PUBLISHED = "CU INT4"
 #: The batch of the published ladder, and one where a unit is shared by several programs.
 WHOLE, SHARED = 512, 32
 #: Tokens of a stream of the tuned kernel's first rung, and its stages: the fewest that it has.
@@ -177,7 +184,7 @@ HEADERS = ("case", "rung", "what changes", "us", "GB/s", "of roofline", "x the r
 
 
 def table(measured: Sequence[Record]) -> Table:
-    """One row for each rung; then, where the published batch was measured, the published ladder."""
+    """One row for each rung; then, where the published batch was measured, the published ladders of every batch."""
     rows = [row for rungs in _by_case(measured).values() for row in _rows(rungs)]
     return HEADERS, rows + (_published_rows() if _has_published(measured) else [])
 
@@ -233,17 +240,37 @@ def _rows(rungs: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _published_rows() -> list[tuple[str, ...]]:
-    before = [None, *LADDER.values()]
+    return [row for kernel, batches in LADDERS.items() for batch in batches for row in _published_ladder(kernel, batch)]
+
+
+def _published_ladder(kernel: str, batch: int) -> list[tuple[str, ...]]:
+    rungs = ladder(kernel, batch)
+    (_, first), before = rungs[0], [None, *(seconds for _, seconds in rungs)]
+    number = len(LADDERS[PUBLISHED][batch]) - len(rungs)  # of the first rung: four groups begin with the sixth step
     return [
-        (LADDER_OF, str(i), name, str(time), "", "", times_text(before[i], time), times_text(before[1], time))
-        for i, (name, time) in enumerate(LADDER.items())
+        (
+            _published_case(kernel, batch),
+            str(number + i),
+            name,
+            f"{1e6 * seconds:.0f}",
+            "",
+            "",
+            times_text(before[i], seconds),
+            times_text(first, seconds),
+        )
+        for i, (name, seconds) in enumerate(rungs)
     ]
+
+
+def _published_case(kernel: str, batch: int) -> str:
+    """ "published, A100, batch 512, 4 groups"."""
+    return f"published, A100, batch {batch}{kernel.removeprefix(PUBLISHED)}"
 
 
 def drawn(measured: Sequence[Record]) -> list[str]:
     """The time of every rung and its step, a chart for each case and one for what was published."""
     made = [_bars(case, _named(rungs)) for case, rungs in _by_case(measured).items() if any(r.seconds for r in rungs)]
-    return made + ([_bars(LADDER_OF, _published())] if _has_published(measured) else [])
+    return made + ([_bars(_published_case(PUBLISHED, WHOLE), ladder(PUBLISHED, WHOLE))] if _has_published(measured) else [])
 
 
 def _bars(case: str, rungs: Rungs) -> str:
@@ -262,15 +289,12 @@ def says(measured: Sequence[Record]) -> list[str]:
     ours = f"On {measured[0].environment.device}: {'; '.join(told)}."
     if not _has_published(measured):
         return [ours, f"The rungs of the kernels need a GPU, and the published ladder batch {WHOLE} over {CONTEXT:,} tokens."]
-    return [ours, f"Published for ten other steps on an A100, not measured here: {_told(f'batch {WHOLE}', _published())}."]
+    theirs = _told(f"batch {WHOLE}", ladder(PUBLISHED, WHOLE))
+    return [ours, f"Published for ten other steps on an A100, not measured here: {theirs}.", HERE]
 
 
 def _us(seconds: float) -> str:
     return f"{1e6 * seconds:,.1f}" if seconds < 1e-3 else f"{1e6 * seconds:,.0f}"
-
-
-def _published() -> Rungs:
-    return [(name, 1e-6 * time) for name, time in LADDER.items()]
 
 
 def _told(case: str, rungs: Rungs) -> str:

@@ -47,7 +47,7 @@ QUICK_CONTEXTS, CPU_CONTEXT, QUICK_CPU_CONTEXT = (512, 8192), 512, 128
 DISTINCT = 4
 #: Every so many channels of keys are so many times larger, and of queries smaller, which changes no exact result.
 _APART, _LARGER = 32, 8
-#: torch's kernels are not given keys of so many numbers: one that counts in 32 bits could end the run.
+#: torch's kernels are given keys of fewer numbers than this at a time.
 _MOST_NUMBERS = 2**31
 #: Memory beside the caches: graphs, workspaces, results.
 _ASIDE = 2**30
@@ -136,13 +136,12 @@ class CaseJob:
     def _inputs(self, session: Session) -> Inputs:
         """The different sequences, in fp16."""
         problem = DecodeCase(self.name, replace(self.shape, batch=DISTINCT))
-        drawn = Inputs.random(problem, session.device.torch)
-        q, spans = drawn.q.half(), [(k.half(), v.half()) for k, v in drawn.spans]
+        inputs = Inputs.random(problem, session.device.torch).half()
         if self.outliers:
-            q[..., ::_APART] /= _LARGER
-            for k, _ in spans:
+            inputs.q[..., ::_APART] /= _LARGER
+            for k, _ in inputs.spans:
                 k[..., ::_APART] *= _LARGER
-        return Inputs(problem, q, spans)
+        return inputs
 
     def _format(
         self, session: Session, inputs: Inputs, slopes: torch.Tensor | None, exact: torch.Tensor, formats: str
@@ -159,8 +158,8 @@ class CaseJob:
             return out
 
         ways: dict[str, Callable[[KVCache], torch.Tensor]] = {OURS: ours}
-        if formats == FP16 and slopes is None and caches[0].keys.codes.numel() < _MOST_NUMBERS:
-            ways |= {name: partial(_over, q, way) for name, way in _peers(session).items()}
+        if formats == FP16:
+            ways |= {name: partial(_over, q, way) for name, way in _peers(session, slopes, self.shape).items()}
         measured = time_variants(
             session,
             blank,
@@ -183,13 +182,25 @@ def _copies(session: Session, nbytes: int) -> int:
     return session.copies(nbytes) if session.device.kind == "cuda" else 2
 
 
-def _peers(session: Session) -> dict[str, Attend]:
-    """torch's attention without folded heads, which are not faster."""
-    return {name: way for name, way in sdpa_variants(session.device.kind, True).items() if "folded" not in name}
+def _peers(session: Session, slopes: torch.Tensor | None, shape: DecodeShape) -> dict[str, Attend]:
+    """torch's attention: with heads as they are, because folded ones are not faster; with ALiBi folded, because only then every
+    backend takes a bias."""
+    ways = sdpa_variants(session.device.kind, True, None if slopes is None else bias_of(slopes, shape))
+    return {name: way for name, way in ways.items() if ("folded" in name) == (slopes is not None)}
+
+
+def bias_of(slopes: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
+    """What ALiBi adds to the scores of one new token in folded heads: fp16 [1, H, Hq / H, T]."""
+    ahead = torch.arange(1 - shape.context, 1, device=slopes.device)
+    return (slopes.view(1, shape.kv_heads, -1, 1) * ahead).half()
 
 
 def _over(q: torch.Tensor, way: Attend, cache: KVCache) -> torch.Tensor:
-    return way(q, cache.keys.codes, cache.values.codes)
+    """Large caches in several calls: kernels that count elements in 32 bits could end the run."""
+    k, v = cache.keys.codes, cache.values.codes
+    step = max(1, (_MOST_NUMBERS - 1) // k[0].numel())
+    parts = zip(q.split(step), k.split(step), v.split(step), strict=True)
+    return torch.cat([way(*part) for part in parts]) if step < len(q) else way(q, k, v)
 
 
 def slopes_of(heads: int, device: torch.device) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Study `int8-splitk`: one sequence of 1,024 tokens in INT8, as a split-K design document lays it out.
 
 Batch 1, 32 query heads on 8 KV heads, D=128, one scale for each of keys and values. Each kernel with 1 to 16 splits of a KV head
-and as it plans by itself: the tuned one, which adds splits up in the same launch, and the portable one, which takes a second. In
-the orders [B,H,T,D] and [B,T,H,D], and with 8 sequences of 128 to 1,024 tokens beside as many tokens in even lengths. Times are
-alone: launches kept apart; in the first case also with launches overlapping. Where no kernel runs, the cpu level does as it is.
+and as it plans by itself: the tuned one, which adds splits up in the same launch, and the portable one, which takes a second. With
+queries in BF16 and, as the design has them, in FP16; in the orders [B,H,T,D] and [B,T,H,D]; and with 8 sequences of 128 to 1,024
+tokens beside as many tokens in even lengths. Times are alone: launches kept apart; with one sequence in the first order also with
+launches overlapping. Where no kernel runs, the cpu level does as it is.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ PLANNED, OVERLAPPING = ", as planned", ", overlapping"
 EXPECTED, EXPECTED_US, EXPECTED_ORDER = "published: expected, A100", (1.3, 1.5), (6, 8)
 
 ONE = DecodeCase("int8-splitk, [B,H,T,D]", DecodeShape(1, 32, 8, 128, 1024))
+#: The design has queries in FP16.
+HALF = replace(ONE, name="int8-splitk, [B,H,T,D], FP16 queries")
 TOKENS_FIRST = replace(ONE, name="int8-splitk, [B,T,H,D]", layout="tokens first")
 LENGTHS = tuple(128 * n for n in range(1, 9))
 VARIED = DecodeCase(
@@ -50,12 +53,13 @@ EMPTY = "int8-splitk, empty launch"
 def jobs(session: Session) -> list[Job]:
     """The launch that does nothing, and each problem; on a CPU nothing is cut, and with `--quick` little."""
     if session.device.kind != "cuda":
-        return [AttendJob(ONE), *(AttendJob(p) for p in (TOKENS_FIRST, VARIED, EVEN))]
+        return [AttendJob(ONE), AttendJob(HALF, half=True), *(AttendJob(p) for p in (TOKENS_FIRST, VARIED, EVEN))]
     if session.options.quick:
         return [EmptyJob(), AttendJob(ONE, QUICK_SPLITS)]
     return [
         EmptyJob(),
         AttendJob(ONE, SPLITS, baselines=True, overlapping=True),
+        AttendJob(HALF, SPLITS, baselines=True, overlapping=True, half=True),
         AttendJob(TOKENS_FIRST, SPLITS),
         AttendJob(VARIED, SPLITS),
         AttendJob(EVEN),
@@ -81,12 +85,16 @@ class EmptyJob:
 
 @dataclass(frozen=True)
 class AttendJob:
-    """One problem: each kernel as planned and with each number of `splits`, one after the other and, if asked for, overlapping."""
+    """One problem: each kernel as planned and with each number of `splits`, one after the other and, if asked for, overlapping.
+
+    half: inputs are fp16, not bf16.
+    """
 
     problem: DecodeCase
     splits: tuple[int, ...] = ()
     baselines: bool = False
     overlapping: bool = False
+    half: bool = False
     op: str = OP
 
     @property
@@ -98,6 +106,7 @@ class AttendJob:
         if not session.wants(self.name, FORMAT, "halfbyte"):
             return
         inputs = Inputs.random(self.problem, session.device.torch)
+        inputs = inputs.half() if self.half else inputs
         if self.baselines:
             yield from (replace(r, op=OP) for r in measure_baselines(session, inputs))
         yield from measure_variants(session, OP, inputs, FORMAT, partial(self._ways, inputs))
@@ -256,6 +265,7 @@ def _second(measured: Sequence[Record]) -> str:
     low, high = EXPECTED_ORDER
     parts = [
         _ratio(measured, TOKENS_FIRST, ONE, f"[B,T,H,D] takes {{:.2f}} times as long as [B,H,T,D] (the design: {low} to {high})"),
+        _ratio(measured, HALF, ONE, "FP16 queries take {:.2f} times as long as BF16"),
         _ratio(measured, VARIED, EVEN, "lengths of 128 to 1,024 take {:.2f} times as long as 576 each"),
     ]
     ours = [r for r in measured if r.case == ONE.name and not r.implementation.endswith(OVERLAPPING)]

@@ -20,6 +20,43 @@ def _by_batch(*us: int) -> dict[int, int]:
     return dict(zip(BATCHES, us, strict=True))
 
 
+#: The optimisations, in order; the first line is before them. Four groups came with the sixth.
+STEPS = (
+    "before",
+    "loop over K unrolled",
+    "P cast in place, in vectors",
+    "no local memory for the maximum",
+    "none for the sum of a row",
+    "V fetched ahead",
+    "groups, with vector loads",
+    "maximum from the tensor core's fragment",
+    "P written to the fragment",
+    "P swizzled",
+    "padded shared memory for K and V",
+)
+#: Microseconds on an A100 after each step, by kernel and batch.
+LADDERS: Mapping[str, Mapping[int, tuple[int, ...]]] = {
+    "CU INT4": {
+        32: (143, 134, 126, 119, 118, 109, 111, 107, 101, 98, 94),
+        64: (257, 237, 221, 206, 204, 194, 192, 183, 174, 167, 151),
+        128: (455, 422, 395, 368, 364, 345, 346, 333, 317, 299, 266),
+        256: (866, 806, 749, 696, 688, 649, 642, 620, 590, 549, 489),
+        512: (1659, 1550, 1435, 1338, 1328, 1244, 1244, 1206, 1143, 1060, 930),
+    },
+    "CU INT4, 4 groups": {
+        32: (116, 111, 106, 105, 99),
+        64: (195, 187, 180, 174, 161),
+        128: (347, 333, 319, 302, 282),
+        256: (638, 615, 596, 560, 509),
+        512: (1225, 1184, 1138, 1065, 965),
+    },
+}
+
+
+def _rung(kernel: str, number: int) -> Mapping[int, int]:
+    return {batch: times[number] for batch, times in LADDERS[kernel].items()}
+
+
 #: Microseconds by GPU, kernel and batch.
 Times = Mapping[str, Mapping[str, Mapping[int, int]]]
 TIMES: Times = {
@@ -28,9 +65,9 @@ TIMES: Times = {
         "FA BF16": _by_batch(133, 229, 555, 977, 1670),
         "CU BF16": _by_batch(163, 276, 517, 999, 1879),
         "FD INT4": _by_batch(137, 234, 432, 815, 1581),
-        "CU INT4": _by_batch(94, 151, 266, 489, 930),
+        "CU INT4": _rung("CU INT4", -1),
         "FD INT4, 4 groups": _by_batch(129, 219, 392, 719, 1375),
-        "CU INT4, 4 groups": _by_batch(99, 161, 282, 509, 965),
+        "CU INT4, 4 groups": _rung("CU INT4, 4 groups", -1),
     },
     "H100": {
         "FD BF16": _by_batch(91, 148, 271, 515, 1000),
@@ -44,8 +81,8 @@ TIMES: Times = {
 BEFORE: Times = {
     "A100": {
         "CU BF16": _by_batch(183, 335, 596, 1127, 2194),
-        "CU INT4": _by_batch(143, 257, 455, 866, 1659),
-        "CU INT4, 4 groups": _by_batch(116, 195, 347, 638, 1225),
+        "CU INT4": _rung("CU INT4", 0),
+        "CU INT4, 4 groups": _rung("CU INT4, 4 groups", 0),
     },
     "H100": {
         "CU BF16": _by_batch(114, 200, 361, 658, 1260),
@@ -55,21 +92,11 @@ BEFORE: Times = {
 #: What they hold their INT4 against.
 BASELINE = "FD BF16"
 
-#: The ten optimisations of CU INT4 on an A100 at batch 512, one scale a row: microseconds after each; the first line is before.
-LADDER: Mapping[str, int] = {
-    "before": 1659,
-    "loop over K unrolled": 1550,
-    "P cast in place, in vectors": 1435,
-    "no local memory for the maximum": 1338,
-    "none for the sum of a row": 1328,
-    "V fetched ahead": 1244,
-    "groups, with vector loads": 1244,
-    "maximum from the tensor core's fragment": 1206,
-    "P written to the fragment": 1143,
-    "P swizzled": 1060,
-    "padded shared memory for K and V": 930,
-}
-LADDER_OF = "published, A100, batch 512"
+
+def ladder(kernel: str, batch: int) -> list[tuple[str, float]]:
+    """Each step's name and seconds, from the sixth step on for four groups."""
+    times = LADDERS[kernel][batch]
+    return [(name, 1e-6 * us) for name, us in zip(STEPS[-len(times) :], times, strict=True)]
 
 
 def published(gpu: str, kernel: str, shape: DecodeShape, times: Times = TIMES) -> int | None:

@@ -20,6 +20,8 @@ from halfbyte.formats import Format, check_window, key_format, value_format, wei
 from halfbyte.paths import resolve_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+#: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
+RESERVED = 0.1
 #: Characters of a size; Python itself refuses to read numbers of some thousand digits.
 _LONGEST = 1000
 
@@ -29,7 +31,7 @@ class Estimate:
     """Bytes. `kv_bytes` is for `batch` sequences of `context` tokens; `kv_bytes_per_token` for one token of one sequence.
 
     weight_bytes      everything: quantized linears, and the rest in 16 bits; `plain_...`: the same with nothing quantized
-    tokens_that_fit   tokens of all sequences together in `memory` after the weights; None when `memory` was not given
+    tokens_that_fit   tokens of all sequences together in `memory` less `RESERVED` and the weights; None without `memory`
     """
 
     model: str
@@ -110,7 +112,7 @@ def estimate(
     kv, plain_kv = cache.nbytes(batch, context), cache.plain_nbytes(batch, context)
 
     def fit(weights_bytes: int, kv_bytes: int) -> int | None:
-        return None if memory is None else max(0, int((memory - weights_bytes) / (kv_bytes / (batch * context))))
+        return None if memory is None else max(0, int((room(memory) - weights_bytes) / (kv_bytes / (batch * context))))
 
     return Estimate(
         model=model,
@@ -138,6 +140,11 @@ def estimate(
         plain_tokens_that_fit=fit(plain_weights, plain_kv),
         notes=notes(skeleton, cache, weight, head, None if stored else quant_method(config)),
     )
+
+
+def room(memory: int) -> int:
+    """Bytes of so much memory that weights and caches may take: all but `RESERVED`."""
+    return int(memory * (1 - RESERVED))
 
 
 def parse_bytes(text: str, argument: str = "memory") -> int:

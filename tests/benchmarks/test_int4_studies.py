@@ -124,10 +124,20 @@ def test_published_figures_belong_to_their_shape() -> None:
     assert published_gqa.published("H100", "CU INT4, 4 groups", shape) is None
     assert published_gqa.published("H100", "CU INT4", dataclasses.replace(shape, context=4096)) is None
     assert published_gqa.published("H100", "CU INT4", shape, published_gqa.BEFORE) == 1066
-    assert published_gqa.BEFORE["A100"]["CU INT4"][512] == published_gqa.LADDER["before"]
+    assert published_gqa.BEFORE["A100"]["CU INT4"] == {32: 143, 64: 257, 128: 455, 256: 866, 512: 1659}
+    assert published_gqa.TIMES["A100"]["CU INT4, 4 groups"] == {32: 99, 64: 161, 128: 282, 256: 509, 512: 965}
     assert published_gqa.published("H100", "CU INT4", dataclasses.replace(shape, batch=16)) is None
-    assert (len(published_gqa.LADDER), published_gqa.LADDER["P swizzled"]) == (11, 1060)
-    assert published_gqa.TIMES["A100"]["CU INT4"][512] == published_gqa.LADDER["padded shared memory for K and V"]
+    whole, groups = dict(published_gqa.ladder("CU INT4", 512)), dict(published_gqa.ladder("CU INT4, 4 groups", 64))
+    assert (len(whole), whole["P swizzled"]) == (11, pytest.approx(1060e-6))
+    assert list(groups) == list(published_gqa.STEPS[6:])
+    assert groups["P swizzled"] == pytest.approx(174e-6)
+
+
+def test_published_ladders_cover_every_batch() -> None:
+    for kernel, rungs in {"CU INT4": 11, "CU INT4, 4 groups": 5}.items():
+        assert {batch: len(times) for batch, times in published_gqa.LADDERS[kernel].items()} == dict.fromkeys(
+            published_gqa.BATCHES, rungs
+        )
 
 
 def test_gqa_on_a_cpu_measures_every_implementation_there() -> None:
@@ -348,16 +358,22 @@ def test_steps_are_told_only_between_rungs_that_were_measured() -> None:
         ("e", "100.0", "1.50", "4.00"),
         ("four groups", "125.0", "0.80", "3.20"),
     ]
-    assert rows[6][:4] == ("published, A100, batch 512", "0", "before", "1659")
-    assert rows[-1][-1] == "1.78"
+    theirs = {row[:2]: row[2:] for row in rows[6:]}
+    assert len(theirs) == 5 * (11 + 5)
+    assert theirs["published, A100, batch 512", "0"] == ("before", "1659", "", "", "", "1.00")
+    assert theirs["published, A100, batch 512", "10"][-2:] == ("1.14", "1.78")
+    assert theirs["published, A100, batch 32", "6"] == ("groups, with vector loads", "111", "", "", "0.98", "1.29")
+    assert theirs["published, A100, batch 512, 4 groups", "6"] == ("groups, with vector loads", "1225", "", "", "", "1.00")
+    assert theirs["published, A100, batch 512, 4 groups", "10"][-2:] == ("1.10", "1.27")
     assert int4_ladder.says(measured) == [
         'On fake: batch 512, 400.0 to 100.0 us, 4.00x, the largest step "e" with 1.50x.',
         "Published for ten other steps on an A100, not measured here: batch 512, 1,659 to 930.0 us, 1.78x, "
         'the largest step "padded shared memory for K and V" with 1.14x.',
+        int4_ladder.HERE,
     ]
-    mine, theirs = int4_ladder.drawn(measured)
+    mine, published = int4_ladder.drawn(measured)
     assert "100.0, 1.50x" in mine
-    assert "930.0, 1.14x" in theirs
+    assert "930.0, 1.14x" in published
     assert int4_ladder.says([]) == []
     assert int4_ladder.drawn([]) == []
 

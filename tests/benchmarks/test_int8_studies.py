@@ -54,9 +54,11 @@ def small(problem: DecodeCase) -> DecodeCase:
 
 def test_splitk_on_a_cpu_runs_every_problem_and_cuts_nothing() -> None:
     jobs = splitk.jobs(quick())
-    assert [job.name for job in jobs] == [p.name for p in (splitk.ONE, splitk.TOKENS_FIRST, splitk.VARIED, splitk.EVEN)]
-    measured = quick().run([splitk.AttendJob(small(job.problem), (1, 2)) for job in jobs if isinstance(job, splitk.AttendJob)])
-    assert [(r.implementation, r.refused) for r in measured] == [("halfbyte cpu", "")] * 4
+    problems = (splitk.ONE, splitk.HALF, splitk.TOKENS_FIRST, splitk.VARIED, splitk.EVEN)
+    assert [job.name for job in jobs] == [p.name for p in problems]
+    jobs = [replace(job, problem=small(job.problem), splits=(1, 2)) for job in jobs if isinstance(job, splitk.AttendJob)]
+    measured = quick().run(jobs)
+    assert [(r.implementation, r.refused) for r in measured] == [("halfbyte cpu", "")] * 5
     assert all(r.seconds and r.error is not None and r.error_allowed and r.error <= r.error_allowed for r in measured)
     assert [r.case for r in measured] == [job.name for job in jobs]
     headers, rows = splitk.table(measured)
@@ -66,7 +68,19 @@ def test_splitk_on_a_cpu_runs_every_problem_and_cuts_nothing() -> None:
     first, second = splitk.says(measured)
     assert first.startswith("halfbyte cpu takes ")
     assert first.endswith("; the published design expects 1.3 to 1.5 us of an A100.")
-    assert "(the design: 6 to 8); lengths of 128 to 1,024 take " in second
+    assert "(the design: 6 to 8); FP16 queries take " in second
+    assert " times as long as BF16; lengths of 128 to 1,024 take " in second
+
+
+def test_splitk_has_queries_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    right = splitk.attend
+    monkeypatch.setattr(splitk, "attend", lambda q, cache, impl: seen.append(q.dtype) or right(q, cache, impl))
+    job = splitk.AttendJob(small(splitk.HALF), baselines=True, half=True)
+    measured = quick().run([job])
+    assert not any(r.refused for r in measured)
+    assert set(seen) == {torch.float16}
+    assert {r.formats for r in measured} == {"fp16", splitk.FORMAT}
 
 
 def test_splitk_has_no_time_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +186,9 @@ def test_granularity_measures_every_format_and_both_errors() -> None:
     assert [r.formats for r in ours] == 3 * list(gran.SCALES)
     assert all(r.seconds and r.error is not None and r.error_allowed and r.error <= r.error_allowed for r in ours)
     assert [r.nbytes for r in ours[:5]] == [65536, 32772, 33792, 34816, 34816]  # scales: 2, 2 x 256 twice, 4 x 256 as D = 32
-    assert {r.case for r in measured if r.implementation == "torch sdpa"} == {one().name, one(outliers=True).name}
+    peers = {(r.case, r.implementation) for r in measured if r.op == gran.OP and r.implementation != gran.OURS}
+    plain = {(job.name, "torch sdpa") for job in (one(), one(outliers=True))}
+    assert peers == plain | {(one(alibi=True).name, "torch sdpa, folded heads, bias")}
 
     def error(job: gran.CaseJob, formats: str) -> float:
         found = gran.error_of(measured, job.name, formats)
@@ -185,6 +201,20 @@ def test_granularity_measures_every_format_and_both_errors() -> None:
     # Outliers change no exact result, but take the room of other channels.
     assert error(one(outliers=True), "fp16") == pytest.approx(error(one(), "fp16"), rel=0.05)
     assert error(one(outliers=True), "int8") > 2 * error(one(), "int8")
+
+
+def test_large_caches_are_given_to_peers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = gran.sdpa_variants
+
+    def counted(*given: Any) -> dict[str, Any]:
+        return {name: lambda *kv, way=way: calls.append(kv[1].shape[0]) or way(*kv) for name, way in real(*given).items()}
+
+    monkeypatch.setattr(gran, "sdpa_variants", counted)
+    monkeypatch.setattr(gran, "_MOST_NUMBERS", 3 * 2 * 64 * 32 + 1)  # three sequences of the four
+    measured = quick(pattern="fp16").run([one()])
+    assert not any(r.refused for r in measured)
+    assert set(calls) == {3, 1}
 
 
 def test_granularity_with_alibi_is_another_result() -> None:

@@ -11,6 +11,10 @@ from gpu_cases import same_bits
 
 import halfbyte as hb
 from accuracy import check_product
+from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.plans import toolchain
+from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,17 @@ def test_products_keep_their_promise(case: Product) -> None:
         check_product(out, x, weight, bias)
     again = multiply(x, weights, biases, ORDERS[1], case.num_sms, backwards=True, capability=case.capability)
     assert all(map(same_bits, outs, again))
+
+
+@pytest.mark.parametrize("case", [Product("int4_sym_g128", 16, (200,), 1280), Product("nf4", 2, (200,), 1088, num_sms=1)])
+def test_rings_of_equal_parts_keep_it_too(case: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton 3.8 wants them: codes in two halves, a codebook in two parts."""
+    monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
+    sizes = {"m": case.rows, "width": case.width, "num_sms": case.num_sms}
+    weights = [(WEIGHT_FORMATS[case.weight], n) for n in case.features]
+    plan = gluon_linear(weights, **sizes, dtype="bf16", capability=(9, 0), use_pdl=True)
+    assert isinstance(plan, LinearPlan)
+    assert isinstance(plan.spec, LinearSpec)
+    assert plan.spec.code_parts == 2
+    assert plan.spec.table_parts == 2
+    test_products_keep_their_promise(case)

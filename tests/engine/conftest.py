@@ -46,6 +46,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: left out unless HALFBYTE_ENGINES=all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Speculation comes last: it imports numba, after which vLLM 0.32 cannot register a Triton kernel in the same process."""
     items.sort(key=lambda item: "speculation" in item.name)
+    if os.environ.get("HALFBYTE_ENGINES") != "all":
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 import halfbyte.hf
+from halfbyte.cache_plan import CachePlan, LayerFormats
+from halfbyte.hf.model_support import model_sizes
 from halfbyte.paths import shipped_model
 
 SHIPPED = shipped_model()
@@ -26,10 +28,6 @@ class Said(NamedTuple):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-
-
-def name_of(keys: str, values: str) -> str:
-    return f"HALFBYTE_{keys}__{values}".upper()
 
 
 @contextmanager
@@ -101,6 +99,15 @@ def quantized(model: str | Path = SHIPPED, **formats: Any) -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.generation_config.eos_token_id = None
     return halfbyte.hf.quantize(loaded, **formats)
+
+
+def plan_for(model: Path, folder: Path, pairs: Sequence[tuple[str, str]]) -> Path:
+    """A cache plan for a model, whose layers have these formats by turns."""
+    from transformers import AutoConfig
+
+    sizes = model_sizes(AutoConfig.from_pretrained(model))
+    layers = [LayerFormats(*pairs[i % len(pairs)], rotate_keys=i % 2 == 1) for i in range(sizes.layers)]
+    return CachePlan(sizes, tuple(layers), bits=6.0).write(folder / "plan.json")
 
 
 def save(model: Any, folder: Path) -> Path:

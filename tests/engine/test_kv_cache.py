@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from engines import EXACT, PROMPTS, TEXT, assert_same, by_transformers, engine, generate, metric, name_of, quantized
+import torch
+from engines import (
+    EXACT,
+    PROMPTS,
+    SHIPPED,
+    TEXT,
+    assert_same,
+    by_transformers,
+    engine,
+    generate,
+    metric,
+    plan_for,
+    quantized,
+    save,
+)
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from halfbyte.engine import PageLayout
+from halfbyte.vllm.names import PLAN, backend_name
 
 #: Prompts of many lengths that share no beginning.
 MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
@@ -16,25 +34,25 @@ MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
 )
 def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
     """Prompts as transformers computes them, the cache read from packed pages."""
-    with engine(backend=name_of(keys, values), additional_config=EXACT) as llm:
+    with engine(backend=backend_name(keys, values), additional_config=EXACT) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(quantized(keys=keys, values=values, rotate_keys=False)))
 
 
 def test_blocks_grow_by_the_ratio_of_bytes() -> None:
     blocks = {}
-    for backend in (None, name_of("int8", "int4_g32"), name_of("int4", "int4")):
+    for backend in (None, backend_name("int8", "int4_g32"), backend_name("int4", "int4")):
         with engine(backend=backend, dtype="bfloat16") as llm:
             blocks[backend] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     for pair in (("int8", "int4_g32"), ("int4", "int4")):
         ratio = 2 * 64 * 2 / PageLayout(*pair, 64).token_head_bytes
-        assert blocks[name_of(*pair)] == pytest.approx(ratio * blocks[None], rel=1e-3)
+        assert blocks[backend_name(*pair)] == pytest.approx(ratio * blocks[None], rel=1e-3)
 
 
 @pytest.fixture(scope="module")
 def at_once():
     """What an engine with room for everything says to MANY."""
-    with engine(backend=name_of("int4", "int4")) as llm:
+    with engine(backend=backend_name("int4", "int4")) as llm:
         return generate(llm, MANY, 40)
 
 
@@ -45,28 +63,31 @@ SCHEDULES = {
     "speculation": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     },
+    "a draft model": {"speculative_config": {"method": "draft_model", "model": str(SHIPPED), "num_speculative_tokens": 3}},
 }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_change_nothing(schedule: str, at_once) -> None:
-    with engine(backend=name_of("int4", "int4"), **SCHEDULES[schedule]) as llm:
+    with engine(backend=backend_name("int4", "int4"), **SCHEDULES[schedule]) as llm:
         assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
-        if schedule == "speculation":
+        if "speculative_config" in SCHEDULES[schedule]:
             assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
 
 
 def test_compiled() -> None:
     said = []
     for eager in (True, False):
-        with engine(backend=name_of("int8", "int8"), enforce_eager=eager) as llm:
+        with engine(backend=backend_name("int8", "int8"), enforce_eager=eager) as llm:
             said.append(generate(llm))
     assert_same(said[1], said[0])
 
 
 def test_preemption_changes_nothing(at_once) -> None:
     """A pool in which the requests do not fit."""
-    with engine(backend=name_of("int4", "int4"), block_size=16, num_gpu_blocks_override=24, enable_prefix_caching=False) as llm:
+    with engine(
+        backend=backend_name("int4", "int4"), block_size=16, num_gpu_blocks_override=24, enable_prefix_caching=False
+    ) as llm:
         assert_same(generate(llm, MANY, 40), at_once, within=1e-4)
         assert metric(llm, "vllm:num_preemptions") > 0
 
@@ -74,18 +95,18 @@ def test_preemption_changes_nothing(at_once) -> None:
 def test_prefix_hits_change_nothing() -> None:
     """The second time the pages of the prompts are found; a prompt that shares a beginning reads another one's pages."""
     prompts = [list(TEXT[:150]), list(TEXT[:130]) + list(b"return")]
-    with engine(backend=name_of("int4", "int4"), block_size=16) as llm:
+    with engine(backend=backend_name("int4", "int4"), block_size=16) as llm:
         first = generate(llm, prompts[:1])
         assert metric(llm, "vllm:prefix_cache_hits") == 0
         again = generate(llm, prompts)
         assert metric(llm, "vllm:prefix_cache_hits") >= 144 + 128
-    with engine(backend=name_of("int4", "int4"), block_size=16, enable_prefix_caching=False) as llm:
+    with engine(backend=backend_name("int4", "int4"), block_size=16, enable_prefix_caching=False) as llm:
         alone = generate(llm, prompts[1:])
     assert_same(again, first + alone, within=1e-4)
 
 
 def test_several_samples_share_a_prompt() -> None:
-    with engine(backend=name_of("int8", "int4_g32")) as llm:
+    with engine(backend=backend_name("int8", "int4_g32")) as llm:
         found = generate(llm, PROMPTS[1:2], n=4, temperature=1.0, seed=1)
         assert len(found) == 4
         assert len({said.tokens for said in found}) > 1
@@ -94,15 +115,52 @@ def test_several_samples_share_a_prompt() -> None:
 
 def test_rotated_keys() -> None:
     options = {"halfbyte": {"prefill": "exact", "rotate_keys": True}}
-    with engine(backend=name_of("int4", "int4"), additional_config=options) as llm:
+    with engine(backend=backend_name("int4", "int4"), additional_config=options) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(quantized(keys="int4", values="int4", rotate_keys=True)))
+
+
+def test_formats_by_layer(tmp_path: Path) -> None:
+    """A cache plan, whose layers have pages of different sizes."""
+    plan = plan_for(SHIPPED, tmp_path, [("int8", "int4_g32"), ("int4", "fp8"), ("bf16", "int4")])
+    with engine(backend=PLAN, additional_config={"halfbyte": {"prefill": "exact", "plan": str(plan)}}) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(quantized(plan=plan)))
+
+
+def test_formats_by_layer_where_windows_alternate(tiny, tmp_path: Path) -> None:
+    """Pages of the smaller layers are padded."""
+    folder = tiny("gemma2")
+    plan = plan_for(folder, tmp_path, [("int8", "int4_g32"), ("int4", "fp8")])
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    with engine(folder, PLAN, additional_config={"halfbyte": {"prefill": "exact", "plan": str(plan)}}, block_size=16) as llm:
+        found = generate(llm, prompts)
+    assert_same(found, by_transformers(quantized(folder, plan=plan), prompts))
+
+
+def test_layers_that_stay_in_16_bits() -> None:
+    with engine(backend=backend_name("int4", "int4"), additional_config=EXACT, kv_cache_dtype_skip_layers=["0"]) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(quantized(keys="int4", values="int4", rotate_keys=False, skip_layers=(0,))))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3", "gpt_oss"])
 def test_families(family: str, tiny) -> None:
     """A sliding window; softcap with alternating windows; one stored projection for q, k and v; sinks and experts."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
-    with engine(tiny(family), name_of("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
+    with engine(tiny(family), backend_name("int8", "int4_g32"), additional_config=EXACT, block_size=16) as llm:
         found = generate(llm, prompts)
     assert_same(found, by_transformers(quantized(tiny(family), keys="int8", values="int4_g32"), prompts))
+
+
+def test_alibi(tmp_path: Path) -> None:
+    """Bloom, by vLLM's own attention in fp32: halfbyte.hf has no models with ALiBi."""
+    torch.manual_seed(7)
+    config = BloomConfig(vocab_size=101, hidden_size=64, n_layer=2, n_head=2, initializer_range=0.3)
+    folder = save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "bloom")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    found = []
+    for backend in (None, backend_name("bf16", "bf16")):
+        with engine(folder, backend, block_size=16) as llm:
+            found.append(generate(llm, prompts, 12))
+    assert_same(found[1], found[0], within=0.05)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import SHIPPED, assert_same, engine, generate, name_of, quantized, save
+from engines import SHIPPED, assert_same, engine, generate, quantized, save
 from safetensors.torch import save_file
 
 from halfbyte.nn import QuantLinear
+from halfbyte.vllm.names import backend_name
 
 RANK, ALPHA = 8, 16
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -41,13 +42,14 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_over_a_packed_cache(adapted: tuple[Path, Path]) -> None:
     """In INT8: the sums of an adapter and of a merged weight round differently, and a code of INT4 that flips is a large step."""
     adapter, merged = adapted
-    with engine(backend=name_of("int8", "int8"), enable_lora=True, max_lora_rank=RANK) as llm:
+    with engine(backend=backend_name("int8", "int8"), enable_lora=True, max_lora_rank=RANK) as llm:
         plain, found = generate(llm), generate(llm, lora=adapter)
     assert [said.tokens for said in plain] != [said.tokens for said in found]
-    with engine(merged, name_of("int8", "int8")) as llm:
+    with engine(merged, backend_name("int8", "int8")) as llm:
         assert_same(found, generate(llm))
 
 
+@pytest.mark.nightly
 def test_over_packed_weights(adapted: tuple[Path, Path], tmp_path: Path) -> None:
     """Against an engine over the values of these weights in fp32."""
     adapter, _ = adapted

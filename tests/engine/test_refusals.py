@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from engines import engine, name_of
+from engines import SHIPPED, engine, plan_for
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.vllm.names import PLAN, backend_name
 
 
 def refused(backend: str, **options) -> str:
@@ -19,17 +22,30 @@ def test_an_unknown_pair_of_formats() -> None:
 
 
 def test_a_cache_dtype_beside_the_formats() -> None:
-    assert "kv_cache_dtype" in refused(name_of("int8", "int8"), kv_cache_dtype="fp8")
+    assert "kv_cache_dtype" in refused(backend_name("int8", "int8"), kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"prefil": "exact"}, "prefil"),
-        ({"plan": "plan.json"}, "all layers have the formats in the backend's name"),
+        ({"plan": "plan.json"}, "a plan goes with attention backend HALFBYTE_PLAN"),
         ({"prefill": "always"}, "prefill='always'"),
         ({"rotate_keys": 1}, "rotate_keys=1"),
     ],
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:
-    assert said in refused(name_of("int8", "int8"), additional_config={"halfbyte": options})
+    assert said in refused(backend_name("int8", "int8"), additional_config={"halfbyte": options})
+
+
+def test_a_plan_backend_without_a_plan() -> None:
+    assert "halfbyte option plan=None" in refused(PLAN)
+
+
+def test_a_plan_that_does_not_fit(tiny, tmp_path: Path) -> None:
+    """One for another model, one whose formats need more than pages, and one that says rotate_keys itself."""
+    other = plan_for(tiny("mistral"), tmp_path, [("int8", "int8")])
+    assert "plan was made for another model" in refused(PLAN, additional_config={"halfbyte": {"plan": str(other)}})
+    channel = plan_for(SHIPPED, tmp_path, [("int8", "int8"), ("int4_channel", "int8")])
+    assert "plan, layer 1" in refused(PLAN, additional_config={"halfbyte": {"plan": str(channel)}})
+    assert "rotate_keys" in refused(PLAN, additional_config={"halfbyte": {"plan": str(channel), "rotate_keys": True}})

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SHIPPED, TEXT, name_of
+from engines import SHIPPED, TEXT
 
 from halfbyte.engine import PageLayout
+from halfbyte.vllm.names import backend_name
 
 HERE = "127.0.0.1"
 PROMPTS = [list(TEXT[500 * i : 500 * i + 10 + 4 * i]) for i in range(31)]
@@ -42,7 +43,7 @@ class Server:
         (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.port, self.log = free_port(), folder / "log"
-        backend = f"--attention-backend {name_of('int8', 'int4_g32')}"
+        backend = f"--attention-backend {backend_name('int8', 'int4_g32')}"
         options = f"{backend} --dtype float32 --max-model-len 512 --enforce-eager --port {self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED), "--served-model-name", "tiny"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1", "VLLM_LOGGING_LEVEL": "INFO"}

@@ -1,4 +1,4 @@
-"""Folders of `halfbyte quantize` in real engines: transformers' words, tensor parallel as well, and damaged or unfit folders."""
+"""Quantized folders in real engines: transformers' words, tensor parallel as well, and damaged or unfit folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, name_of, quantized, save
+from engines import EXACT, assert_same, by_transformers, engine, generate, quantized, save
+from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.hf import load
+from halfbyte.vllm.names import backend_name
 
 #: Zero points; a table and nested scales; a scale for the whole tensor; a scale a row.
 FORMATS = ("int4_g64", "nf4_dq", "nvfp4", "int8_col")
@@ -25,22 +27,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return lambda fmt: save(quantized(weights=fmt), root / fmt)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def later(*values: Any) -> Any:
+    """A parameter that nightly runs add."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+#: Options of an engine of so many ranks.
+RANKS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
+
+
+@pytest.mark.parametrize("ranks", [1, later(2)])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_an_engine_says_what_transformers_says(fmt: str, ranks: int, folder) -> None:
     """Over vLLM's own cache, which rounds nothing here."""
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
-    with engine(folder(fmt), **options) as llm:
+    with engine(folder(fmt), **RANKS[ranks]) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(plain(folder(fmt))), within=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [later(1), 2])
 def test_packed_weights_and_a_packed_cache(ranks: int, folder) -> None:
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
-    with engine(folder("nvfp4"), name_of("int8", "int4_g32"), additional_config=EXACT, **options) as llm:
+    with engine(folder("nvfp4"), backend_name("int8", "int4_g32"), additional_config=EXACT, **RANKS[ranks]) as llm:
         found = generate(llm)
     assert_same(found, by_transformers(plain(folder("nvfp4"), keys="int8", values="int4_g32")))
+
+
+@pytest.mark.parametrize("ranks", [1, later(2)])
+def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
+    folder = save(quantized(weights="int4_g64", lm_head="int8_col"), tmp_path / "head")
+    with engine(folder, **RANKS[ranks]) as llm:
+        found = generate(llm)
+    assert_same(found, by_transformers(plain(folder)), within=1e-3)
+
+
+#: Of each library: (kind of tests/checkpoint_files.py, ranks).
+OTHERS = (
+    later("gptq v1", 1),
+    ("gptq v2 act-order", 2),
+    ("awq", 1),
+    ("ct int4 asym g_idx", 1),
+    later("ct int8", 1),
+    later("ct nvfp4", 1),
+    ("modelopt nvfp4", 1),
+    later("quark mxfp4", 1),
+    later("bnb fp4", 1),
+    ("bnb nf4 nested", 1),
+    later("bnb nf4 nested", 2),
+)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), OTHERS)
+def test_other_libraries_weights(kind: str, ranks: int, tmp_path: Path) -> None:
+    """All linear layers but one kind, which the files hold in 16 bits."""
+    model = write(tiny(), tmp_path, blocks(kind, without="o_proj"))
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+    with engine(tmp_path, quantization="halfbyte", **RANKS[ranks]) as llm:
+        found = generate(llm, prompts)
+    assert_same(found, by_transformers(model, prompts), within=1e-3)
+
+
+def test_without_the_flag_another_library_s_weights_are_vllms(tmp_path: Path) -> None:
+    write(tiny(), tmp_path, blocks("gptq v1"))
+    with engine(tmp_path) as llm:
+        assert llm.llm_engine.vllm_config.model_config.quantization != "halfbyte"
 
 
 def plain(folder: Path, **cache: str) -> Any:

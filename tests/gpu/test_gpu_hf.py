@@ -71,6 +71,21 @@ def test_recorded_steps_give_the_tokens_of_generate(sample: bool) -> None:
         check_alike(steps(found), steps(found, custom_generate=hf.generate))
 
 
+@pytest.mark.parametrize("fuse_blocks", [False, True])
+def test_prompt_lookup_gives_greedy_tokens(fuse_blocks: bool) -> None:
+    """Recorded, and replayed by a second call: greedy tokens up to two logits that rounding may order either way."""
+    found = model("nf4", fuse_qkv=True)
+    expected, logits = steps(found, disable_compile=True)
+    options = {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 7, "fuse_blocks": fuse_blocks}
+    made, again = (text(found, **options) for _ in range(2))
+    assert made == again
+    assert len(made) == len(expected)
+    i = next((i for i, (x, y) in enumerate(zip(made, expected, strict=True)) if x != y), 0)
+    assert logits[i, expected[i]] - logits[i, made[i]] < 0.1 * logits[i].std(), f"token {i}: {made} and {expected}"
+    (forward,) = kept_steps(found)[-1].forwards
+    assert DRY or all(one.graph is not None for one in (forward.recorded, *(c.graph for c in forward.choices.values())))
+
+
 @pytest.mark.parametrize("weights", ["nf4", "int4_g128"])
 def test_fused_blocks_give_logits_alike(weights: str) -> None:
     """Recorded, and replayed by a second call: the logits of plain blocks but for rounding, and the same bits each time."""

@@ -78,8 +78,8 @@ def _print(a: Advice) -> None:
 
 def _legend(a: Advice) -> list[str]:
     """What the columns mean, where the evidence is from, and the recommendation."""
-    from halfbyte.evals.advice import RESERVED
     from halfbyte.evals.choices import SAFE
+    from halfbyte.memory import RESERVED
 
     lines = [
         f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "

@@ -66,7 +66,9 @@ def memory(
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,
-    fit: Annotated[str, typer.Option("--memory", help="Also print how many tokens fit in this much memory, such as 24GB.")] = "",
+    fit: Annotated[
+        str, typer.Option("--memory", help="Also print how many tokens fit in 90 % of this much memory, such as 24GB.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """What a model takes in memory, from its configuration alone."""
@@ -92,6 +94,8 @@ def memory(
 
 
 def _print_estimate(e: Estimate) -> None:
+    from halfbyte.memory import RESERVED
+
     head = "" if e.lm_head == "bf16" else f"{e.lm_head} lm_head, "
     headers = ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
@@ -104,7 +108,14 @@ def _print_estimate(e: Estimate) -> None:
     rows = [(name, human_bytes(a), human_bytes(b), f"{a / b:.2f}x" if b else "") for name, a, b in sizes]
     if e.memory is not None and e.tokens_that_fit is not None and e.plain_tokens_that_fit is not None:
         ratio = f"{e.tokens_that_fit / e.plain_tokens_that_fit:.2f}x" if e.plain_tokens_that_fit else ""
-        rows.append((f"tokens in {human_bytes(e.memory)}", f"{e.plain_tokens_that_fit:,}", f"{e.tokens_that_fit:,}", ratio))
+        rows.append(
+            (
+                f"tokens in {1 - RESERVED:.0%} of {human_bytes(e.memory)}",
+                f"{e.plain_tokens_that_fit:,}",
+                f"{e.tokens_that_fit:,}",
+                ratio,
+            )
+        )
     print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", headers, rows, text_columns=1)
     say = console().print
     say(

@@ -123,6 +123,7 @@ def evaluate(
     from halfbyte.evals.quality import Setting, every_kv_setting, every_weight_setting, run_evaluation
     from halfbyte.evals.text import check_exact, read_text
     from halfbyte.evals.text import windows as cut
+    from halfbyte.evals.verdict import verdict
     from halfbyte.hf.model_support import head_dims, text_config
 
     check_page(results_to.html, "html")
@@ -152,12 +153,13 @@ def evaluate(
     if results_to.as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
     else:
-        title = f"{model}: {tokens.shape[0]} windows of {length:,} tokens, {chunk} at a time"
+        count = tokens.shape[0]
+        title = f"{model}: {count} window{'s' * (count > 1)} of {length:,} tokens, {chunk} at a time"
         print_table(title, HEADERS, rows(results), text_columns=2, wide=results_to.wide)
         if longer:
             print_table(f"Contexts of {long:,} tokens", LONG_HEADERS, long_rows(longer), text_columns=1)
         same = f"16-bit keys and values: {equal} of {compared} greedy tokens equal those of transformers' own attention"
-        console().print(same, markup=False, highlight=False)
+        console().print(f"{same}\n{verdict(results)}".strip(), markup=False, highlight=False)
     if results_to.output is not None:
         append_records(results, results_to.output, longer)
     if results_to.html is not None:

@@ -30,12 +30,10 @@ from halfbyte.memory import (
     plain_bytes,
     quant_method,
     quantized_bytes,
+    room,
     stored_weights,
 )
 from halfbyte.paths import SHIPPED, resolve_model
-
-#: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
-RESERVED = 0.1
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class _Sizes:
         self.text = text_config(config)
         self.plain = packed_layers(config, "bf16", "bf16", ())  # refuses what a packed cache cannot serve before a model is built
         self.skeleton = meta_model(config, name)
-        self.room = int(sheet.memory_bytes * (1 - RESERVED))
+        self.room = room(sheet.memory_bytes)
 
     def choices(self, candidates: Sequence[str]) -> list[Choice]:
         """Every cache with the first of these weight formats that fits; none if none does."""

@@ -34,9 +34,9 @@ def chosen(results: Sequence[Quality]) -> dict[str, Quality]:
 
 
 def verdict(results: Sequence[Quality]) -> str:
-    """One sentence for each card."""
-    said = [f"{title}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}." for title, r in chosen(results).items()]
-    return " ".join(said)
+    """One sentence for each card: size, perplexity, and whether that is safe, which few tokens may leave open."""
+    found = chosen(results).items()
+    return " ".join(f"{name}: {ratio(r, results[0]):.2f}x smaller, perplexity {_change(r)}, {_safety(r)}." for name, r in found)
 
 
 def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
@@ -68,3 +68,11 @@ def _change(result: Quality) -> str:
     if abs(result.change) <= result.noise:
         return f"unchanged within the noise of {result.noise:.2f} %"
     return f"{result.change:+.2f} % (noise {result.noise:.2f} %)"
+
+
+def _safety(result: Quality) -> str:
+    kl, noise = result.kl_mean, result.kl_noise
+    known = f"KL {kl:.1e} \u00b1 {noise:.0e} nats"
+    if is_safe(kl, noise):
+        return f"safe ({known})"
+    return f"safe or not, more text must tell ({known})" if is_safe(kl, -noise) else f"not safe ({known})"

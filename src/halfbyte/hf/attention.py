@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from halfbyte.cache import KVCache
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
-from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.model_support import WINDOW_IN_MASK, layer_window
 from halfbyte.ops.append import Stored
 from halfbyte.ops.decode_attention import decode_attention, decode_parts
@@ -57,6 +57,7 @@ class PackedLayerLike(Protocol):
     rotate_values: bool
     sink_tokens: int
     drafts: Drafts | None
+    chunk: Chunk | None
 
 
 class Handle:
@@ -128,7 +129,10 @@ def attention(
     kv = cast(KVCache, layer.kv)
 
     def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found = prefill_attention(q, k, v, kv, **options) if q.shape[2] > DECODE_QUERIES else decode_attention(q, kv, **options)
+        if q.shape[2] > DECODE_QUERIES:
+            found = prefill_attention(q, k, v, kv, **options)
+        else:
+            found = decode_attention(q, kv, query_start=None if layer.chunk is None else layer.chunk.held, **options)
         return cast(torch.Tensor, found)  # a pair only with return_lse
 
     if torch.compiler.is_compiling() or layer.drafts is None:

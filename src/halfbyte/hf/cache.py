@@ -13,7 +13,7 @@ from halfbyte.cache import KVCache
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format
 from halfbyte.hf.attention import DECODE_QUERIES, PACKED, Handle
-from halfbyte.hf.drafts import Drafts
+from halfbyte.hf.drafts import Chunk, Drafts
 from halfbyte.hf.layer_options import BUCKET, layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, head_dims, text_config
 from halfbyte.ops.append import Stored, append_parts, stored
@@ -55,6 +55,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kv: KVCache | None = None
         #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
         self.drafts: Drafts | None = None
+        #: Within a recorded step with drafts: where its tokens stand.
+        self.chunk: Chunk | None = None
         #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
         self.parts: Stored = ()
         self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
@@ -133,7 +135,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             append_parts(key_states, value_states, self.parts, self.formats, *options)
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
-            rotated = kv.append(key_states, value_states, rope=kwargs.get("rope"), q=kwargs.get("q"))
+            counts = None if self.chunk is None else self.chunk.counts
+            rotated = kv.append(key_states, value_states, counts, kwargs.get("rope"), q=kwargs.get("q"))
         return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -167,7 +170,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.drafts = None
+        self.drafts = self.chunk = None
         if self.kv is not None:
             self.kv.reset()
 
@@ -283,6 +286,16 @@ class PackedCache(Cache):  # type: ignore[misc]
         """Drafts will come behind `prompt` tokens, and `crop` after each forward, as `generate()` does it; None: no drafts."""
         for layer in self.layers:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
+
+    def expect_chunk(self, chunk: Chunk | None) -> None:
+        """Forwards of a recorded step with drafts come, whose tokens stand where `chunk` says; None: no more of them."""
+        for layer in self.layers:
+            layer.chunk = chunk
+
+    def set_lengths(self, lengths: torch.Tensor) -> None:
+        """Let each sequence hold `lengths` [B] tokens, without a look at the device: `crop` where no block of codes is reopened."""
+        held = [layer.kv.lengths for layer in self.layers]
+        torch._foreach_copy_(held, [lengths] * len(held))
 
     def _level(self) -> bool:
         """Whether all layers that hold anything hold the same tokens. Reads the device."""

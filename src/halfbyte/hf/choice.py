@@ -6,12 +6,14 @@ CUDA graph behind the forward's. It runs transformers' own processors, so tokens
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
+from halfbyte.hf.lookup import LookupForward
 from halfbyte.hf.recorded_step import Recorded, Tokens
 
 #: Processors that read logits alone, with numbers as options.
@@ -27,16 +29,25 @@ class Choice:
     """How one call of `generate()` chooses, over the tokens of a step.
 
     longest           tokens of prompt and answer at most
+    padding           what ended sequences hold behind their end
     scores, logits    float32 [B, V] of each step, where the call collects them
     """
 
     def __init__(self, processor: Any, criteria: Any, config: Any, generator: torch.Generator | None) -> None:
-        self.processor, self.criteria, self.config, self.generator = processor, criteria, config, generator
+        self.processor, self.config, self.generator = processor, config, generator
+        self.criteria = stopping_criteria.StoppingCriteriaList(c for c in criteria if not _is_time(c))
         self.ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.longest = min((c.max_length for c in criteria if _is_length(c)), default=config.max_length)
+        self.latest = min((c.initial_timestamp + c.max_time for c in criteria if _is_time(c)), default=None)
+        self.padding = config._pad_token_tensor
         returns = bool(config.return_dict_in_generate)
         self.scores: list[torch.Tensor] | None = [] if returns and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if returns and config.output_logits else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time of the call (`max_time`) is over."""
+        return self.latest is not None and time.time() > self.latest
 
     def __call__(self, held: Tokens, logits: torch.Tensor, length: int, seen: torch.Tensor | None = None) -> None:
         """Choose the tokens behind the `length` that are held, from logits [B, V].
@@ -50,16 +61,26 @@ class Choice:
                 collected.append(what)
         tokens = self._drawn(scores)
         if self.ends:
-            tokens = torch.where(held.unfinished, tokens, self.config._pad_token_tensor)
+            tokens = torch.where(held.unfinished, tokens, self.padding)
         held.last.copy_(tokens[:, None])
-        held.ids.index_copy_(1, held.length, held.last)
-        held.length += 1
-        held.taken += held.unfinished.any()
+        held.ids.scatter_(1, held.lengths, held.last)
+        held.lengths += held.unfinished[:, None] if self.ends else held.unfinished.any()
         seen = held.ids[:, : length + 1] if seen is None else seen
         held.unfinished &= ~self.criteria(seen, None if self.scores is None else tuple(self.scores))
 
-    def key(self, length: int) -> Hashable | None:
-        """What a recorded choice depends on, at `length` tokens; None if it depends on more than logits."""
+    def of_drafts(self, forward: LookupForward, logits: torch.Tensor) -> None:
+        """Choose tokens greedily behind the newest one and its drafts, from logits [B, L, V]; only for a choice that has a key."""
+        behind = forward.tokens.lengths + torch.arange(logits.shape[1], device=logits.device)
+        scores = logits.flatten(0, 1).float()
+        for processor in self.processor:
+            made, least = processor(scores.new_empty(len(scores), 0, dtype=torch.long), scores), _least(processor)
+            scores = made if least is None else torch.where(behind.view(-1, 1) < least, made, scores)
+        chosen = scores.argmax(-1).view_as(behind)
+        ends = torch.isin(chosen, self.config._eos_token_tensor) if self.ends else torch.zeros_like(chosen, dtype=torch.bool)
+        forward.take(chosen, ends, 0 if self.padding is None else self.padding)
+
+    def key(self, length: int | None) -> Hashable | None:
+        """What a recorded choice depends on, at `length` tokens or, None, at any; None if it depends on more than logits."""
         config, ends = self.config, getattr(self.config, "eos_token_id", None)
         ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
         numbers = (*ends, config.pad_token_id)
@@ -71,7 +92,10 @@ class Choice:
         return bool(config.do_sample), self.ends, numbers, tuple(processors), self.generator
 
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens [B]: the likeliest, or drawn as `torch.multinomial` draws them, without its check that waits for the GPU."""
+        """Tokens [B] by float32 scores [B, V]: the first of the largest, or draws.
+
+        They are those of `torch.multinomial`, without its check, which waits for the GPU.
+        """
         if not self.config.do_sample:
             return scores.argmax(-1)
         probabilities = scores.softmax(-1)
@@ -80,31 +104,41 @@ class Choice:
 
 
 class RecordedChoice:
-    """A choice as it was at one length. Stopping criteria see the newest tokens only, which those that are known read."""
+    """A choice over logits that lie where they lay, recorded behind a forward whose graphs share a `pool` of memory."""
 
-    def __init__(self, choice: Choice, held: Tokens, length: int, pool: Any) -> None:
-        self.choice, self.held, self.length, self.graph = choice, held, length, Recorded(1, pool, choice.generator)
+    def __init__(self, choice: Callable[[torch.Tensor], None], pool: Any, generator: torch.Generator | None = None) -> None:
+        self.choice, self.graph = choice, Recorded(1, pool, generator)
 
     def __call__(self, logits: torch.Tensor) -> None:
-        """As the choice itself, at any length of the same key; logits lie where they lay."""
-        self.graph(lambda: self.choice(self.held, logits, self.length, self.held.last), logits.device)
+        """As the choice itself."""
+        self.graph(lambda: self.choice(logits), logits.device)
 
 
-def _processor_key(processor: Any, config: Any, length: int) -> Hashable | None:
+def _processor_key(processor: Any, config: Any, length: int | None) -> Hashable | None:
     """What the result of a processor depends on besides logits; None if that is not known."""
     if type(processor) in _OF_LOGITS:
         return type(processor), tuple(vars(processor).items())
-    if getattr(processor, "eos_token_id", None) is not config._eos_token_tensor:
+    least = _least(processor)
+    if least is None or processor.eos_token_id is not config._eos_token_tensor:
         return None
+    return type(processor), least if length is None else length < least
+
+
+def _least(processor: Any) -> int | None:
+    """How long a sequence must be before a processor lets it end; None for other processors."""
     if type(processor) is logits_process.MinLengthLogitsProcessor:
-        return type(processor), length < processor.min_length
+        return int(processor.min_length)
     if type(processor) is logits_process.MinNewTokensLengthLogitsProcessor:
-        return type(processor), length - processor.prompt_length_to_skip < processor.min_new_tokens
+        return int(processor.prompt_length_to_skip + processor.min_new_tokens)
     return None
 
 
 def _is_length(criterion: Any) -> bool:
     return type(criterion) is stopping_criteria.MaxLengthCriteria
+
+
+def _is_time(criterion: Any) -> bool:
+    return type(criterion) is stopping_criteria.MaxTimeCriteria
 
 
 def _is_known(criterion: Any, config: Any) -> bool:

@@ -19,6 +19,13 @@ from halfbyte.cache import KVCache
 Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Chunk(NamedTuple):
+    """A newest token and drafts behind it in a recorded step, int32 [B]: tokens before them, and how many of them are real."""
+
+    held: torch.Tensor
+    counts: torch.Tensor
+
+
 class _Before(NamedTuple):
     """A cache before its last drafts, and their keys and values [B, H, L, D]."""
 

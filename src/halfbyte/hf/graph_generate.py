@@ -6,19 +6,23 @@ prompt as transformers does and then, for every token:
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> [processors, choice, ends] -> tokens
                                   one CUDA graph, replayed                   one more, where only logits decide
 
+or, with prompt_lookup_num_tokens=, for every run of tokens that were drafted right (`lookup.py`).
+
 What is recorded is kept for the next call (`recorded_step.py`). A choice that depends on more than logits is issued by the host for
 each token (`choice.py`). The forward is compiled where `generate()` would compile it, and Dynamo's guards are evaluated while it is
 warmed up only. With `fuse_blocks=True` it is not compiled, and has blocks of few launches (`fused_blocks.py`).
 
-Nothing in it waits for the GPU. Whether every sequence has finished is read once in `EVERY` tokens, and tokens beyond the end are
+Nothing in it waits for the GPU. Whether every sequence has finished is read once in `EVERY` steps, and tokens beyond the end are
 cut off. On other devices the recorded forward is an ordinary call, and everything else the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import inspect
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
@@ -27,11 +31,12 @@ from halfbyte.errors import InvalidArgument, Unsupported, warn_once
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
+from halfbyte.hf.lookup import MOST_DRAFTS, LookupForward
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.recorded_step import Forward, keep_step, take_step
 
-#: Tokens between two looks at whether all sequences have finished.
-EVERY = 8
+#: Steps between two looks at whether all sequences have finished; with drafts, which make fewer and longer steps.
+EVERY, EVERY_LOOKUP = 8, 2
 #: Calls of a forward before it is recorded: they compile and allocate what it needs. Dynamo may compile a second time.
 WARM_UP, WARM_UP_COMPILED = 1, 2
 #: What a step reads of a call's keyword arguments. Others may change from token to token.
@@ -58,7 +63,9 @@ def generate(
     Tokens are those of `generate()` with the same cache; sampled ones too, with the same seed (`torch.manual_seed`, or
     generator=, a `torch.Generator` on the model's device). The model must have a packed cache (`hf.quantize(model, keys=...)`).
     fuse_blocks=True: decoder blocks in fewer launches, whose rounding may change a token where two logits are nearly equal.
-    Beam search, drafts and others run in transformers' own loop, after one warning that says why. After a call without
+    prompt_lookup_num_tokens=n: a step reads up to n, at most 15, drafts a sequence, and greedy tokens stay the same. They are found
+    in the tokens so far, behind the latest occurrence of the newest max_matching_ngram_size (2); several sequences may take part.
+    Beam search, assistants and others run in transformers' own loop, after one warning that says why. After a call without
     return_dict_in_generate and without past_key_values, its graphs and its cache are kept for the next call of the same batch size,
     up to a quarter of the GPU's memory; `halfbyte.hf.release(model)` frees them.
     """
@@ -68,14 +75,25 @@ def generate(
             "values=...) first, or leave custom_generate out"
         )
     call = (input_ids, logits_processor, stopping_criteria, generation_config)
-    if (reason := _why_not(model, input_ids, generation_config, synced_gpus, model_kwargs)) is not None:
+    choice, drafts = Choice(*call[1:], generator), _drafts(generation_config, model_kwargs)
+    reason = _why_not(model, input_ids, generation_config, synced_gpus, model_kwargs)
+    if drafts and reason is None:
+        reason = _why_no_lookup(model, choice, model_kwargs["past_key_values"], len(input_ids), streamer)
+    if reason is not None:
+        if drafts and len(input_ids) > 1:
+            raise Unsupported(
+                f"prompt_lookup_num_tokens={drafts}: {reason}, and transformers' own loop takes drafts for one sequence only; "
+                f"leave it out, or generate for one sequence at a time"
+            )
         warn_once(f"custom_generate=halfbyte.hf.generate: {reason}, so transformers' own loop runs this call")
         others = {"synced_gpus": synced_gpus, "streamer": streamer, "inputs_tensor": inputs_tensor}
         return _of_transformers(model, call, generator, {**others, **model_kwargs})
     for name in _UNUSED:
         model_kwargs.pop(name, None)
     decode = getattr(model, "_optimize_model_for_decode", nullcontext)
-    return _Loop(model, input_ids, Choice(*call[1:], generator), streamer, fuse_blocks).run(model_kwargs, decode)
+    ngram = generation_config.max_matching_ngram_size or 2
+    lookup = _Lookup(min(drafts, MOST_DRAFTS), ngram) if drafts else None
+    return _Loop(model, input_ids, choice, streamer, fuse_blocks, lookup).run(model_kwargs, decode)
 
 
 class KeptOptions:
@@ -97,11 +115,12 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
     """Why a call cannot be recorded; None when it can."""
     cache = given.get("past_key_values")
     mode = config.get_generation_mode(given.get("assistant_model")).value
+    steps = mode in ("greedy_search", "sample") or _drafts(config, given)
     positions = given.get("position_ids")
     unknown = sorted(name for name, x in given.items() if x is not None and name not in (*_KNOWN, *_UNUSED))
     ropes = " ".join(str(getattr(m, "rope_type", "")) for m in model.modules())
     found = {
-        f"{mode} does not feed one token a step": mode not in ("greedy_search", "sample"),
+        f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
         "not every op of this model runs as a kernel (float32, or HALFBYTE_IMPL)": not getattr(cache, "is_compileable", True),
         "compile_config is set": config.compile_config is not None,
@@ -112,6 +131,27 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
         "the model, or its input, lies on several devices": len({p.device for p in (*model.parameters(), input_ids)}) > 1,
         "processes that may finish at different tokens take part": synced_gpus,
         "max_length is not set": config.max_length is None,
+    }
+    return next((reason for reason, holds in found.items() if holds), None)
+
+
+def _drafts(config: Any, given: dict[str, Any]) -> int:
+    """How many drafts a step has that come from the text itself; 0 for none, or where an assistant makes them."""
+    assistant = given.get("assistant_model")
+    looks_up = config.get_generation_mode(assistant).value == "assisted_generation" and assistant is None
+    return int(config.prompt_lookup_num_tokens or 0) if looks_up else 0
+
+
+def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, streamer: Any) -> str | None:
+    """Why drafts of a call, which is otherwise recorded, cannot be; None when they can."""
+    read_later = not cache.is_default or bool(choice.config.return_dict_in_generate)
+    found = {
+        "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
+        "a logits processor, a stopping criterion or output_scores needs tokens one by one": choice.key(None) is None,
+        "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.layers),
+        "this model's forward takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
+        "several sequences, of which each takes other drafts, cannot be streamed": batch > 1 and streamer is not None,
+        "several sequences, of which each takes other drafts, leave no cache to go on with": batch > 1 and read_later,
     }
     return next((reason for reason, holds in found.items() if holds), None)
 
@@ -132,71 +172,113 @@ def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generat
     return loop(model, input_ids, logits_processor=processor, stopping_criteria=criteria, generation_config=config, **options)
 
 
+class _Lookup(NamedTuple):
+    """Drafts of a step, and the longest suffix that is looked for."""
+
+    drafts: int
+    ngram: int
+
+
 class _Loop:
     """One call of `generate()`."""
 
-    def __init__(self, model: Any, input_ids: torch.Tensor, choice: Choice, streamer: Any, fuse_blocks: bool) -> None:
+    def __init__(
+        self, model: Any, input_ids: torch.Tensor, choice: Choice, streamer: Any, fuse_blocks: bool, lookup: _Lookup | None
+    ) -> None:
         self.model, self.prompts, self.choice, self.config = model, input_ids, choice, choice.config
-        self.streamer, self.fuse_blocks = streamer, fuse_blocks
-        self.length = self.start = input_ids.shape[1]
+        self.streamer, self.fuse_blocks, self.lookup = streamer, fuse_blocks, lookup
+        #: Tokens of the longest sequence at least; without drafts, of all.
+        self.length = self.start = self.streamed = input_ids.shape[1]
         self.forward: Forward | None = None
 
     def run(self, given: dict[str, Any], decode: Any) -> Any:
         """Generate; `given` are the model's keyword arguments for the prompt."""
         model, cache = self.model, given["past_key_values"]
         seen = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
+        cache.expect_drafts(None)  # of transformers' own loop
         self.step = take_step(model, cache, self.prompts, max(self.choice.longest, self.start + 1), not seen)
         self.tokens, given["past_key_values"] = self.step.tokens, self.step.cache
-        self.tokens.begin(self.prompts)
+        self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
         outputs = model._prefill(self.prompts, self.config, given)
         given = model._update_model_kwargs_for_generation(outputs, given)
-        logits, looks = outputs.logits[:, -1], seen or self.streamer is not None or ranks_of(model) > 1  # one rank may stream
+        logits = outputs.logits[:, -1]
         del outputs
+        looks = self.streamer is not None or ranks_of(model) > 1  # of which one may stream, and all must run as many steps
+        every = 1 if looks else EVERY_LOOKUP if self.lookup else 1 if seen else EVERY
         kind, warm_up, forward = self._forward(given)
-        with decode():
-            while self._take(logits, 1 if looks else EVERY):
-                if self.forward is None:
-                    now = self.tokens.ids[:, : self.length]
-                    inputs = model.prepare_inputs_for_generation(now, next_sequence_length=1, **given)
-                    self.forward = self.step.forward(kind, inputs, warm_up)
-                logits = self.forward(forward)
+        try:
+            with decode():
+                self._choose(logits)
+                while self._goes_on(every):
+                    self.forward = self.forward or self._first_forward(kind, warm_up, given)
+                    self._choose(self.forward(forward))
+        finally:
+            self.step.cache.expect_chunk(None)
+        if self.lookup is not None:
+            self.step.cache.set_lengths(self.tokens.lengths[:, 0] - 1)
         if not seen:
             keep_step(model, self.step)
         return self._result()
 
-    def _forward(self, given: dict[str, Any]) -> tuple[Hashable, int, Any]:
-        """The forward of one token a sequence: with fused blocks, else compiled where `generate()` would compile it.
+    def _forward(self, given: dict[str, Any]) -> tuple[Hashable, int, Callable[..., Any]]:
+        """The forward of a step: with fused blocks, else compiled where `generate()` would compile it, but never with drafts.
 
         Before it, what tells it from others, and how many calls it needs before it is recorded.
         """
         view = fused_view(self.model) if self.fuse_blocks else None
         if view is not None:
-            return "fused", WARM_UP, view
-        compiles = self.model._valid_auto_compile_criteria(given, self.config)
+            return ("fused", self.lookup), WARM_UP, view
+        compiles = self.lookup is None and self.model._valid_auto_compile_criteria(given, self.config)
         forward = torch.compile(self.model.__call__) if compiles else self.model.__call__
-        return (compiles, self.model.training), WARM_UP_COMPILED if compiles else WARM_UP, forward
+        return (compiles, self.model.training, self.lookup), WARM_UP_COMPILED if compiles else WARM_UP, forward
 
-    def _take(self, logits: torch.Tensor, every: int) -> bool:
-        """Choose the next tokens from logits [B, V]; whether to go on."""
-        key = self.choice.key(self.length) if self.forward is not None and self.forward.stays else None
-        if self.forward is None or key is None:
-            self.choice(self.tokens, logits, self.length)
+    def _first_forward(self, kind: Hashable, warm_up: int, given: dict[str, Any]) -> Forward:
+        """The step's forward, over the inputs of this call's first step."""
+        now = self.tokens.ids[:, : self.length]
+        inputs = self.model.prepare_inputs_for_generation(now, next_sequence_length=1, **given)
+        if self.lookup is None:
+            return self.step.forward(Forward, kind, inputs, warm_up)
+        drafts, ngram = self.lookup
+        positions = inputs["position_ids"].expand(len(now), 1)
+        self.tokens.left_padding.copy_(self.length - 1 - positions)
+        inputs |= {name: inputs[name].new_zeros(len(now), 1 + drafts) for name in ("input_ids", "position_ids")}
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 1 + drafts
+        return self.step.forward(partial(LookupForward, ngram=ngram), kind, inputs, warm_up)
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        """Choose the next tokens from logits [B, V] or, behind drafts, [B, L, V]."""
+        forward, choice, tokens = self.forward, self.choice, self.tokens
+        if isinstance(forward, LookupForward):
+            key, once = choice.key(None), partial(choice.of_drafts, forward)
+            recorded = once
         else:
-            pool = self.forward.recorded.pool
-            self.forward.choice(key, lambda: RecordedChoice(self.choice, self.tokens, self.length, pool))(logits)
+            key, once = choice.key(self.length), partial(choice, tokens, length=self.length)
+            recorded = partial(once, seen=tokens.last)
+        if forward is None or key is None or not forward.stays:
+            once(logits)
+        else:
+            pool = forward.recorded.pool
+            forward.choice(key, lambda: RecordedChoice(recorded, pool, choice.generator))(logits)
         self.length += 1
+
+    def _goes_on(self, every: int) -> bool:
+        """Whether tokens are wanted, which is read in one of `every` steps; streams those that are there."""
         if self.streamer is not None:
-            self.streamer.put(self.tokens.last[:, 0].cpu())
-        if self.length >= self.choice.longest:
+            stop = int(self.tokens.lengths.max())
+            for column in range(self.streamed, stop):
+                self.streamer.put(self.tokens.ids[:, column].cpu())
+            self.streamed = stop
+        if self.length >= self.choice.longest or self.choice.is_late:
             return False
         return bool((self.length - self.start) % every) or bool(self.tokens.unfinished.any())
 
     def _result(self) -> Any:
         if self.streamer is not None:
             self.streamer.end()
-        taken = int(self.tokens.taken)
-        ids = self.tokens.ids[:, : self.start + taken].clone()
+        stop = int(self.tokens.lengths.max())
+        ids = self.tokens.ids[:, :stop].clone()
         if not self.config.return_dict_in_generate:
             return ids
-        scores, logits = (None if x is None else tuple(x[:taken]) for x in (self.choice.scores, self.choice.logits))
+        scores, logits = (None if x is None else tuple(x[: stop - self.start]) for x in (self.choice.scores, self.choice.logits))
         return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=self.step.cache)

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from halfbyte.errors import warn_once
+from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.layer_options import BUCKET
 from halfbyte.nn import local_shard
@@ -69,39 +70,44 @@ class Recorded:
 class Tokens:
     """The tokens of a call, on the device.
 
-    ids         [B, columns], of which `length` [1] are there; last [B, 1] are the newest of them, which the forward reads
-    unfinished  bool [B]; taken [] counts the steps that some sequence needed
+    ids [B, columns]       `lengths` [B, 1] of each sequence, padding behind them
+    last [B, 1]            the newest of them, which the forward reads
+    left_padding [B, 1]    columns that positions do not count
+    unfinished bool [B]    sequences that want more; `longest` [] tokens end all of them
     """
 
     def __init__(self, prompts: torch.Tensor, columns: int) -> None:
         batch = len(prompts)
-        self.ids, self.last = prompts.new_zeros(batch, columns), prompts.new_zeros(batch, 1)
-        self.length, self.taken = (torch.zeros(n, dtype=torch.long, device=prompts.device) for n in ((1,), ()))
+        self.ids = prompts.new_zeros(batch, columns)
+        self.last, self.lengths, self.left_padding = (self.ids.new_zeros(batch, 1, dtype=torch.long) for _ in range(3))
+        self.longest = self.lengths.new_zeros(())
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=prompts.device)
 
-    def begin(self, prompts: torch.Tensor) -> None:
+    def begin(self, prompts: torch.Tensor, longest: int, padding: torch.Tensor | None) -> None:
         """Hold the prompts [B, T] of a call, and nothing else."""
+        self.ids[:] = 0 if padding is None else padding
         self.ids[:, : prompts.shape[1]] = prompts
-        self.length.fill_(prompts.shape[1])
-        self.taken.zero_()
+        self.lengths.fill_(prompts.shape[1])
+        self.longest.fill_(longest)
         self.unfinished.fill_(True)
 
 
 class Forward:
-    """The forward of one token a sequence over static inputs, and the choices that were recorded over its logits."""
+    """The forward of a step over static inputs, and the choices that were recorded over its logits."""
 
-    def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded) -> None:
-        self.kind, self.inputs, self.recorded = kind, inputs, recorded
+    def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded, tokens: Tokens) -> None:
+        self.kind, self.recorded, self.tokens = kind, recorded, tokens
+        self.inputs = {**inputs, "input_ids": tokens.last}
         self.choices: dict[Hashable, Any] = {}
 
     def __call__(self, forward: Callable[..., Any]) -> torch.Tensor:
-        """Logits [B, V] behind the tokens in "input_ids", by the model's `forward`. Valid until the next call."""
-        return self.recorded(lambda: self._run(forward), self.inputs["input_ids"].device)
+        """Logits behind the tokens in "input_ids", by the model's `forward`. Valid until the next call."""
+        return self.recorded(lambda: self._run(forward), self.tokens.ids.device)
 
     @property
     def stays(self) -> bool:
         """Whether its logits lie where they lay: then what reads them can be recorded. Where nothing is recorded, so to speak."""
-        return self.recorded.graph is not None or self.inputs["input_ids"].device.type != "cuda"
+        return self.recorded.graph is not None or self.tokens.ids.device.type != "cuda"
 
     def choice(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """The choice that is kept under `key`, or what `make` makes."""
@@ -122,6 +128,7 @@ class Forward:
         return True
 
     def _run(self, forward: Callable[..., Any]) -> torch.Tensor:
+        """Logits [B, V] behind the newest token of each sequence."""
         logits: torch.Tensor = forward(**self.inputs, return_dict=True).logits[:, -1]
         for name in _ADVANCING:
             if isinstance(self.inputs.get(name), torch.Tensor):
@@ -134,21 +141,20 @@ class Step:
 
     def __init__(self, key: Hashable, cache: PackedCache, prompts: torch.Tensor, columns: int) -> None:
         self.key, self.cache = key, cache
-        self.tokens = Tokens(prompts, max(columns, cache.capacity + 1))
+        self.tokens = Tokens(prompts, max(columns, cache.capacity + 1) + DECODE_QUERIES)  # a step may write so many beyond the end
         self.forwards: list[Forward] = []
         self.pool = torch.cuda.graph_pool_handle() if prompts.is_cuda else None
 
     def fits(self, cache: PackedCache, columns: int) -> bool:
         """Whether a call that would use `cache` and so many columns of tokens can use this step."""
-        return self.cache.capacity >= cache.capacity and self.tokens.ids.shape[1] >= columns
+        return self.cache.capacity >= cache.capacity and self.tokens.ids.shape[1] >= columns + DECODE_QUERIES
 
-    def forward(self, kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
+    def forward(self, make: Callable[..., Forward], kind: Hashable, inputs: dict[str, Any], warm_up: int) -> Forward:
         """The forward of a `kind` that reads such inputs; they are those of a call's first step."""
-        inputs = {**inputs, "input_ids": self.tokens.last}
         found = next((forward for forward in self.forwards if forward.takes(kind, inputs)), None)
         if found is None:
             own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
-            found = Forward(kind, {**own, "input_ids": self.tokens.last}, Recorded(warm_up, self.pool))
+            found = make(kind, own, Recorded(warm_up, self.pool), self.tokens)
         if found.recorded.graph is not None:
             self.cache.expect_replays(True)
         self.forwards = [*(one for one in self.forwards if one is not found), found][-MOST_FORWARDS:]

@@ -95,6 +95,10 @@ class Inputs:
         sizes = [(sequences, shape.kv_heads, tokens, shape.dim) for sequences, tokens in problem.spans]
         return Inputs(problem, q, [(normal(*size), normal(*size)) for size in sizes])
 
+    def half(self) -> Inputs:
+        """The same numbers in fp16."""
+        return Inputs(self.problem, self.q.half(), [(k.half(), v.half()) for k, v in self.spans])
+
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest token of every sequence: k, v [B, H, 1, D]."""
         return torch.cat([k[:, :, -1:] for k, _ in self.spans]), torch.cat([v[:, :, -1:] for _, v in self.spans])

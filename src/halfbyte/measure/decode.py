@@ -133,16 +133,21 @@ def _peers(session: Session, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     return [candidate(name, attend) for name, attend in variants.items()]
 
 
-def sdpa_variants(kind: str, groups: bool) -> dict[str, Attend]:
+def sdpa_variants(kind: str, groups: bool, bias: torch.Tensor | None = None) -> dict[str, Attend]:
     """torch's attention: with grouped heads as torch does them, and with the query heads of one KV head folded into query rows.
 
     For one new token the two mean the same; the second reads each key once, and is what a careful user would write. Without groups
     they are the same. On a GPU cuDNN and flash are requested by name, as which of them torch picks is not always the faster.
+    bias: added to the scores, [1, H, Hq / H, T]; heads are folded then, and in place of flash, which takes none, efficient runs.
     """
-    ways: dict[str, Attend] = {"": _grouped, ", folded heads": _folded} if groups else {"": _grouped}
+    if bias is not None:
+        ways: dict[str, Attend] = {", folded heads, bias": partial(_folded, bias=bias)}
+    else:
+        ways = {"": _grouped, ", folded heads": _folded} if groups else {"": _grouped}
     if kind != "cuda":
         return {f"torch sdpa{how}": attend for how, attend in ways.items()}
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    second = ("flash", SDPBackend.FLASH_ATTENTION) if bias is None else ("efficient", SDPBackend.EFFICIENT_ATTENTION)
+    backends = dict([("cudnn", SDPBackend.CUDNN_ATTENTION), second])
     return {f"torch sdpa {name}{how}": _pinned(b, attend) for name, b in backends.items() for how, attend in ways.items()}
 
 
@@ -150,9 +155,10 @@ def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] > k.shape[1])
 
 
-def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-    return F.scaled_dot_product_attention(rows, k, v).reshape(q.shape)
+    mask = None if bias is None else bias.expand(len(q), -1, -1, -1)
+    return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
 
 
 def _pinned(backend: SDPBackend, attend: Attend) -> Attend:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from halfbyte.device import gpu
-from halfbyte.errors import Unsupported, warn_once
+from halfbyte.errors import Unsupported
 from halfbyte.formats import Format
 from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
 from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearSpec
-from halfbyte.plans.toolchain import EQUAL_PARTS
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
@@ -84,10 +83,7 @@ def _plan(weights: tuple[tuple[Format, int], ...], m: int, width: int, dtype: st
     name, num_sms, capability = gpu(device)
     problem: dict[str, Any] = {"m": m, "width": width, "dtype": dtype, "use_pdl": use_pdl}
     table = table_of(name, num_sms)
-    plan = linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
-    if plan == EQUAL_PARTS:
-        warn_once(EQUAL_PARTS)
-    return plan
+    return linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
 
 
 @functools.lru_cache(maxsize=4096)

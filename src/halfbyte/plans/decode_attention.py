@@ -13,7 +13,7 @@ from halfbyte.device import Capability, block_shared_memory, supports_pdl, suppo
 from halfbyte.formats import KV_FORMATS, Format, plain_format
 from halfbyte.plans.decode_spec import DecodeSpec, DecodeWgmmaSpec, KVSpec, kv_spec, padded
 from halfbyte.plans.decode_wgmma import MOST_ROWS, wgmma_spec
-from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
+from halfbyte.plans.toolchain import takes_any_part
 from halfbyte.reference.hadamard import block_size, rotated
 
 #: The tuned kernel counts tokens in 32 bits: a window is cut to this, and so much work of a call is what it can share out.
@@ -181,9 +181,7 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
         alone = _many_partials(spec, items, p.capacity, num_sms, limit)
     spec, per_sm = alone or (_filled(spec, per_sm, limit), per_sm)
     count = programs(items, num_sms * per_sm)
-    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items), rotate=rotate))
-    if spec.shared_bytes > limit:
-        return EQUAL_PARTS
+    spec = with_reduce_smem(replace(spec, reduce_fanin=reduce_fanin_of(count, items), rotate=rotate), limit)
     return DecodePlan(spec, count, items, _why(spec, count, items))
 
 
@@ -227,9 +225,13 @@ def _why(spec: DecodeSpec, count: int, items: int) -> str:
     return f"{count} programs of {spec.warps} warps, {tiles}; {items} work items ({item} of a sequence each)"
 
 
-def with_reduce_smem(spec: DecodeSpec) -> DecodeSpec:
-    """The same, its warps summed in memory of their own, where Triton does not see such a part of the ring."""
-    return spec if spec.equal_parts or takes_any_part() else replace(spec, separate_reduce_smem=True)
+def with_reduce_smem(spec: DecodeSpec, limit: int) -> DecodeSpec:
+    """The same, its warps summed in memory of their own, where Triton does not see such a part of the ring; with fewer stages where
+    `limit` bytes of shared memory leave no room for that."""
+    if spec.equal_parts or takes_any_part():
+        return spec
+    apart = [replace(spec, stages=stages, separate_reduce_smem=True) for stages in range(spec.stages, 1, -1)]
+    return next((one for one in apart if one.shared_bytes <= limit), apart[-1])
 
 
 def _refusal(p: DecodeProblem, capability: Capability) -> str:

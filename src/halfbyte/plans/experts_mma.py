@@ -49,14 +49,14 @@ class ExpertsMmaSpec(LinearSpec):
         return max(1, _SPLIT_BYTES // self.weights[0].slot_bytes(self))
 
     @property
-    def ring_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """The rings, and behind them the table of pairs: three numbers for each, and two more."""
         return self.order_at + -(-4 * (3 * self.pairs + 2) // 128) * 128
 
     @property
     def order_at(self) -> int:
         """Where the sorted pairs lie in shared memory."""
-        return super().ring_bytes
+        return super().used_bytes
 
     @property
     def rows_at(self) -> int:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from halfbyte.device import DRIVER_SHARED_BYTES, sm_shared_memory, supports_pdl
 from halfbyte.formats import Format
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, WeightSpec, weight_spec
-from halfbyte.plans.toolchain import EQUAL_PARTS, takes_any_part
+from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.toolchain import takes_any_part
+from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 
 #: The largest M of the kernel for small M. From 17 on others, whose tiles are larger, are faster.
 MOST_ROWS = 16
@@ -32,8 +33,6 @@ def gluon_linear(
     """How the kernel for small M computes x [m, width] times weights of these formats and N; in words, why it cannot."""
     if len({fmt for fmt, _ in weights}) > 1:
         return "weights of different formats in one launch take the portable kernel"
-    if not takes_any_part():
-        return EQUAL_PARTS
     weight = weight_spec(weights[0][0], dtype)
     if isinstance(weight, str):
         return weight
@@ -147,6 +146,7 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
         separate_reduce_smem=True,
         x_cached=x_rows in (2, 4),
         pad_slots=0,
+        equal_parts=not takes_any_part(),
     )
 
 

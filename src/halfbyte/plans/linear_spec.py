@@ -1,129 +1,13 @@
-"""What the tuned linear kernels are compiled for: how a weight is stored, the shape of a block, and the plan of a launch.
+"""What the tuned linear kernels are compiled for: the shape of a block, and the plan of a launch.
 
 Specs are compile-time constants: kernels read their fields. plans/linear.py and plans/linear_wgmma.py choose them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from halfbyte.formats import Format
-from halfbyte.plans.codebooks import pattern, unit_of_codebook
-from halfbyte.plans.weight_codec import WeightCodec, weight_codec
-
-#: Shared memory of a codebook: both values of every byte, for each of 32 banks.
-CODEBOOK_BYTES = 256 * 32 * 4
-_SCALES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
-
-
-class Ring(Protocol):
-    """What a ring of stored words in shared memory is laid out by."""
-
-    @property
-    def k_slices(self) -> int: ...
-    @property
-    def tile(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def pad_slots(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class WeightSpec(WeightCodec):
-    """How a weight is stored, and its codebook in 16 bits, if its codes are read through one.
-
-    codebook       16-bit patterns of `values` over `codebook_unit`
-    codebook_unit  what the codebook's values are multiples of
-    """
-
-    codebook: tuple[int, ...]
-    codebook_unit: float
-
-    def words(self, spec: Ring) -> int:
-        """16-bit words of a chunk of a row."""
-        return spec.chunk // self.codes_per_word
-
-    @property
-    def groups(self) -> int:
-        """Scales of a row in 128 k."""
-        return 128 // self.group if self.group else 0
-
-    def groups_per_mma(self, spec: LinearSpec) -> int:
-        """Groups whose sums share one MMA: with M below 8 it has columns to spare."""
-        free = spec.block_m // spec.x_rows
-        return free if self.codes_per_word == 4 and 0 < self.group <= 32 <= free * self.group <= spec.chunk else 1
-
-    def operands(self, spec: LinearSpec) -> int:
-        """MMA operands, 16 k each, whose sums are scaled together."""
-        return self.groups_per_mma(spec) * self.group // 16
-
-    def halved(self, spec: LinearSpec) -> bool:
-        """Only 8 words are scaled together, half the depth of an MMA: two codes of a word share an operand."""
-        return self.operands(spec) == 2
-
-    def operands_scaled(self, spec: LinearSpec) -> bool:
-        """Groups of 16: the scale multiplies the codes, in 16 bits."""
-        return self.group == 16 and self.groups_per_mma(spec) == 1
-
-    @property
-    def scale_bytes(self) -> int:
-        return _SCALES[self.scale]
-
-    def slot_bytes(self, spec: Ring) -> int:
-        """Shared memory of the codes of one stage."""
-        return spec.k_slices * spec.tile * self.words(spec) * 2
-
-    def codebook_at(self, spec: Ring) -> int:
-        """Where in shared memory the codebook lies, a multiple of its size: behind the stages."""
-        return -(-spec.stages * self.slot_bytes(spec) // CODEBOOK_BYTES) * CODEBOOK_BYTES
-
-    def slots(self, spec: Ring) -> int:
-        """Slots of the ring: the stages, and what the codebook takes behind them."""
-        behind = -(-(self.codebook_at(spec) + CODEBOOK_BYTES) // self.slot_bytes(spec)) if self.codebook else spec.stages
-        return behind + spec.pad_slots
-
-    def unit(self, dtype: str) -> float:
-        """The value of one code step in the sums of the MMA: from the operands, and for E2M1 in bf16 from those of x as well."""
-        if self.kind == "e2m1":
-            return 2.0**-62 if dtype == "bf16" else 2.0**-14
-        return 1.0 / self.codebook_unit if self.codebook else 1.0 if dtype == "bf16" else 2.0**-24
-
-    def x_factor(self, spec: LinearSpec) -> float:
-        """What x is multiplied by: E2M1's bits in a bf16 are the number times 2^-126, too small for fp32 sums."""
-        return 1.0 if self.kind != "e2m1" or spec.dtype == "fp16" else 2.0**57 if self.operands_scaled(spec) else 2.0**64
-
-    def scale_factor(self, spec: LinearSpec) -> float:
-        """What scales that multiply operands are multiplied by: a bf16 holds code times scale exactly from 2^-133 on."""
-        return 2.0**7 if self.kind == "e2m1" and spec.dtype == "bf16" else 1.0
-
-    def bias_in_unpack(self, spec: LinearSpec) -> bool:
-        """Unpacking subtracts the bias of 4-bit codes: at M = 16, an MMA with ones costs more."""
-        return self.kind == "unsigned" and not self.zero and spec.x_rows == 16
-
-    def shift(self, dtype: str) -> float:
-        """What operands exceed their codes' values by, zero points left out."""
-        extra = {("unsigned", "bf16"): 128, ("signed", "fp16"): 128}.get((self.kind, dtype), 0)
-        return (self.bias + extra) * self.unit(dtype)
-
-
-def weight_spec(fmt: Format, dtype: str, e2m1_codebook: bool = False) -> WeightSpec | str:
-    """How a tuned kernel reads a weight of `fmt`; in words, why it cannot. `e2m1_codebook`: E2M1 through a codebook."""
-    codec = weight_codec(fmt)
-    if codec.group not in (0, 16, 32, 64, 128) or codec.nested:
-        return f"{fmt.name} is read by the portable kernel only"
-    if codec.zero and not codec.group:
-        return "per-channel zero points are read by the portable kernel only"
-    if e2m1_codebook and codec.kind == "e2m1":
-        codec = replace(codec, kind="table")
-    codebook, unit = tuple[int, ...](), 1.0
-    if codec.kind == "table":
-        unit = unit_of_codebook(fmt.code, dtype)
-        codebook = tuple(pattern(value / unit, dtype) for value in codec.values)
-    return WeightSpec(**vars(codec), codebook=codebook, codebook_unit=unit)
+from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
 
 
 @dataclass(frozen=True)
@@ -173,6 +57,7 @@ class LinearSpec:
     x_cached: bool  # x comes through the L1 cache: the blocks of an SM read the same
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
     ending: Ending | None = field(default=None, kw_only=True)  # None: y
+    equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
 
     @property
     def sources(self) -> int:
@@ -214,13 +99,23 @@ class LinearSpec:
         return self.ring_bytes + (4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0)
 
     @property
+    def x_bytes(self) -> int:
+        """Shared memory of x of one stage."""
+        return 2 * self.step * self.x_rows
+
+    @property
     def x_at(self) -> int:
-        """Where x lies in shared memory: behind the codes."""
+        """Where x lies in shared memory: behind the codes. It and those behind it begin at a multiple of their slots."""
         return self.weights[0].slots(self) * self.weights[0].slot_bytes(self)
 
     @property
     def scales_at(self) -> int:
-        return self.x_at + self.stages * 2 * self.step * self.x_rows
+        return multiple(self.x_at + self.stages * self.x_bytes, self._scale_bytes)
+
+    @property
+    def _scale_bytes(self) -> int:
+        """Of one slot, where that is seen as a matrix; else 1."""
+        return 1 if self.odd_scales else max(1, self.tile * self.scale_stride(False))
 
     @property
     def zeros_at(self) -> int:
@@ -243,9 +138,25 @@ class LinearSpec:
         return self.weights[0].groups > 0 and self.scale_slots < 2 * self.stages
 
     @property
-    def ring_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Codes, x, scales and zero points of all stages, and barriers."""
-        return self.barriers_at + (-(-16 * self.scale_slots // 128) * 128 if self.weights[0].groups else 0)
+        return self.barriers_at + (multiple(16 * self.scale_slots, 128) if self.weights[0].groups else 0)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of their allocation."""
+        codes = self.weights[0].slot_bytes(self) // self.code_parts
+        return multiple(self.used_bytes, max(codes, self.x_bytes, self._scale_bytes)) if self.equal_parts else self.used_bytes
+
+    @property
+    def code_parts(self) -> int:
+        """Parts of a slot's codes, by columns, that lie one after the other: equal parts that are small leave little at the end."""
+        return 2 if self.equal_parts and self.weights[0].slot_bytes(self) > 16 << 10 else 1
+
+    @property
+    def table_parts(self) -> int:
+        """Parts that a codebook is written in: none is larger than one of codes."""
+        return max(1, CODEBOOK_BYTES * self.code_parts // self.weights[0].slot_bytes(self)) if self.equal_parts else 1
 
     def scale_stride(self, zeros: bool) -> int:
         """Bytes from row to row of the scales (or zero points) of a step."""
@@ -288,6 +199,11 @@ class LinearWgmmaSpec:
     @property
     def step(self) -> int:
         return self.chunk
+
+    @property
+    def table_parts(self) -> int:
+        """Parts that a codebook is written in."""
+        return 1
 
     @property
     def k_blocks(self) -> int:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from halfbyte.device import sm_shared_memory, supports_wgmma
 from halfbyte.formats import Format
 from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, scale_copy_width
-from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec, weight_spec
+from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
+from halfbyte.plans.weight_spec import weight_spec
 
 #: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantized weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256

@@ -1,8 +1,9 @@
 """vLLM's attention backend over `halfbyte.engine`: one class for each pair of formats, HALFBYTE_INT8__INT4_G32 and so on.
 
-vLLM asks a class, not an object, how many bytes a token takes, so the class itself must know its formats. A page of a layer is
-uint8 [H, N, C], see `PageLayout`; slots and page tables are vLLM's. With prefill "cache", the default, every key is read as it is
-stored: what a query sees depends neither on chunks of a prompt nor on prefix hits or preemption.
+vLLM asks a class, not an object, how many bytes a token takes, so the class itself must know its formats. It asks the class of each
+layer, once weights are loaded: until then a layer can get another one. A page of a layer is uint8 [H, N, C], see `PageLayout`;
+slots and page tables are vLLM's. With prefill "cache", the default, every key is read as it is stored: what a query sees depends
+neither on chunks of a prompt nor on prefix hits or preemption.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -29,10 +31,12 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from halfbyte.cache_plan import LayerFormats
 from halfbyte.engine import PagedView, PageLayout, append_slots, attention_varlen
-from halfbyte.errors import HalfbyteError, Unsupported, check
+from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.kv_buffer import KVBuffer
-from halfbyte.vllm.names import backend_names
+from halfbyte.vllm.names import PLAN, backend_name, backend_names
+from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
 
 #: vLLM writes what loggers below its own say.
 logger = init_logger("vllm.halfbyte")
@@ -41,7 +45,7 @@ logger = init_logger("vllm.halfbyte")
 class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks before there is a cache. Subclasses have their pair of formats."""
 
-    pair: ClassVar[tuple[str, str]]
+    pair: ClassVar[Pair]
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -71,6 +75,8 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         """The spec of a layer with packed pages. vLLM calls it again with its result."""
         if spec.state_content_bytes is not None:
             return spec
+        if cls.pair is None:  # a layer has a backend of its own by the time that vLLM asks about it
+            raise Unsupported(f"{PLAN}: vLLM gives all layers of this model pages of one size; name one pair of formats instead")
         layout = PageLayout(*cls.pair, spec.head_size, spec.head_size_v)
         return replace(spec, dtype=torch.uint8, state_content_bytes=layout.token_head_bytes)
 
@@ -109,44 +115,6 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
         except HalfbyteError as error:
             return str(error)
         return None
-
-
-def check_cache(pair: tuple[str, str], head_size: int, kv_cache_dtype: str) -> None:
-    """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
-    PageLayout(*pair, head_size)
-    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
-        raise Unsupported(
-            f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend that stores keys as {pair[0]} and values as {pair[1]} "
-            f"exclude each other; leave kv_cache_dtype out"
-        )
-
-
-class Options(NamedTuple):
-    """`--additional-config '{"halfbyte": {"prefill": "exact", "rotate_keys": true}}'`.
-
-    prefill      "cache": every key is read as it is stored; "exact": a chunk attends to its own 16-bit keys
-    rotate_keys  keys are stored Hadamard-rotated, for outliers
-    """
-
-    prefill: str = "cache"
-    rotate_keys: bool = False
-
-    @classmethod
-    def current(cls) -> Options:
-        """The options of the engine that is being built, checked."""
-        given = get_current_vllm_config().additional_config
-        given = given.get("halfbyte", {}) if isinstance(given, dict) else {}
-        if "plan" in given:
-            raise Unsupported(
-                "halfbyte option plan: vLLM asks an attention backend for the bytes of a token without saying of which layer, so "
-                "all layers have the formats in the backend's name"
-            )
-        unknown = sorted(set(given) - set(cls._fields))
-        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {', '.join(cls._fields)}")
-        options = cls(**given)
-        check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
-        check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")
-        return options
 
 
 class Ragged(NamedTuple):
@@ -211,7 +179,8 @@ class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: igno
 class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
     """The attention of one layer. Subclasses have their pair of formats."""
 
-    pair: ClassVar[tuple[str, str]]
+    pair: ClassVar[Pair]
+    formats: LayerFormats
 
     def __init__(
         self,
@@ -240,15 +209,28 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.sliding_window, self.logits_soft_cap, self.sinks = sliding_window, logits_soft_cap or None, sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.options = Options.current()
+        self.options = Options.current(self.pair)
+        config = get_current_vllm_config()
+        self._layers, self._skipped = (
+            config.compilation_config.static_forward_context,
+            config.cache_config.kv_cache_dtype_skip_layers,
+        )
         self._memory: tuple[int, int] | None = None
         self._buffers: tuple[KVBuffer, KVBuffer] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Choose the formats of this layer: vLLM has named it by now, and allocates its pages next."""
+        name, layer = next((name, layer) for name, layer in self._layers.items() if getattr(layer, "impl", None) is self)
+        index = extract_layer_index(self.kv_sharing_target_layer_name or name)
+        skipped = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
+        self.formats = layer_formats(self.options, self.pair, index, skipped, act_dtype)
+        layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
         """Keys and values in the memory of a layer; carved again when vLLM has moved it."""
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self._buffers is None or self._memory != memory:
-            layout = PageLayout(*self.pair, self.head_size, layer.head_size_v)
+            layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
             self._buffers, self._memory = layout.buffers(kv_cache), memory
             _tell(layout, kv_cache.shape[0], layer.dtype)
         return self._buffers
@@ -259,7 +241,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         """Store this step's keys and values. Slots are -1 for padding."""
         tokens = slot_mapping.shape[0]
         keys, values = self.buffers(layer, kv_cache)
-        append_slots(key[:tokens], value[:tokens], keys, values, slot_mapping, rotate_keys=self.options.rotate_keys)
+        append_slots(key[:tokens], value[:tokens], keys, values, slot_mapping, rotate_keys=self.formats.rotate_keys)
 
     def forward(
         self,
@@ -281,7 +263,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             exact = part.prefill and self.options.prefill == "exact" and key is not None
             attention_varlen(
                 query[part.rows],
-                PagedView(keys, values, part.lengths, part.page_table, self.options.rotate_keys),
+                PagedView(keys, values, part.lengths, part.page_table, self.formats.rotate_keys),
                 part.cu_seqlens_q,
                 part.max_query_len,
                 sm_scale=self.scale,
@@ -306,7 +288,7 @@ def _tell(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
 
 
 @functools.cache
-def _impl_of(pair: tuple[str, str]) -> type[HalfbyteImpl]:
+def _impl_of(pair: Pair) -> type[HalfbyteImpl]:
     return type("HalfbyteImpl", (HalfbyteImpl,), {"pair": pair})
 
 

@@ -10,9 +10,18 @@ from halfbyte.engine import PAGE_FORMATS
 VERSIONS = ((0, 32), (0, 34))
 
 
-def backend_names() -> dict[str, tuple[str, str]]:
-    """Name of each attention backend -> names of the formats of keys and values."""
-    return {f"HALFBYTE_{k}__{v}".upper(): (k, v) for k in PAGE_FORMATS for v in PAGE_FORMATS}
+#: The backend in which each layer has the formats that a cache plan gives it.
+PLAN = "HALFBYTE_PLAN"
+
+
+def backend_name(keys: str, values: str) -> str:
+    """Name of the attention backend with these formats of keys and values."""
+    return f"HALFBYTE_{keys}__{values}".upper()
+
+
+def backend_names() -> dict[str, tuple[str, str] | None]:
+    """Name of each attention backend -> names of the formats of keys and values; None for `PLAN`."""
+    return {PLAN: None} | {backend_name(k, v): (k, v) for k in PAGE_FORMATS for v in PAGE_FORMATS}
 
 
 def refusal(version: str) -> str:

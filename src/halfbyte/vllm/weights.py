@@ -1,15 +1,15 @@
-"""`--quantization halfbyte`: vLLM's linear layers over folders that `halfbyte quantize` wrote.
+"""`--quantization halfbyte`: vLLM's linear layers over folders that halfbyte, or a library that it reads, quantized.
 
-vLLM reads a file tensor by tensor. The parts of one stored weight are collected until all are there, then checked, cut to what this
-rank computes (`shares`), and moved to the device. q, k and v, or gate and up, become one weight where they can be one; otherwise
-they stay several, computed in one launch.
+vLLM reads a file tensor by tensor. Those of one stored weight are collected until all are there, then converted (`stored`), cut to
+what this rank computes (`shares`), and moved to the device. q, k and v, or gate and up, become one weight where they can be one;
+otherwise they stay several, computed in one launch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -18,39 +18,34 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from halfbyte.checkpoints.adapters import OWN, STOP
-from halfbyte.checkpoints.safetensors_files import check_perm, check_scales
-from halfbyte.errors import CheckpointError, HalfbyteError, Unsupported
-from halfbyte.formats import Format, weight_format
+from halfbyte.checkpoints.adapters import OWN, STOP, make_adapter
+from halfbyte.checkpoints.layer import Adapter
+from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.formats import weight_format
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
-from halfbyte.tensors import QuantTensor, expected_parts
+from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
+from halfbyte.vllm.stored import Foreign, Own, foreign_weights
 
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
 
 
-class Stored(NamedTuple):
-    """A weight in the files: the name of its module, its format, whether it is in act-order."""
-
-    name: str
-    format: Format
-    act_order: bool
-
-    def parts(self, shape: tuple[int, int]) -> Mapping[str, Any]:
-        return expected_parts(self.format, shape, act_order=self.act_order)
-
-
 class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of config.json: module name -> weight format, and which are in act-order. Workers get it pickled."""
+    """`quantization_config` of config.json: the stored weight of each quantized module. Workers get it pickled.
 
-    def __init__(self, modules: dict[str, str], act_order: Sequence[str]) -> None:
+    Of a folder that halfbyte wrote, the configuration lists the modules; of another library's, `adapter` reads the weights, and
+    the files say which there are.
+    """
+
+    def __init__(self, stored: Mapping[str, Own | Foreign], adapter: Adapter | None = None) -> None:
         super().__init__()
-        self.modules, self.act_order = modules, list(act_order)
+        self.stored, self.adapter = dict(stored), adapter
 
     @classmethod
     def get_name(cls) -> str:
@@ -68,49 +63,68 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
     def get_config_filenames() -> list[str]:
         return []
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Every tensor of the files is wanted."""
-        return WeightsMapper()
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take another library's checkpoint where the user gave `--quantization halfbyte`."""
+        return OWN if user_quant == OWN else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
         from halfbyte.hf.quantization_config import HalfbyteConfig as Written
 
         if envs.VLLM_BATCH_INVARIANT:
-            raise Unsupported(
-                "VLLM_BATCH_INVARIANT=1 is not implemented for weights that halfbyte quantized; leave one of them out"
-            )
+            raise Unsupported("VLLM_BATCH_INVARIANT=1 is not implemented for halfbyte's linear layers; leave one of them out")
+        if config.get("quant_method") != OWN:
+            return cls({}, make_adapter(config))
         written = Written(**config)
-        return cls(written.modules, written.act_order)
+        return cls({name: Own(name, weight_format(fmt), name in written.act_order) for name, fmt in written.modules.items()})
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Look up in the headers of the files which weights another library quantized."""
+        if self.adapter is None:
+            return
+        names = get_safetensors_params_metadata(model_name, revision=revision)
+        self.stored = dict(foreign_weights(self.adapter, names))
+        if not self.stored:
+            raise CheckpointError(
+                f"{model_name}: no tensor is called *.{self.adapter.marker}, which every weight quantized as config.json says has"
+            )
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Every tensor of the files is wanted; in names of parameters there is no dot."""
+        dotted = {part for stored in self.stored.values() if isinstance(stored, Foreign) for part in stored.held if "." in part}
+        return WeightsMapper(orig_to_new_suffix={f".{part}": f".{_parameter(part)}" for part in sorted(dotted)})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
-        self.act_order = hf_to_vllm_mapper.apply_list(self.act_order)
+        self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts) and any(name.startswith(f"{prefix}.") for name in self.modules):
+        if isinstance(layer, RoutedExperts) and any(name.startswith(f"{prefix}.") for name in self.stored):
             raise Unsupported(f"{prefix} has quantized experts, which vLLM computes together; halfbyte's plugin has no op for that")
-        if isinstance(layer, VocabParallelEmbedding) and prefix in self.modules:
-            raise Unsupported(
-                f"{prefix} is quantized, and vLLM shares it out by vocabulary; quantize with skip_modules=({prefix!r},)"
-            )
+        if isinstance(layer, VocabParallelEmbedding):
+            if prefix not in self.stored:
+                return None
+            if not isinstance(layer, ParallelLMHead):
+                raise Unsupported(f"{prefix} is a quantized embedding; halfbyte quantizes linear layers only")
+            return HalfbyteHead([self.stored[prefix]])
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
         names = [f"{parent}.{shard}".lstrip(".") for shard in self.packed_modules_mapping.get(child, [child])]
-        found = [name for name in names if name in self.modules]
+        found = [name for name in names if name in self.stored]
         if not found:
             return UnquantizedLinearMethod()
         if found != names:
             raise Unsupported(f"{prefix}: {found} are quantized and the rest of {names} is not; vLLM computes them together")
-        return HalfbyteLinear([Stored(n, weight_format(self.modules[n]), n in self.act_order) for n in names])
+        return HalfbyteLinear([self.stored[name] for name in names])
 
 
 class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
     """The weights of one layer of vLLM: those of one module, or of several that vLLM fuses."""
 
-    def __init__(self, stored: list[Stored]) -> None:
+    def __init__(self, stored: Sequence[Own | Foreign]) -> None:
         self.stored = stored
 
     def create_weights(
@@ -127,52 +141,60 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         layer.halfbyte_found = [{} for _ in self.stored]
         layer.halfbyte_weights = [None for _ in self.stored]
         layer.halfbyte_sizes = (output_partition_sizes, input_size_per_partition, input_size)
-        dtypes = {"": torch.float32}
-        for stored in self.stored:
-            dtypes |= {f"_{part}": dtype for part, (_, dtype) in stored.parts((1, input_size)).items()}
-        for suffix, dtype in dtypes.items():
-            catcher = Parameter(torch.empty(STOP, dtype=dtype), requires_grad=False)
-            set_weight_attrs(catcher, {"weight_loader": functools.partial(self._catch, layer, suffix.removeprefix("_"))})
-            layer.register_parameter(f"weight{suffix}", catcher)
+        layer.halfbyte_catchers = []
+        for name in sorted(set().union(*(stored.tensors(input_size) for stored in self.stored))):
+            catcher = Parameter(torch.empty(STOP, dtype=torch.uint8), requires_grad=False)
+            set_weight_attrs(catcher, {"weight_loader": functools.partial(self._catch, layer, name)})
+            layer.register_parameter(_parameter(name), catcher)
+            layer.halfbyte_catchers.append(_parameter(name))
 
-    def _catch(self, layer: Any, part: str, catcher: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
-        """Keep one part; once they are all there, make the weight of this rank of them."""
-        if not part:
-            return  # the empty tensor that stops loaders which do not know halfbyte
+    def _catch(self, layer: Any, name: str, catcher: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
+        """Keep one tensor; once they are all there, make the weight of this rank of them."""
         shard = getattr(loaded, "shard_id", None) if shard_id is None else shard_id
         index = 0 if shard is None else shard if isinstance(shard, int) else "qkv".index(shard)
         stored, found = self.stored[index], layer.halfbyte_found[index]
-        found[part] = loaded
-        if "codes" in found and set(found) >= set(stored.parts(_shape(found, stored.format))):
-            weight = _checked(stored, found)
+        found[name] = loaded
+        if layer.halfbyte_weights[index] is None and stored.complete(found):
+            wholes = _out_features(layer)
+            rows = sum(wholes) if len(self.stored) == 1 else wholes[index]
+            weight = stored.weight(found, (rows, layer.halfbyte_sizes[2]))
             layer.halfbyte_weights[index] = self._share(layer, index, weight).to(catcher.device)
             found.clear()
 
     def _share(self, layer: Any, index: int, weight: QuantTensor) -> QuantTensor:
         """What this rank computes with: rows of a column-parallel layer, columns of a row-parallel one."""
-        sizes, columns, all_columns = layer.halfbyte_sizes
-        if len(self.stored) > 1:
-            sizes = [sizes[index]]
-        if weight.shape[1] != all_columns:
-            raise CheckpointError(f"{self.stored[index].name} has {weight.shape[1]} in features; the model has {all_columns}")
-        if sum(sizes) != weight.shape[0] or columns != all_columns:
+        _, columns, all_columns = layer.halfbyte_sizes
+        ranges = self._ranges(layer, index)
+        if ranges != [(0, weight.shape[0])] or columns != all_columns:
             weight = without_nested_scales(weight)
         if columns != all_columns:
             begin = layer.tp_rank * (all_columns // columns) // layer.tp_size * columns
             if weight.perm is not None:
                 layer.register_buffer("halfbyte_gather", weight.perm[begin : begin + columns].long(), persistent=False)
             weight = columns_of(weight, begin, begin + columns, self.stored[index].name)
-        return rows_of(weight, _rows(layer, sizes, weight.shape[0], self.stored[index].name))
+        return rows_of(weight, ranges)
+
+    def _ranges(self, layer: Any, index: int) -> list[tuple[int, int]]:
+        """The rows of a stored weight that this rank has: some of each module that the weight consists of."""
+        sizes, wholes = layer.halfbyte_sizes[0], _out_features(layer)
+        if len(self.stored) > 1:
+            sizes, wholes = sizes[index : index + 1], wholes[index : index + 1]
+        found, at = [], 0
+        for whole, size in zip(wholes, sizes, strict=True):
+            begin = at + layer.tp_rank * (whole // size) // layer.tp_size * size  # ranks may share KV heads
+            found.append((begin, begin + size))
+            at += whole
+        return [(0, at)] if sizes == wholes else found
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The weights become parameters, in the place of those that caught their parts."""
         for stored, weight, found in zip(self.stored, layer.halfbyte_weights, layer.halfbyte_found, strict=True):
             if weight is None:
                 raise CheckpointError(f"{stored.name}: of its weight the files hold only {sorted(found) or 'nothing'}")
-        for name in [name for name in layer._parameters if name.startswith("weight")]:
+        for name in layer.halfbyte_catchers:
             delattr(layer, name)
         weights = merged(layer.halfbyte_weights)
-        del layer.halfbyte_found, layer.halfbyte_weights, layer.halfbyte_sizes
+        del layer.halfbyte_found, layer.halfbyte_weights, layer.halfbyte_sizes, layer.halfbyte_catchers
         for i, weight in enumerate(weights):
             for name, part in weight.parts().items():
                 layer.register_parameter(f"weight{i}_{name}", Parameter(part, requires_grad=False))
@@ -198,42 +220,29 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         return torch.cat(outs, -1)
 
 
-def _shape(found: Mapping[str, torch.Tensor], fmt: Format) -> tuple[int, int]:
-    """Rows and columns of the weight with these codes."""
-    codes = found["codes"]
-    return (codes.shape[0], codes.shape[1] * fmt.code.per_byte) if codes.ndim == 2 else (0, 0)
+class HalfbyteHead(HalfbyteLinear):
+    """An output layer, of which each rank has the rows of some tokens."""
+
+    def _ranges(self, layer: Any, index: int) -> list[tuple[int, int]]:
+        return [(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)]
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The same number of logits on each rank: those of tokens that there are not are dropped by vLLM."""
+        out = super().apply(layer, x, bias)
+        missing = layer.num_embeddings_per_partition - out.shape[-1]
+        return torch.nn.functional.pad(out, (0, missing)) if missing else out
 
 
-def _checked(stored: Stored, found: Mapping[str, torch.Tensor]) -> QuantTensor:
-    """The weight of these parts. Raises `CheckpointError` for a damaged one, naming it."""
-    try:
-        weight = QuantTensor(stored.format, _shape(found, stored.format), **found)
-    except HalfbyteError as error:
-        raise CheckpointError(f"{stored.name}: {error}") from error
-    check_scales(stored.name, stored.format, weight.parts())
-    if weight.perm is not None:
-        check_perm(f"{stored.name}.weight_perm", weight.perm)
-    return weight
+def _parameter(name: str) -> str:
+    """The parameter that catches the tensor of this name."""
+    return name.replace(".", "_")
 
 
-def _rows(layer: Any, sizes: Sequence[int], stored: int, name: str) -> list[tuple[int, int]]:
-    """The rows, of those that are stored, that this rank has: `sizes` of them from each module that the weight consists of."""
-    wholes = _wholes(layer, sizes, stored)
-    if sum(wholes) != stored or any(whole % size for whole, size in zip(wholes, sizes, strict=True)):
-        raise CheckpointError(f"{name} has {stored} out features; vLLM expects {wholes} and takes {list(sizes)} of them")
-    found, at = [], 0
-    for whole, size in zip(wholes, sizes, strict=True):
-        begin = at + layer.tp_rank * (whole // size) // layer.tp_size * size  # ranks may share KV heads
-        found.append((begin, begin + size))
-        at += whole
-    return found
-
-
-def _wholes(layer: Any, sizes: Sequence[int], stored: int) -> list[int]:
-    """Out features over all ranks of each module that the weight consists of: several where the files hold q, k and v as one."""
-    if len(sizes) == 1:
-        return [stored]
+def _out_features(layer: Any) -> list[int]:
+    """Out features over all ranks of each module that vLLM computes in a layer."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return [layer.org_vocab_size]
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
         return [heads * layer.head_size, kv_heads * layer.head_size, kv_heads * layer.v_head_size]
-    return list(layer.output_sizes)
+    return list(getattr(layer, "output_sizes", [layer.output_size]))

@@ -105,16 +105,20 @@ def divisible_by_16(*arguments: str) -> dict[Argument, list[list[Any]]]:
 
 def build(configuration: Configuration, target: Target) -> Binary:
     """Compile one variant for one architecture. What the compiler raises comes out as it is."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    made = triton.compile(
-        source(configuration), target=GPUTarget("cuda", target.capability, 32), options=dict(configuration.options)
-    )
+    made = compiled(configuration, target)
     cubin, ptx = made.asm["cubin"], made.asm["ptx"]
     registers, spilled = resource_usage(cubin)
     waits = serialised(ptx) if "wgmma.mma_async" in ptx else ()
     return Binary(registers, spilled, made.metadata.shared, float_atomics(ptx), waits, cubin, ptx)
+
+
+def compiled(configuration: Configuration, target: Target) -> Any:
+    """What Triton makes of one variant: `asm`, texts and machine code by stage, and `metadata`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    gpu = GPUTarget("cuda", target.capability, 32)
+    return triton.compile(source(configuration), target=gpu, options=dict(configuration.options))
 
 
 def source(configuration: Configuration) -> Any:

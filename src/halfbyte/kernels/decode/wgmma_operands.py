@@ -125,11 +125,11 @@ def _codes(words, S: gl.constexpr):
 @gluon.jit
 def _of_tokens(ring, slot, head, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or offsets) of a tile's tokens in fp32, [tokens, groups]; `layout`: of that, or of words of two."""
-    shape: gl.constexpr = [C.stages + C.pad_slots, C.tile, S.scale_columns]
+    shape: gl.constexpr = [C.tile, S.scale_columns]
     if not S.paired:
-        return view(ring, 0, gl.float16, shape, plain(2)).index(slot).load(layout).to(gl.float32)
+        return view(ring, slot, gl.float16, shape, plain(2)).load(layout).to(gl.float32)
     else:
-        word = view(ring, 0, gl.int32, shape, plain(2)).index(slot).load(layout)
+        word = view(ring, slot, gl.int32, shape, plain(2)).load(layout)
         if S.groups > 1:
             word = gl.reshape(gl.join(word, word >> 16), [C.tile, S.groups])
         else:  # a word has the scales of two heads
@@ -171,8 +171,8 @@ def _spread(rings, which: gl.constexpr, slot, head, up, tile, lo, hi, S: gl.cons
 @gluon.jit
 def read_tile(rings, slot, head, tile, lo, hi, S: gl.constexpr, C: gl.constexpr):
     """Of a tile in the ring: e, its words, and for each word scale and offset over 2^e in fp16, if there are any."""
-    shape: gl.constexpr = [C.stages + C.pad_slots, C.tile, S.padded]
-    words = view(rings[0], 0, gl.int16, shape, code_ring_layout(S.padded, 2)).index(slot).load(words_layout(S, C))
+    shape: gl.constexpr = [C.tile, S.padded]
+    words = view(rings[0], slot, gl.int16, shape, code_ring_layout(S.padded, 2)).load(words_layout(S, C))
     exponent = tile * 0
     scale = words
     offset = words

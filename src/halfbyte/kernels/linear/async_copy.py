@@ -8,6 +8,7 @@ not wait for the block: K slices run independently, and one waits for memory whi
 
 The compiler would put a barrier of the whole block between copies and reads that share memory. So copies are PTX with addresses
 in `global_smem`, which its analysis does not see. All that is copied lies in one allocation, at its beginning (`Spec.x_at` ..).
+What a slot holds is read as a part, by number, of the whole allocation (`compat.view`): no other view compiles with Triton 3.8.
 
 A thread copies pieces i = 0, 1, .. of 16 bytes or less: t + i T of the K slice's pieces in the order of shared memory, t its number
 among the T threads of the K slice. T is a power of two, as all sizes are: rows and columns of t and of i T add up.
@@ -29,29 +30,36 @@ from halfbyte.kernels.linear.sync import filled, k_slice_of, slot_of, thread_of
 
 
 @gluon.jit
-def make_rings(S: gl.constexpr, C: gl.constexpr):
-    """Shared memory, and in it codes, scales, zero points and x of each stage."""
-    pool = gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
-    code_shape: gl.constexpr = [S.slots(C), C.k_slices, C.tile, S.words(C)]
-    codes = view(pool, 0, gl.int16, code_shape, code_ring_layout(S.words(C)))
-    scales = codes
-    zeros = codes
-    if S.groups > 0:
-        if not C.odd_scales:
-            scales = _scale_ring(pool, gl.constexpr(S.scale), C.scales_at, S, C)
-        if S.zero and not C.odd_zeros:
-            zeros = _scale_ring(pool, "u8", C.zeros_at, S, C)
-    x_type: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
-    x_shape: gl.constexpr = [C.stages, C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
-    x = view(pool, C.x_at, x_type, x_shape, plain(5))
-    return pool, (codes, scales, zeros, x)
+def make_pool(C: gl.constexpr):
+    """Shared memory of codes, scales, zero points and x of each stage."""
+    return gl.allocate_shared_memory(gl.int32, [C.ring_bytes // 128, 32], plain(1))
 
 
 @gluon.jit
-def _scale_ring(pool, scale: gl.constexpr, at: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    dtype: gl.constexpr = gl.float16 if scale == "f16" else gl.float32 if scale == "f32" else gl.uint8
-    shape: gl.constexpr = [C.scale_slots, C.tile, C.columns(S)]
-    return view(pool, at, dtype, shape, plain(2))
+def codes_of(pool, slot, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """A block of 16 words of each row of a slot, [k_slices, tile, 16]."""
+    words: gl.constexpr = gl.constexpr(S.words(C) // C.code_parts)
+    shape: gl.constexpr = [C.k_slices, C.tile, words]
+    part = view(pool, slot * C.code_parts + 16 * block // words, gl.int16, shape, code_ring_layout(words))
+    return part.slice(16 * block % words, 16, dim=2)
+
+
+@gluon.jit
+def scales_of(pool, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Scales (or zero points) of a slot, [tile, columns]."""
+    shape: gl.constexpr = [C.tile, C.columns(S)]
+    size: gl.constexpr = 1 if zeros else S.scale_bytes
+    dtype: gl.constexpr = gl.uint8 if size == 1 else gl.float16 if size == 2 else gl.float32
+    first: gl.constexpr = (C.zeros_at if zeros else C.scales_at) // (C.tile * C.columns(S) * size)
+    return view(pool, first + slot, dtype, shape, plain(2))
+
+
+@gluon.jit
+def x_of(pool, slot, C: gl.constexpr):
+    """x of a slot, [k_slices, x_high, chunk / 32, x_low, 32]."""
+    shape: gl.constexpr = [C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
+    dtype: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
+    return view(pool, gl.constexpr(C.x_at // C.x_bytes) + slot, dtype, shape, plain(5))
 
 
 @gluon.constexpr_function
@@ -59,6 +67,7 @@ def _code_pieces(S, C):
     """(row, bytes in the row, what the place in shared memory is xored with, bytes from there) of piece i relative to piece 0."""
     pieces = S.words(C) // 8
     rows = 32 * C.warps_m // pieces  # at once
+    pieces //= C.code_parts
     per_phase, phases = max(1, 8 // pieces), min(8, pieces)  # as code_ring_layout
     return [(row, 0, row // per_phase % phases * 16, row * pieces * 16) for row in range(0, C.tile, rows)]
 
@@ -270,10 +279,12 @@ def fetch_codes(slot, at, step, wanted, K, S: gl.constexpr, C: gl.constexpr):
     pieces: gl.constexpr = gl.constexpr(S.words(C) // 8)
     t = thread_of(C)
     w = k_slice_of(C)
+    in_part: gl.constexpr = gl.constexpr(pieces // C.code_parts)
     # The eight rows of an ldmatrix lie in different banks: see code_ring_layout.
     row = t // pieces
-    column = (t % pieces) ^ (row // gl.constexpr(max(1, 8 // pieces)) % gl.constexpr(min(8, pieces)))
-    into = (slot * C.k_slices + w) * gl.constexpr(C.tile * pieces * 16) + (row * pieces + column) * 16
+    column = (t % in_part) ^ (row // gl.constexpr(max(1, 8 // in_part)) % gl.constexpr(min(8, in_part)))
+    part = slot * C.code_parts + t % pieces // in_part
+    into = (part * C.k_slices + w) * gl.constexpr(C.tile * in_part * 16) + (row * in_part + column) * 16
     there = gl.where((w * S.words(C) + t % pieces * 8) * S.codes_per_word < left, rows - row, 0)
     gl.inline_asm_elementwise(
         _copy_asm(_code_pieces(S, C), 0, 16, False, False, C.sources),

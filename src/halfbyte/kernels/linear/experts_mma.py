@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import quotient
-from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_rows, fetch_scales, make_rings, rows_at
+from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_rows, fetch_scales, make_pool, rows_at
 from halfbyte.kernels.linear.experts_sum import add_pairs
 from halfbyte.kernels.linear.experts_table import block_at, entry, sort_pairs
 from halfbyte.kernels.linear.mma import keep_partial, sum_partials, tile_sums
@@ -174,18 +174,18 @@ def experts(
     """One program's part of the split tiles, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
-    pool, rings = make_rings(S, C)
-    red = rings[0]
+    pool = make_pool(C)
+    red = pool
     if C.separate_reduce_smem:
         red = gl.allocate_shared_memory(gl.float32, [C.k_slices, C.tile, C.sums], plain(3))
     if S.groups > 0:
         make_barriers(C)
     if S.kind == "table":
-        make_codebook(rings[0], S, C)
+        make_codebook(pool, S, C)
     select = ()
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
-    check_addresses(rings[0], S, C)
+    check_addresses(pool, S, C)
     if C.use_pdl:  # all addresses depend on the ids, which the kernel before may write
         gdc_wait()
         gdc_launch_dependents()
@@ -236,10 +236,10 @@ def experts(
         ahead, ahead_tile, ahead_step, at, block = _next(ahead, ahead_tile, ahead_step, at, block, work, weights, K, S, C)
         if S.groups > 0:
             await_scales(turn, C)
-        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
+        acc = multiply(acc, pool, slot, slot_of(turn, C), select, S, C)
         step += 1
         if (step == steps) | (now + 1 == shared):
-            v = tile_sums(acc, rings, red, slot, _output_layout(C), S, C)
+            v = tile_sums(acc, pool, red, slot, _output_layout(C), S, C)
             whole_tile = (begin == 0) & (step == steps)
             if not whole_tile:
                 offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)

@@ -16,9 +16,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.common.compat import barrier, view
+from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.common.shares import quotient
-from halfbyte.kernels.linear.operands import plain
 
 
 @gluon.constexpr_function
@@ -75,13 +74,11 @@ def sort_pairs(ids, S, E, x_stride, pool, C: gl.constexpr):
     expert = gl.load(ids + s, mask=s < S, other=-1)
     good = (expert >= 0) & (expert < E)
     key = gl.where(s < S, gl.where(good, expert, E).to(gl.int32) << 10 | s, 0x7FFFFFFF)
-    shape: gl.constexpr = [C.pairs // 32, 32]
-    keys = view(pool, C.blocks_at, gl.int32, shape, plain(1))  # where blocks lie later
-    _put(C.blocks_at, s, key, s >= 0)
+    _put(C.blocks_at, s, key, s >= 0)  # where blocks lie later
     barrier()
     place = s * 0
     for i in range((S + 31) // 32):
-        other = keys.index(i).load(gl.SliceLayout(0, layout))[None, :]
+        other = pool.index(gl.constexpr(C.blocks_at // 128) + i).load(gl.SliceLayout(0, layout))[None, :]
         place += gl.sum((other < key[:, None]).to(gl.int32), axis=1)
     row = s // C.top_k if C.shared else s
     _put(C.order_at, place, key, s < S)

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.common.compat import barrier, launcher, view
 from halfbyte.kernels.common.shares import quotient
-from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_rings, weight_at
+from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_pool, weight_at
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.results import Around, finish, output_layout, row_factors
@@ -92,14 +92,15 @@ def _program_at(x, each, more):
 
 
 @gluon.jit
-def tile_sums(acc, rings, red, slot, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def tile_sums(acc, pool, red, slot, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile: those of its K slices, added in their order through `red` or the slot that was read last."""
     sums_shape: gl.constexpr = [C.k_slices, C.tile, C.sums]
     if C.separate_reduce_smem:
         sums = red
     else:
         barrier()  # no warp reads this slot's codes any more
-        sums = view(rings[0].index(slot), 0, gl.float32, sums_shape, plain(3))
+        ratio: gl.constexpr = gl.constexpr(S.slot_bytes(C) // (4 * C.k_slices * C.partial_floats))
+        sums = view(pool, slot * ratio, gl.float32, sums_shape, plain(3))
     if S.groups_per_mma(C) > 1:
         sums.store(gl.sum(gl.reshape(acc, [C.k_slices, C.tile, C.block_m // C.x_rows, C.x_rows]), axis=2))
     else:
@@ -145,8 +146,8 @@ def linear(
     """One program's part of the split tiles, then its own tiles."""
     S: gl.constexpr = C.weights[0]
     mma: gl.constexpr = mma_layout(C)
-    _, rings = make_rings(S, C)
-    red = rings[0]
+    pool = make_pool(C)
+    red = pool
     if C.separate_reduce_smem:
         red = gl.allocate_shared_memory(gl.float32, [C.k_slices, C.tile, C.sums], plain(3))
     steps = (K + C.step - 1) // C.step
@@ -178,7 +179,7 @@ def linear(
         commit()
         ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
     if S.kind == "table":
-        make_codebook(rings[0], S, C)
+        make_codebook(pool, S, C)
     select = ()
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
@@ -191,7 +192,7 @@ def linear(
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
     factors = row_factors(around, M, K, C)
-    check_addresses(rings[0], S, C)
+    check_addresses(pool, S, C)
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
     turn = 0
@@ -209,10 +210,10 @@ def linear(
         ahead, ahead_tile, ahead_step, at = _next(ahead, ahead_tile, ahead_step, at, work, weights, K, S, C)
         if S.groups > 0:
             await_scales(turn, C)
-        acc = multiply(acc, rings, slot, slot_of(turn, C), select, S, C)
+        acc = multiply(acc, pool, slot, slot_of(turn, C), select, S, C)
         step += 1
         if (step == steps) | (now + 1 == shared):
-            v = tile_sums(acc, rings, red, slot, output_layout(C), S, C)
+            v = tile_sums(acc, pool, red, slot, output_layout(C), S, C)
             if (begin == 0) & (step == steps):
                 finish(v, tile, M, weights, around, factors, S, C)
             else:

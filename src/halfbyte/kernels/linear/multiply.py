@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.linear.async_copy import codes_of, scales_of, x_of
 from halfbyte.kernels.linear.operands import (
     column_scale_layout,
     halves,
@@ -39,7 +40,7 @@ def _entry_asm(type_of, at):
 
 
 @gluon.jit
-def _stored(rings, slot, zeros: gl.constexpr, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _stored(pool, slot, zeros: gl.constexpr, layout: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step, [tile, columns], by lanes as an MMA needs them."""
     if C.odd_zeros if zeros else C.odd_scales:  # odd rows lie 2 bytes further
         base: gl.constexpr = C.zeros_at if zeros else C.scales_at
@@ -54,16 +55,16 @@ def _stored(rings, slot, zeros: gl.constexpr, layout: gl.constexpr, S: gl.conste
             s = gl.inline_asm_elementwise(_entry_asm("b16", base), "=h,r,~{memory}", [at], dtype=gl.int16, is_pure=False, pack=1)
             return s.to(gl.float16, bitcast=True)
     else:
-        return rings[gl.constexpr(2 if zeros else 1)].index(slot).load(layout)
+        return scales_of(pool, slot, zeros, S, C).load(layout)
 
 
 @gluon.jit
-def _scales_of(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _scales_of(pool, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step: for each group of a chunk, those of every chunk, [k_slices, tile, 1]."""
     mma: gl.constexpr = mma_layout(C)
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G)
-    s = gl.permute(gl.reshape(_stored(rings, slot, zeros, scale_layout(C, G), S, C), [C.tile, C.k_slices, G]), [1, 0, 2])
+    s = gl.permute(gl.reshape(_stored(pool, slot, zeros, scale_layout(C, G), S, C), [C.tile, C.k_slices, G]), [1, 0, 2])
     parts = halves(gl.reshape(s, [C.k_slices, C.tile] + twos), _bits(G))
     made = ()
     for g in gl.static_range(G):
@@ -72,7 +73,7 @@ def _scales_of(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def _column_scales(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _column_scales(pool, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
     """Scales (or zero points) of a step, where groups lie side by side: for each product those of its columns, in fp32."""
     mma: gl.constexpr = mma_layout(C)
     groups_per_mma: gl.constexpr = S.groups_per_mma(C)
@@ -83,7 +84,7 @@ def _column_scales(rings, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.cons
         gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma), [C.k_slices, C.tile, groups_per_mma, C.x_rows]
     )
     s = gl.reshape(
-        _stored(rings, slot, zeros, column_scale_layout(C, G, groups_per_mma), S, C),
+        _stored(pool, slot, zeros, column_scale_layout(C, G, groups_per_mma), S, C),
         [C.tile, C.k_slices, G // groups_per_mma, groups_per_mma],
     )
     parts = halves(gl.reshape(gl.permute(s, [1, 0, 3, 2]), [C.k_slices, C.tile, groups_per_mma] + twos), sets)
@@ -115,7 +116,7 @@ def _rows_alike(c, C: gl.constexpr):
 
 
 @gluon.jit
-def _sixteenths(rings, slot, S: gl.constexpr, C: gl.constexpr):
+def _sixteenths(pool, slot, S: gl.constexpr, C: gl.constexpr):
     """Scales of 16-code groups, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
     half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
@@ -123,7 +124,7 @@ def _sixteenths(rings, slot, S: gl.constexpr, C: gl.constexpr):
     grouped: gl.constexpr = gl.reshape(like, [C.k_slices, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.k_slices
     twos: gl.constexpr = [2] * _bits(G // 4)
-    s = (to_float(_stored(rings, slot, False, sixteenth_layout(C, G), S, C), S) * S.scale_factor(C)).to(half)
+    s = (to_float(_stored(pool, slot, False, sixteenth_layout(C, G), S, C), S) * S.scale_factor(C)).to(half)
     s = gl.permute(gl.reshape(s, [C.tile, C.k_slices, G // 4, 4]), [1, 0, 3, 2])
     parts = halves(gl.reshape(s, [C.k_slices, C.tile, 4] + twos), _bits(G // 4))
     made = ()
@@ -146,34 +147,32 @@ def _sums_of(x, first: gl.constexpr, last: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, rings, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
+def multiply(acc, pool, slot, scale_slot, select, S: gl.constexpr, C: gl.constexpr):
     """acc + one step's GEMM, [k_slices, tile, M]."""
     scales = ()
     zeros = ()
     if S.groups_per_mma(C) > 1:
-        scales = _column_scales(rings, scale_slot, False, S, C)
+        scales = _column_scales(pool, scale_slot, False, S, C)
         if S.zero:
-            zeros = _column_scales(rings, scale_slot, True, S, C)
+            zeros = _column_scales(pool, scale_slot, True, S, C)
         dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma_layout(C))
         sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma_layout(C))
         for part in gl.static_range(gl.constexpr(C.chunk // 128)):
-            acc, dot, sums = _multiply_side_by_side(acc, dot, sums, rings, slot, part, scales, zeros, select, S, C)
+            acc, dot, sums = _multiply_side_by_side(acc, dot, sums, pool, slot, part, scales, zeros, select, S, C)
         return acc
     if S.operands_scaled(C):
-        scales = _sixteenths(rings, scale_slot, S, C)
+        scales = _sixteenths(pool, scale_slot, S, C)
     elif S.groups > 0:
-        scales = _scales_of(rings, scale_slot, False, S, C)
+        scales = _scales_of(pool, scale_slot, False, S, C)
     if S.zero:
-        zeros = _scales_of(rings, scale_slot, True, S, C)
+        zeros = _scales_of(pool, scale_slot, True, S, C)
     for part in gl.static_range(gl.constexpr(C.chunk // 128)):
-        acc = _multiply_part(acc, rings, slot, part, scales, zeros, S, C)
+        acc = _multiply_part(acc, pool, slot, part, scales, zeros, S, C)
     return acc
 
 
 @gluon.jit
-def _multiply_side_by_side(
-    acc, dot, sums, rings, slot, part: gl.constexpr, scales, zeros, select, S: gl.constexpr, C: gl.constexpr
-):
+def _multiply_side_by_side(acc, dot, sums, pool, slot, part: gl.constexpr, scales, zeros, select, S: gl.constexpr, C: gl.constexpr):
     """acc + the products of 128 k of each chunk, each group in columns of its own.
 
     dot, sums: what is begun of the products and of the sums of x.
@@ -183,11 +182,11 @@ def _multiply_side_by_side(
     n: gl.constexpr = S.operands(C)
     shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.dtype)
     ones = gl.full([C.k_slices, 16 * C.warps_m, 16], 1.0, select[0].dtype, la)
-    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
+    x = x_operands(x_of(pool, slot, C).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
     a = ()
     for i in gl.static_range(8):
         if i % 4 == 0:
-            a = code_operands(rings[0].index(slot), 2 * part + i // 4, S, C)
+            a = code_operands(codes_of(pool, slot, gl.constexpr(2 * part + i // 4), S, C), S, C)
         if (8 * part + i) % n == 0:
             dot = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             sums = gl.full([C.k_slices, 16 * C.warps_m, C.block_m], 0.0, gl.float32, mma)
@@ -206,11 +205,10 @@ def _multiply_side_by_side(
 
 
 @gluon.jit
-def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
+def _multiply_part(acc, pool, slot, part: gl.constexpr, scales, zeros, S: gl.constexpr, C: gl.constexpr):
     """acc + the products of 128 k of each chunk."""
     mma: gl.constexpr = mma_layout(C)
-    x = x_operands(rings[3].index(slot).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
-    codes = rings[0].index(slot)
+    x = x_operands(x_of(pool, slot, C).slice(4 * part, 4, dim=2).load(x_layout(C, S.codes_per_word)), S, C)
     planes: gl.constexpr = S.codes_per_word
     first: gl.constexpr = part * (8 // planes)  # block of words
     shift: gl.constexpr = 0.0 if S.bias_in_unpack(C) else S.shift(C.dtype)
@@ -225,7 +223,7 @@ def _multiply_part(acc, rings, slot, part: gl.constexpr, scales, zeros, S: gl.co
             dot = acc
         for i in gl.static_range(g * each, g * each + each):
             if i % planes == 0:
-                a = code_operands(codes, first + i // planes, S, C)
+                a = code_operands(codes_of(pool, slot, gl.constexpr(first + i // planes), S, C), S, C)
             if S.operands_scaled(C):
                 dot = mma_v2(a[i % planes] * scales[first + i // planes], x[i], dot)
             else:

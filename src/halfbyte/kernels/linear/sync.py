@@ -52,11 +52,11 @@ def _check_asm(at):
 
 
 @gluon.jit
-def check_addresses(codes, S: gl.constexpr, C: gl.constexpr):
+def check_addresses(pool, S: gl.constexpr, C: gl.constexpr):
     """The copies suppose that the rings are the first thing in shared memory. Tried in the last slot, which is free at first."""
     shape: gl.constexpr = [C.k_slices, C.warps_m, 32]
     thread = k_slice_of(C) * (32 * C.warps_m) + thread_of(C)
-    view(codes.index(C.stages - 1), 0, gl.int32, shape, plain(3)).store(thread)
+    view(pool, gl.constexpr((C.stages - 1) * S.slot_bytes(C) // (128 * C.warps)), gl.int32, shape, plain(3)).store(thread)
     gl.inline_asm_elementwise(
         _check_asm((C.stages - 1) * S.slot_bytes(C)),
         "=&r,r,r,~{memory}",

@@ -181,21 +181,22 @@ def unpack_int8(x, C: gl.constexpr):
 def make_codebook(ring, S: gl.constexpr, C: gl.constexpr):
     """For every byte the two codes in it as 16-bit numbers, once for each bank of shared memory, behind the stages of the ring."""
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [C.warps, 1], [1, 0])
-    byte = gl.arange(0, 256, layout=gl.SliceLayout(1, flat))
-    low = byte * 0
-    high = byte * 0
-    for code in gl.static_range(16):
-        low = gl.where((byte & 15) == code, S.codebook[code], low)
-        high = gl.where((byte >> 4) == code, S.codebook[code], high)
-    pair = gl.expand_dims(low | (high << 16), 1) + gl.full([256, 32], 0, gl.int32, flat)
-    shape: gl.constexpr = [256, 32]
-    view(ring, S.codebook_at(C), gl.int32, shape, plain(2)).store(pair)
-    barrier()
-    # What follows reads the table by its address, which holds as long as the ring is the first thing in shared memory.
-    bank = gl.arange(0, 32, layout=gl.SliceLayout(0, flat))[None, :]
-    found = _entry(byte[:, None] * 128 + bank * 4, S, C)
-    if gl.max(gl.max((found != pair).to(gl.int32), axis=1), axis=0) != 0:
-        gl.inline_asm_elementwise("trap; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    shape: gl.constexpr = [256 // C.table_parts, 32]
+    for part in gl.static_range(gl.constexpr(C.table_parts)):
+        byte = part * shape[0] + gl.arange(0, shape[0], layout=gl.SliceLayout(1, flat))
+        low = byte * 0
+        high = byte * 0
+        for code in gl.static_range(16):
+            low = gl.where((byte & 15) == code, S.codebook[code], low)
+            high = gl.where((byte >> 4) == code, S.codebook[code], high)
+        pair = gl.expand_dims(low | (high << 16), 1) + gl.full(shape, 0, gl.int32, flat)
+        view(ring, gl.constexpr(S.codebook_at(C) // (128 * shape[0]) + part), gl.int32, shape, plain(2)).store(pair)
+        barrier()
+        # What follows reads the table by its address, which holds as long as the ring is the first thing in shared memory.
+        bank = gl.arange(0, 32, layout=gl.SliceLayout(0, flat))[None, :]
+        found = _entry(byte[:, None] * 128 + bank * 4, S, C)
+        if gl.max(gl.max((found != pair).to(gl.int32), axis=1), axis=0) != 0:
+            gl.inline_asm_elementwise("trap; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -254,10 +255,10 @@ def look_up(words, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def code_operands(ring, block: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """Block of 16 words of each row [W, tile, 16] as mma operands, one per code of a word, in the order of `x_operands`."""
+def code_operands(block, S: gl.constexpr, C: gl.constexpr):
+    """A block of 16 words of each row [W, tile, 16] as mma operands, one per code of a word, in the order of `x_operands`."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    words = ring.slice(block * 16, 16, dim=2).load(la)
+    words = block.load(la)
     if S.bias_in_unpack(C):
         planes = unpack_exact(words, S, C)
     elif S.kind == "unsigned":

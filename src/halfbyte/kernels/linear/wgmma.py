@@ -71,16 +71,16 @@ def _make_rings(S: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _codes_of(ring, slot, S: gl.constexpr, C: gl.constexpr):
     """Codes of a step, [tile, words]."""
-    shape: gl.constexpr = [S.slots(C), C.tile, S.words(C)]
-    return view(ring, 0, gl.int16, shape, code_ring_layout(S.words(C), 2)).index(slot)
+    shape: gl.constexpr = [C.tile, S.words(C)]
+    return view(ring, slot, gl.int16, shape, code_ring_layout(S.words(C), 2))
 
 
 @gluon.jit
 def _x_of(ring, slot, C: gl.constexpr):
     """x of a step for threads, [blocks of 64 k, rows, 64]: the same bytes that warp-group MMAs read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    shape: gl.constexpr = [C.stages, C.k_blocks, C.block_m, 64]
-    return view(ring, 0, dtype_of(C), shape, layout).index(slot)
+    shape: gl.constexpr = [C.k_blocks, C.block_m, 64]
+    return view(ring, slot, dtype_of(C), shape, layout)
 
 
 @gluon.jit

@@ -1,0 +1,97 @@
+"""Prompt lookup in a recorded step: `generate(..., custom_generate=halfbyte.hf.generate, prompt_lookup_num_tokens=n)`.
+
+    tokens -> drafts -> [newest token, drafts] -> model.forward -> logits -> tokens that the model itself would have chosen
+
+A text repeats itself: what followed an earlier occurrence of its newest tokens is a draft of what follows now (prompt lookup
+decoding, Saxena 2023). One forward reads the newest token and all drafts, and a draft stands where the model chooses the same
+token. All of it runs on the device, for each sequence by itself, so it is recorded as any other step, and the tokens are those of
+a step for each token, but for rounding that depends on the number of rows of a GEMM.
+
+The cache takes all drafts. It forgets the rejected ones by its lengths alone, which are set before the next forward, as no draft
+is stored in a block of per-channel keys that it would finish: such a block is rounded at once, and could not be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from halfbyte.hf.attention import DECODE_QUERIES
+from halfbyte.hf.cache import PackedCache
+from halfbyte.hf.drafts import Chunk
+from halfbyte.hf.recorded_step import Forward, Recorded, Tokens
+
+#: Drafts of one step: with the newest token they are the queries that attention answers in one pass.
+MOST_DRAFTS = DECODE_QUERIES - 1
+
+
+class LookupForward(Forward):
+    """The forward of the newest token of each sequence and the drafts behind it.
+
+    ngram     the longest suffix that is looked for
+    chunk     what the cache holds before it, and how many of its tokens are real
+    """
+
+    def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded, tokens: Tokens, ngram: int) -> None:
+        super().__init__(kind, inputs, recorded, tokens)
+        self.ids, self.positions, self.ngram = inputs["input_ids"], inputs["position_ids"], ngram
+        self.inputs = inputs
+        self.cache: PackedCache = inputs["past_key_values"]
+        blocks = [layer.key_format.token_block for layer in self.cache.layers if layer.key_format.token_block]
+        self.block = min(blocks, default=None)
+        self.chunk = Chunk(*(torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in Chunk._fields))
+
+    def _run(self, forward: Callable[..., Any]) -> torch.Tensor:
+        """Logits [B, L, V] behind the newest tokens and their drafts."""
+        self._draft()
+        self.cache.expect_chunk(self.chunk)
+        self.cache.set_lengths(self.chunk.held)
+        logits: torch.Tensor = forward(**self.inputs, return_dict=True).logits
+        return logits
+
+    def _draft(self) -> None:
+        """Set tokens, positions and the chunk."""
+        tokens, width = self.tokens, self.ids.shape[1]
+        held = tokens.lengths - 1
+        drafts, found = drafted(tokens.ids, tokens.lengths, width - 1, self.ngram)
+        count = torch.where(found, width, 1).minimum(tokens.longest - tokens.lengths)
+        if self.block is not None:
+            count = count.minimum((self.block - 1 - held % self.block).clamp_min(1))
+        count = count * tokens.unfinished[:, None]
+        column = torch.arange(width, device=held.device)
+        self.ids.copy_(torch.cat([tokens.last, drafts], 1))
+        self.positions.copy_(held - tokens.left_padding + column.minimum((count - 1).clamp_min(0)))
+        for mine, new in zip(self.chunk, (held, count), strict=True):
+            mine.copy_(new[:, 0])
+
+    def take(self, chosen: torch.Tensor, ends: torch.Tensor, padding: torch.Tensor | int) -> None:
+        """Keep the tokens [B, L] chosen behind drafts that stand, up to one that `ends` its sequence."""
+        tokens, column, count = self.tokens, torch.arange(chosen.shape[1], device=chosen.device), self.chunk.counts[:, None]
+        stands = (chosen[:, :-1] == self.ids[:, 1:]) & (column[1:] < count) & ~ends[:, :-1]
+        new = (1 + stands.long().cumprod(1).sum(1, keepdim=True)).minimum(count)
+        tokens.ids.scatter_(1, tokens.lengths + column, torch.where(column < new, chosen, padding))
+        tokens.lengths += new
+        newest = (new - 1).clamp_min(0)
+        tokens.last.copy_(chosen.gather(1, newest))
+        tokens.unfinished &= (~ends.gather(1, newest) & (tokens.lengths < tokens.longest))[:, 0]
+
+
+def drafted(ids: torch.Tensor, lengths: torch.Tensor, count: int, ngram: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts [B, count] behind the first `lengths` [B, 1] tokens of ids [B, columns], and whether there are any, bool [B, 1].
+
+    They follow the latest of the earlier occurrences of the longest suffix, of up to `ngram` tokens. Where the text ends, they go
+    on with the occurrence itself: a text that repeats goes on repeating.
+    """
+    column = torch.arange(ids.shape[1], device=ids.device)
+    alike = column < lengths - 1
+    matched = torch.zeros_like(ids)  # tokens of the suffix that end in a column
+    for back in range(ngram):
+        wanted = ids.gather(1, (lengths - 1 - back).clamp_min(0))
+        alike = alike & (ids.roll(back, 1) == wanted) & (column >= back)
+        matched += alike
+    best = (matched * ids.shape[1] + column).masked_fill(matched == 0, -1).amax(1, keepdim=True)
+    start = best % ids.shape[1] + 1
+    ahead = torch.arange(count, device=ids.device) % (lengths - start).clamp_min(1)
+    return ids.gather(1, (start + ahead).clamp_max(ids.shape[1] - 1)), best >= 0

@@ -1,0 +1,85 @@
+"""The options of an engine in `--additional-config`, and the formats of each layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import get_current_vllm_config
+
+from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
+from halfbyte.engine import PageLayout, page_layouts
+from halfbyte.errors import Unsupported, check
+from halfbyte.vllm.names import PLAN
+
+#: Formats of keys and values; None in the backend of cache plans.
+Pair = tuple[str, str] | None
+
+
+class Options(NamedTuple):
+    """`--additional-config '{"halfbyte": {"prefill": "exact", "rotate_keys": true}}'`.
+
+    prefill      "cache": every key is read as it is stored; "exact": a chunk attends to its own 16-bit keys
+    rotate_keys  keys are stored Hadamard-rotated, for outliers
+    plan         a cache plan, or its file, by `halfbyte calibrate`: each layer has formats of its own
+    """
+
+    prefill: str = "cache"
+    rotate_keys: bool = False
+    plan: CachePlan | str | None = None
+
+    @classmethod
+    def current(cls, pair: Pair) -> Options:
+        """The options of the engine that is being built, checked, for a backend of these formats."""
+        config = get_current_vllm_config()
+        given = config.additional_config.get("halfbyte", {}) if isinstance(config.additional_config, dict) else {}
+        unknown = sorted(set(given) - set(cls._fields))
+        check(not unknown, f"additional_config has halfbyte options {unknown}; known are {', '.join(cls._fields)}")
+        options = cls(**given)
+        check(options.prefill in ("cache", "exact"), f"halfbyte option prefill={options.prefill!r}; choose cache or exact")
+        check(isinstance(options.rotate_keys, bool), f"halfbyte option rotate_keys={options.rotate_keys!r}; choose true or false")
+        check(
+            (pair is None) == (options.plan is not None),
+            f"halfbyte option plan={options.plan!r} with formats {pair} of the backend: a plan goes with attention backend {PLAN}, "
+            f"and only there",
+        )
+        plan = options.plan
+        check(plan is None or not options.rotate_keys, "halfbyte option rotate_keys: a plan says it for each layer; leave it out")
+        return options if plan is None else options._replace(plan=_fitting(plan, config.model_config))
+
+
+def _fitting(plan: CachePlan | str, model_config: Any) -> CachePlan:
+    """The plan, checked against the model. Raises `Unsupported` for formats and tokens that do not live in a page."""
+    from halfbyte.hf.model_support import model_sizes
+
+    plan = read_plan(plan)
+    plan.check_model(model_sizes(model_config.hf_text_config))
+    page_layouts(plan)
+    return plan
+
+
+def layer_formats(options: Options, pair: Pair, index: int, skipped: bool, dtype: torch.dtype) -> LayerFormats:
+    """Formats of a layer: those of the plan; 16 bits where it is `skipped`; else those of the backend's name."""
+    if isinstance(options.plan, CachePlan):
+        layers = options.plan.layers
+        if index >= len(layers):
+            raise Unsupported(
+                f"layer {index}: the cache plan has {len(layers)}; give the draft model an attention_backend of its own"
+            )
+        return layers[index]
+    if skipped:
+        plain = "fp16" if dtype is torch.float16 else "bf16"
+        return LayerFormats(plain, plain)
+    assert pair is not None
+    return LayerFormats(*pair, options.rotate_keys)
+
+
+def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str) -> None:
+    """Raise for heads that do not fit into a page, and for a kv_cache_dtype next to a backend that has formats of its own."""
+    if pair is not None:
+        PageLayout(*pair, head_size)
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise Unsupported(
+            f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
+            f"kv_cache_dtype out"
+        )

@@ -1,0 +1,80 @@
+"""The weight of one module in the files: the tensors that it consists of, and the QuantTensor that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.checkpoints.layer import Adapter, StoredLayer
+from halfbyte.checkpoints.safetensors_files import check_perm, check_scales
+from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.formats import Format
+from halfbyte.tensors import QuantTensor, expected_parts
+
+Found = Mapping[str, torch.Tensor]
+
+
+class Own(NamedTuple):
+    """A weight that halfbyte wrote: the name of its module, its format, whether it is in act-order."""
+
+    name: str
+    format: Format
+    act_order: bool
+
+    def tensors(self, in_features: int) -> set[str]:
+        """Names below the module; "weight" is the empty tensor that stops loaders which do not know halfbyte."""
+        return {"weight", *(f"weight_{part}" for part in self._parts((1, in_features)))}
+
+    def complete(self, found: Found) -> bool:
+        codes = found.get("weight_codes")
+        return codes is not None and {f"weight_{part}" for part in self._parts(self._shape(codes))} <= set(found)
+
+    def weight(self, found: Found, shape: tuple[int, int]) -> QuantTensor:
+        """The weight [N, K] of these tensors. Raises `CheckpointError` for a damaged one, naming it."""
+        parts = {name.removeprefix("weight_"): t for name, t in found.items() if name != "weight"}
+        try:
+            weight = QuantTensor(self.format, self._shape(parts["codes"]), **parts)
+        except HalfbyteError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+        if weight.shape != shape:
+            raise CheckpointError(
+                f"{self.name} is a weight of {weight.shape[0]} x {weight.shape[1]}; vLLM expects {shape[0]} x {shape[1]}"
+            )
+        check_scales(self.name, self.format, weight.parts())
+        if weight.perm is not None:
+            check_perm(f"{self.name}.weight_perm", weight.perm)
+        return weight
+
+    def _parts(self, shape: tuple[int, int]) -> Iterable[str]:
+        return expected_parts(self.format, shape, act_order=self.act_order)
+
+    def _shape(self, codes: torch.Tensor) -> tuple[int, int]:
+        return (codes.shape[0], codes.shape[1] * self.format.code.per_byte) if codes.ndim == 2 else (0, 0)
+
+
+class Foreign(NamedTuple):
+    """A weight of another library: the name of its module, what reads it, and which tensors below that name the files hold."""
+
+    name: str
+    adapter: Adapter
+    held: frozenset[str]
+
+    def tensors(self, in_features: int) -> set[str]:
+        return set(self.held)
+
+    def complete(self, found: Found) -> bool:
+        """Those that an adapter does not read may go elsewhere."""
+        return self.held & set(self.adapter.parts) <= set(found)
+
+    def weight(self, found: Found, shape: tuple[int, int]) -> QuantTensor:
+        """The weight [N, K] of these tensors, code for code. Errors are the adapter's and name the tensor."""
+        return self.adapter.convert(StoredLayer(self.name, *shape, {f"{self.name}.{part}": t for part, t in found.items()}))
+
+
+def foreign_weights(adapter: Adapter, names: Iterable[str]) -> dict[str, Foreign]:
+    """Module -> its weight, of those that are quantized among the tensor names of the files."""
+    held = set(names)
+    consumed = {module: adapter.consumed(module) & held for module in adapter.layers(held)}
+    return {m: Foreign(m, adapter, frozenset(name.removeprefix(f"{m}.") for name in c)) for m, c in consumed.items()}
