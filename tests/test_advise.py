@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,13 @@ def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, caps
     assert not done.value.code
     table, _, legend = capsys.readouterr().out.partition("batch: ")
     assert ("step" in table) is ("step: the time of only reading" in " ".join(legend.split())) is shown
+
+
+def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "demo", "--gpu", "24GB", "--weights", "int8_col"])
+    said = capsys.readouterr().out
+    assert re.search(r"Take \w+ keys and \w+ values: [\d.]+ MB of cache less than in 16 bits \(", " ".join(said.split()))
 
 
 def test_the_lines_run() -> None:

@@ -124,7 +124,10 @@ def _row(a: Advice, c: Choice) -> tuple[str, ...]:
 
 
 def _saved(a: Advice, c: Choice) -> str:
-    """The recommendation and what it saves against 16 bits, of what was considered."""
+    """The recommendation and what it saves against the first choice: 16-bit caches, and 16-bit weights unless they are given."""
     plain = a.choices[0]
-    saved = f"{human_bytes(plain.weight_bytes - c.weight_bytes)} of weights and {human_bytes(plain.kv_bytes - c.kv_bytes)} of cache"
-    return f"Take {c.weights} weights, {c.keys} keys and {c.values} values: {saved} less than in {plain.weights}"
+    took, cache = f"{c.keys} keys and {c.values} values", f"{human_bytes(plain.kv_bytes - c.kv_bytes)} of cache"
+    if c.weights == plain.weights:
+        return f"Take {took}: {cache} less than in 16 bits"
+    weights = human_bytes(plain.weight_bytes - c.weight_bytes)
+    return f"Take {c.weights} weights, {took}: {weights} of weights and {cache} less than in {plain.weights}"
