@@ -15,7 +15,14 @@ def picture(url: str, to: Path, size: tuple[int, int] = (1000, 1400)) -> None:
     """The page as a PNG of so many pixels; nothing without a browser."""
     if CHROMIUM is None:
         return
-    how = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--screenshot={to}", "--window-size={},{}".format(*size)]
+    how = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--screenshot={to}",
+        "--window-size={},{}".format(*size),
+    ]
     done = subprocess.run([CHROMIUM, *how, url], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert to.stat().st_size > 1000

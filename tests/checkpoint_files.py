@@ -128,7 +128,8 @@ def bnb(
         values = decoders.bnb_4bit(weight, absmax, (n, k), block, table)
     raw = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
     tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.from_numpy(raw)
-    return Drawn({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, tensors, values)
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return Drawn({"quant_method": "bitsandbytes", **config}, tensors, values)
 
 
 def dynamic_map() -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte import KV_FORMATS, WEIGHT_FORMATS, KVCache, PagedKVCache, QuantTensor, decode_attention, linear, qkv_projection
-from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, KVBuffer, new_kv_buffer
+from halfbyte.kv_buffer import AppendCall, AttentionOptions, DecodeCall, HeadNorms, KVBuffer, new_kv_buffer
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops._linear_call import LinearCall
@@ -236,7 +236,11 @@ def appended() -> AppendCall:
         (*(replace(buffer(name), tail=bf16(2, 2, 9, 64)) for name in ("int8_tensor", "int4_g32")), ints(2), ints(2), ints(2, 4)),
         (torch.zeros(1, 32), torch.zeros(1, 32)),
     )
-    return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False)
+    return AppendCall(token(), token(), *where, rotate_keys=False, rope=rope, q=query(), measure=False, norms=norms())
+
+
+def norms() -> HeadNorms:
+    return HeadNorms(torch.rand(64).bfloat16(), torch.rand(64).bfloat16(), 1e-6, "rounded")
 
 
 def run_append(cache: KVCache, **given: Any) -> Sequence[torch.Tensor]:
@@ -252,7 +256,7 @@ APPEND = Op(
     full=appended,
     find=append_op.signature_of,
     paths="k v lengths counts? page_table? q? keys.codes keys.scales keys.saturated values.codes values.scales values.offsets "
-    "keys.tail? values.tail? rope.0 rope.1",
+    "keys.tail? values.tail? rope.0 rope.1 norms.q norms.k",
     same={},
     others={
         "no rope": changed("rope", None),
@@ -260,6 +264,9 @@ APPEND = Op(
         "a format of the same name": changed("values.format", replace),
         "rotated keys": changed("rotate_keys", True),
         "sink tokens": changed("keys.sink_tokens", 1),
+        "no norms": changed("norms", None),
+        "norms of another kind": changed("norms.kind", "exact"),
+        "norms of another eps": changed("norms.eps", 1e-5),
     },
     never={
         "per-channel keys": changed("keys.format", KV_FORMATS["int8_channel"]),
@@ -269,6 +276,8 @@ APPEND = Op(
         "no cosines": changed("rope.0", None),
         "q that wants a gradient": changed("q", lambda q: q.float().requires_grad_()),
         "counts a list": changed("counts", [1, 1]),
+        "norms a tuple": changed("norms", tuple),
+        "norms that want a gradient": changed("norms.q", lambda weight: weight.float().requires_grad_()),
     },
     run=run_append,
     plain=lambda: {"cache": cache(), "k": token(), "v": token()},
@@ -277,6 +286,7 @@ APPEND = Op(
         "counts": lambda: {"counts": ints(2)},
         "rope": lambda: {"rope": (torch.rand(1, 32), torch.rand(1, 32))},
         "queries": rotation,
+        "normalized heads": lambda: {**rotation(), "norms": norms()},
         "pages": lambda: {"cache": cache(paged=True)},
         "sink and recent tokens": lambda: {"cache": cache(sink_tokens=2, recent_tokens=4)},
         "all": lambda: {"counts": ints(2) + 1, **rotation()},
@@ -302,6 +312,8 @@ APPEND = Op(
         "a rope of one": ({"rope": (torch.zeros(1, 32),)}, "rope is"),
         "a rope in fp64": ({"rope": (torch.zeros(1, 32).double(),) * 2}, "rope"),
         "q of another batch": ({"q": query()[:1]}, "q has shape"),
+        "norms without queries": ({"q": None, "norms": norms()}, "norms was given without"),
+        "norms a tuple": ({**rotation(), "norms": (torch.rand(64), torch.rand(64))}, "norms is a tuple"),
     },
     results=lambda given: [(given["q"].shape, given["q"].dtype)] if "q" in given else [],
     first="k",
@@ -328,8 +340,8 @@ APPEND_SLOTS = Op(
     find=append_op.signature_of,
     paths="k v lengths q? keys.codes keys.scales values.codes values.scales values.offsets rope.0 rope.1",
     same={},
-    others={name: change for name, change in APPEND.others.items() if "format of the keys" not in name},
-    never={name: change for name, change in APPEND.never.items() if name != "counts a list"},
+    others={name: change for name, change in APPEND.others.items() if "format of the keys" not in name and "norms" not in name},
+    never={name: change for name, change in APPEND.never.items() if name != "counts a list" and "norms" not in name},
     run=run_append_slots,
     plain=lambda: {
         "k": bf16(2, 2, 64),

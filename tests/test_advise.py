@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,8 +185,11 @@ def test_quantized_models_need_their_format(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidArgument, match=r"quantized already \(gptq\)"):
         advise(str(tmp_path))
-    found = advise(str(tmp_path), gpu="h100", weights="int4_g128")
-    assert {c.weights for c in found.choices} == {"int4_g128"}
+    for group, named in ((64, None), (128, "int4_g128")):
+        config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False}
+        config.save_pretrained(tmp_path)
+        found = advise(str(tmp_path), gpu="h100", weights=named)
+        assert {c.weights for c in found.choices} == {f"int4_g{group}"}
     assert (found.recommended.keys, found.recommended.values) == ("int4_channel", "int8")
     assert "weights=" not in python_lines(found, found.choices[1])
     assert "--weights" not in command(found, found.choices[1])
@@ -223,6 +227,22 @@ def test_unknown_types_are_one_sentence(tmp_path: Path) -> None:
 )
 def test_gpus_by_the_driver_s_name(name: str, entry: str | None) -> None:
     assert datasheet_name(name) == entry
+
+
+@pytest.mark.parametrize(("gpu", "shown"), [("24GB", False), ("h200", True)])
+def test_steps_are_told_where_the_bandwidth_is_known(gpu: str, shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["advise", "demo", "--gpu", gpu])
+    assert not done.value.code
+    table, _, legend = capsys.readouterr().out.partition("batch: ")
+    assert ("step" in table) is ("step: the time of only reading" in " ".join(legend.split())) is shown
+
+
+def test_weights_that_are_given_save_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "demo", "--gpu", "24GB", "--weights", "int8_col"])
+    said = capsys.readouterr().out
+    assert re.search(r"Take \w+ keys and \w+ values: [\d.]+ MB of cache less than in 16 bits \(", " ".join(said.split()))
 
 
 def test_the_lines_run() -> None:

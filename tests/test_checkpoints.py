@@ -34,6 +34,18 @@ def convert(drawn: Drawn, folder: Path, shape: tuple[int, int] | None = None) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_tells_the_format_unless_files_have_another(kind: str, tmp_path: Path) -> None:
+    drawn = draw(kind, 16, 256)
+    told, found = make_adapter(drawn.config).expected(), convert(drawn, tmp_path).format
+    if kind.startswith("ct "):
+        assert told is None
+    elif "fp32" in kind or "other blocks" in kind or kind == "bnb fp4 nested":
+        assert told is None or told.code == found.code
+    else:
+        assert told == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(16, 256), (40, 128), (8, 1024)])
 def test_values_of_the_independent_decoders(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
     drawn = draw(kind, *shape, seed=shape[0])

@@ -63,7 +63,7 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     judged = step(tmp_path, "eval", "demo", "--keys", keys, "--values", values, "--windows", "1", "--length", "64")
     assert "1 window of 64 tokens" in judged
     assert re.search(r"smaller, perplexity .*safe", " ".join(judged.split()))
-    step(tmp_path, "eval", "demo", "--suite", "--card", "card.json", "--windows", "1", "--length", "32", "--long", "64")
+    step(tmp_path, "eval", "demo", "--suite", "--card", "card.json", "--windows", "1", "--length", "32", "--long", "96")
     assert "by the evidence card of demo" in step(tmp_path, "advise", "demo", "--card", "card.json")
     assert "KL" in (tmp_path / "card.md").read_text()
     step(tmp_path, "quantize", "demo", "--weights", weights, "-o", "packed")

@@ -20,23 +20,26 @@ from benchmarks.decode_variants import DecodeVariant, fastest, measure_variants
 from benchmarks.overhead import bare_launch
 from benchmarks.studies import Study
 from halfbyte.cache import KVCache
+from halfbyte.device import Device
 from halfbyte.errors import Unsupported
+from halfbyte.formats import key_format
 from halfbyte.measure import charts
 from halfbyte.measure.caches import DecodeCase, Inputs
 from halfbyte.measure.decode import DecodeShape, attend
+from halfbyte.measure.precompile import taken
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table, times_text
 from halfbyte.measure.timing import MANY_GRAPHS, measure
 from halfbyte.ops import by_plan
-from halfbyte.plans.decode_attention import DecodePlan
+from halfbyte.plans.decode_attention import DecodePlan, dense_problem
 
 OP, FORMAT = "int8 split-k study", "int8_tensor"
 SPLITS, QUICK_SPLITS = (1, 2, 4, 8, 16), (1, 4)
 IMPLS = ("gluon", "triton")
 PLANNED, OVERLAPPING = ", as planned", ", overlapping"
-#: What the design document expects of an A100, us, and how many times slower it expects [B,T,H,D] to be. Published, not measured.
-EXPECTED, EXPECTED_US, EXPECTED_ORDER = "published: expected, A100", (1.3, 1.5), (6, 8)
+#: What the design document expects of an A100: us, how many times slower [B,T,H,D] is, % of SMs with work. Published, not measured.
+EXPECTED, EXPECTED_US, EXPECTED_ORDER, EXPECTED_SMS = "published: expected, A100", (1.3, 1.5), (6, 8), 30
 
 ONE = DecodeCase("int8-splitk, [B,H,T,D]", DecodeShape(1, 32, 8, 128, 1024))
 #: The design has queries in FP16.
@@ -109,15 +112,16 @@ class AttendJob:
         inputs = inputs.half() if self.half else inputs
         if self.baselines:
             yield from (replace(r, op=OP) for r in measure_baselines(session, inputs))
-        yield from measure_variants(session, OP, inputs, FORMAT, partial(self._ways, inputs))
+        yield from measure_variants(session, OP, inputs, FORMAT, partial(self._ways, session, inputs))
 
-    def _ways(self, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
+    def _ways(self, session: Session, inputs: Inputs, cache: KVCache) -> dict[str, DecodeVariant]:
         """Every kernel in every number of splits that it has."""
         found: dict[str, DecodeVariant] = {}
         for impl in IMPLS:
             with contextlib.suppress(Unsupported):
                 for name, plan in cuts(by_plan.planned(inputs.q, cache, impl), self.splits, self.problem.shape.context).items():
-                    way = DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), sizes=sizes(plan, self.problem))
+                    found_by = sizes(plan, self.problem) | occupancy(session.device, self.problem, plan, self.half)
+                    way = DecodeVariant(partial(by_plan.attend, inputs.q, plan=plan), sizes=found_by)
                     found[f"halfbyte {impl}{name}"] = way
                     if self.overlapping:
                         found[f"halfbyte {impl}{name}{OVERLAPPING}"] = replace(way, paired=True)
@@ -143,9 +147,23 @@ def sizes(plan: by_plan.Plan, problem: DecodeCase) -> dict[str, int]:
     return {"programs": programs, "launches": splits.launches(plan)}
 
 
+def occupancy(device: Device, problem: DecodeCase, plan: by_plan.Plan, half: bool = False) -> dict[str, int]:
+    """SMs of the GPU and, of the tuned kernel over a cache as it is allocated, registers a thread and % of an SM's warps."""
+    found = {"SMs": device.sm_count or 0}
+    if isinstance(plan, DecodePlan) and problem.layout == "heads first":
+        s, formats = problem.shape, key_format(FORMAT).name
+        asked = ("fp16" if half else "bf16", s.batch, s.kv_heads, s.q_heads // s.kv_heads, 1, s.dim, s.context, formats, formats)
+        for kernel in taken(dense_problem(*asked), plan, device.capability or (0, 0)):
+            found |= {"registers": kernel.registers, "warps": round(100 * kernel.share)}
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------- how it is told
 
-HEADERS = ("case", "kernel", "programs", "launches", "us", "us, overlapping", "of roofline", "x as planned", "error")
+HEADERS = (
+    *("case", "kernel", "programs", "launches", "SMs with work", "registers", "warps of an SM", "us", "us, overlapping"),
+    *("of roofline", "x as planned", "error"),
+)
 
 
 def table(measured: Sequence[Record]) -> Table:
@@ -154,7 +172,7 @@ def table(measured: Sequence[Record]) -> Table:
     by_name = {(r.case, r.implementation): r for r in measured if r.op == OP}
     rows = [_row(r, by_name) for r in mine if r.case != EMPTY]
     low, high = EXPECTED_US
-    rows += [(EXPECTED, "a design, not measured", "", "2", f"{low} - {high}", *[""] * 4)]
+    rows += [(EXPECTED, "a design, not measured", "32", "2", f"{EXPECTED_SMS} %", "", "", f"{low} - {high}", *[""] * 4)]
     rows += [_floor(EMPTY, r.implementation, r.seconds) for r in mine if r.case == EMPTY]
     if r := read_of(measured):
         rows.append(_floor(ONE.name, f"only reading its {r.nbytes / 1e6:.2f} MB", roof_seconds(r)))
@@ -169,6 +187,9 @@ def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...
         r.case,
         r.implementation,
         *(str(r.shape.get(name, "")) for name in ("programs", "launches")),
+        _sms_with_work(r),
+        str(r.shape.get("registers", "")),
+        f"{r.shape['warps']} %" if "warps" in r.shape else "",
         us_finely(r.seconds) or "refused",
         us_finely(overlapping.seconds if overlapping else None),
         "" if r.roof_share is None else f"{100 * r.roof_share:.0f} %",
@@ -177,8 +198,14 @@ def _row(r: Record, by_name: Mapping[tuple[str, str], Record]) -> tuple[str, ...
     )
 
 
+def _sms_with_work(r: Record) -> str:
+    """ "48 %": the share of SMs that a program runs on, if no SM has two before each has one."""
+    programs, sms = (r.shape.get(name, 0) for name in ("programs", "SMs"))
+    return f"{100 * min(programs, sms) / sms:.0f} %" if programs and sms else ""
+
+
 def _floor(case: str, what: str, seconds: float | None) -> tuple[str, ...]:
-    return (case, what, "", "1", us_finely(seconds), *[""] * 4)
+    return (case, what, "", "1", "", "", "", us_finely(seconds), *[""] * 4)
 
 
 def us_finely(seconds: float | None) -> str:

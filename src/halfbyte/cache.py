@@ -16,7 +16,7 @@ from halfbyte.arguments import as_int32, check_sizes, check_tensor, device_of, i
 from halfbyte.cache_options import DEFAULTS, CacheOptions, shows_options
 from halfbyte.errors import InvalidArgument, check
 from halfbyte.formats import check_window, key_format, value_format
-from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
+from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope, check_buffers, expanded, new_kv_buffer, outside_inference_mode
 from halfbyte.ops.append import check_new, signature_of, store
 from halfbyte.ops.launch_cache import Signature
 from halfbyte.ops.workspace import prepare
@@ -203,7 +203,14 @@ class KVCache:
 
     @overload
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None = None, rope: Rope | None = None, *, q: torch.Tensor
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        rope: Rope | None = None,
+        *,
+        q: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor: ...
 
     def append(
@@ -214,20 +221,22 @@ class KVCache:
         rope: Rope | None = None,
         *,
         q: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor | None:
         """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
 
         counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
         or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotated
-        too, on a GPU in the same launch, and returned as a new tensor. Raises `CapacityError` when a sequence would outgrow the
-        capacity, `InvalidArgument` for NaN, infinity or a wrong shape; the cache is then unchanged.
+        too, on a GPU in the same launch, and returned as a new tensor. norms: heads of q and k are normalized before. Raises
+        `CapacityError` when a sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; the cache
+        is then unchanged.
 
         On a GPU there is no synchronisation, except that the lengths are read when the tokens counted on the host no longer fit.
         NaN and infinity are not detected: the block that holds one becomes NaN. In CUDA graphs and compiled code, tokens beyond
         the capacity are not written.
         """
         where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
-        call = AppendCall(k, v, *where, rope, q, self._measures)
+        call = AppendCall(k, v, *where, rope, q, self._measures, norms=norms)
         signature = signature_of(call)
         if signature is None or not signature.known:
             check_new(call)

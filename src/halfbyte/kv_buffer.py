@@ -16,6 +16,19 @@ from halfbyte.tensors import expected_parts
 Rope = tuple[torch.Tensor, torch.Tensor]
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of queries and keys before it is rotated by position, as in Qwen3.
+
+    q, k        weights [D]
+    eps, kind   of both: see `halfbyte.reference.block.Norm`
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    kind: str
+
+
 @dataclass(frozen=True)
 class KVBuffer:
     """The stored keys (or values) of one layer.
@@ -174,6 +187,7 @@ class AppendCall(NamedTuple):
     rotate_keys  keys are Hadamard-rotated
     rope         keys (and q) are rotated by position first
     q            [B, Hq, L, D], to be rotated by position, too
+    norms        heads of keys and of q are normalized before
     measure      the scale of a whole tensor may still be 0, which says that it is to be measured
     by_slot      `lengths`, int32 or int64 [B], are slots instead, which do not advance: the one token of each sequence (L = 1) goes
                  to row i % N of page i // N, where pages have N tokens; with a negative slot nowhere
@@ -191,6 +205,7 @@ class AppendCall(NamedTuple):
     q: torch.Tensor | None = None
     measure: bool = True
     by_slot: bool = False
+    norms: HeadNorms | None = None
 
 
 class Cache(Protocol):

@@ -6,6 +6,7 @@ allocator leaves unused come on top.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.errors import CheckpointError, InvalidArgument, check
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
 
@@ -310,6 +311,19 @@ def quant_method(config: Any) -> str | None:
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return None if method is None else str(method)
+
+
+def expected_weights(config: Any) -> str | None:
+    """The weight format that files of another library become when they load, as far as their configuration tells."""
+    from halfbyte.checkpoints.adapters import make_adapter
+
+    found = getattr(config, "quantization_config", None)
+    if not isinstance(found, dict) or "quant_method" not in found:
+        return None
+    with contextlib.suppress(CheckpointError, Unsupported):
+        fmt = make_adapter(found).expected()
+        return None if fmt is None else fmt.name
+    return None
 
 
 def notes(

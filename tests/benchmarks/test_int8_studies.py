@@ -63,7 +63,7 @@ def test_splitk_on_a_cpu_runs_every_problem_and_cuts_nothing() -> None:
     assert [r.case for r in measured] == [job.name for job in jobs]
     headers, rows = splitk.table(measured)
     assert all(len(row) == len(headers) for row in rows)
-    assert rows[-2][:5] == (splitk.EXPECTED, "a design, not measured", "", "2", "1.3 - 1.5")
+    assert rows[-2][:8] == (splitk.EXPECTED, "a design, not measured", "32", "2", "30 %", "", "", "1.3 - 1.5")
     assert len(splitk.drawn(measured)) == 1
     first, second = splitk.says(measured)
     assert first.startswith("halfbyte cpu takes ")
@@ -88,7 +88,7 @@ def test_splitk_has_no_time_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) 
     measured = quick().run([splitk.AttendJob(small(splitk.ONE))])
     assert [r.seconds for r in measured] == [None]
     assert "exceeds the allowed" in measured[0].refused
-    assert splitk.table(measured)[1][0][4] == "refused"
+    assert splitk.table(measured)[1][0][7] == "refused"
     assert splitk.drawn(measured) == []
     assert splitk.says(measured) == ["No kernel gave a right result in time that could be measured."]
 
@@ -119,6 +119,24 @@ def test_splitk_counts_the_programs_that_have_work() -> None:
     assert [sizes["programs"] for sizes in counted[1:]] == [8, 32, 128]
     tiles = TritonTiles(64, 16, 4, 0, 4, 3)
     assert splitk.sizes(tiles, splitk.VARIED) == {"programs": 256, "launches": 2}
+
+
+def test_splitk_tells_what_a_program_takes_of_an_sm() -> None:
+    """Compiled for a GPU that is not here: as many warps as registers, and shared memory, leave room for."""
+    pytest.importorskip("triton")
+    h200 = replace(FAKE, kind="cuda", capability=(9, 0), sm_count=132)
+    p = DecodeProblem("fp16", 1, 8, 4, 1, 128, 128, 1024, "int8_tensor", "int8_tensor", 0, True, False, False, False, False)
+    plan = gluon_plan(p, 132, (9, 0), False)
+    assert isinstance(plan, DecodePlan)
+    found = splitk.occupancy(h200, splitk.HALF, plan, half=True)
+    assert found["SMs"] == 132
+    assert 32 < found["registers"] <= 255
+    assert found["warps"] in {round(100 * n * 128 / 2048) for n in range(1, 65536 // (found["registers"] * 128) + 1)}
+    assert splitk.occupancy(h200, splitk.TOKENS_FIRST, plan) == {"SMs": 132}
+    assert splitk.occupancy(h200, splitk.ONE, TritonTiles(64, 16, 4, 0, 4, 3)) == {"SMs": 132}
+    sizes = {"programs": 64, "launches": 1, **found}
+    record = made(splitk.HALF, f"halfbyte gluon{splitk.PLANNED}", 5e-6, **sizes)
+    assert splitk.table([record])[1][0][2:8] == ("64", "1", "48 %", str(found["registers"]), f"{found['warps']} %", "5.00")
 
 
 def made(problem: DecodeCase, name: str, seconds: float, **sizes: int) -> Record:
@@ -154,9 +172,9 @@ def test_splitk_tells_splits_and_floors() -> None:
     measured = on_a_gpu()
     headers, rows = splitk.table(measured)
     assert all(len(row) == len(headers) for row in rows)
-    assert rows[0] == (splitk.ONE.name, "halfbyte gluon, as planned", "72", "1", "4.00", "2.00", "50 %", "1.00", "0.001")
-    assert rows[1][4:8] == ("9.00", "", "50 %", "2.25")
-    assert [row[4] for row in rows[-3:]] == ["1.3 - 1.5", "1.00", "2.10"]
+    assert rows[0] == (splitk.ONE.name, "halfbyte gluon, as planned", "72", "1", *[""] * 3, "4.00", "2.00", "50 %", "1.00", "0.001")
+    assert rows[1][7:11] == ("9.00", "", "50 %", "2.25")
+    assert [row[7] for row in rows[-3:]] == ["1.3 - 1.5", "1.00", "2.10"]
     assert not any(splitk.OVERLAPPING in row[1] for row in rows)
     first, second = splitk.says(measured)
     assert first == (

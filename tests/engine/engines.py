@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import halfbyte.hf
@@ -21,6 +22,11 @@ TEXT = (SHIPPED.parent / "heldout.txt").read_bytes()
 PROMPTS = [list(TEXT[at : at + n]) for at, n in ((0, 20), (1000, 150), (3000, 40))]
 #: Prefill as transformers does it: a prompt attends to its own 16-bit keys.
 EXACT = {"halfbyte": {"prefill": "exact"}}
+
+
+def later(*values: Any) -> Any:
+    """A parameter of a test that nightly runs add."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 class Said(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXACT, assert_same, by_transformers, engine, generate, quantized, save
+from engines import EXACT, assert_same, by_transformers, engine, generate, later, quantized, save
 from external_folders import blocks, tiny, write
 from safetensors.torch import load_file, save_file
 
@@ -25,11 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     """folder(format): the shipped model with weights of that format."""
     root = tmp_path_factory.mktemp("quantized")
     return lambda fmt: save(quantized(weights=fmt), root / fmt)
-
-
-def later(*values: Any) -> Any:
-    """A parameter that nightly runs add."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 #: Options of an engine of so many ranks.
@@ -63,7 +58,8 @@ def test_a_quantized_output_layer(ranks: int, tmp_path: Path) -> None:
 #: Of each library: (kind of tests/checkpoint_files.py, ranks).
 OTHERS = (
     later("gptq v1", 1),
-    ("gptq v2 act-order", 2),
+    ("gptq v2 act-order", 1),
+    later("gptq v2 act-order", 2),
     ("awq", 1),
     ("ct int4 asym g_idx", 1),
     later("ct int8", 1),
@@ -86,10 +82,10 @@ def test_other_libraries_weights(kind: str, ranks: int, tmp_path: Path) -> None:
     assert_same(found, by_transformers(model, prompts), within=1e-3)
 
 
-def test_without_the_flag_another_library_s_weights_are_vllms(tmp_path: Path) -> None:
+def test_without_the_flag_vllm_reads_them_itself(tmp_path: Path) -> None:
+    """Its own GPTQ refuses zero points."""
     write(tiny(), tmp_path, blocks("gptq v1"))
-    with engine(tmp_path) as llm:
-        assert llm.llm_engine.vllm_config.model_config.quantization != "halfbyte"
+    assert "Unsupported quantization config" in refused(tmp_path)
 
 
 def plain(folder: Path, **cache: str) -> Any:

@@ -11,7 +11,7 @@ from gpu_place import PLACE
 from test_gpu_graphs import Captured
 
 import halfbyte as hb
-from halfbyte.kv_buffer import KVBuffer
+from halfbyte.kv_buffer import HeadNorms, KVBuffer
 from halfbyte.measure.cupti import names_of
 from halfbyte.reference.rope import apply_rope
 from pretended_gpu import watch_launches
@@ -106,6 +106,23 @@ def test_keys_rotated_by_position_on_the_way(keys: str, dtype: torch.dtype) -> N
                 rotated = cache.append(k.to(cache.device), v.to(cache.device), rope=rope, q=q.to(cache.device))
             assert same_bits(rotated.cpu(), wanted)
         assert same_stores(*caches)
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4_channel"])
+@pytest.mark.parametrize("kind", ["rounded", "exact", "offset"])
+def test_heads_are_normalized_on_the_way(keys: str, kind: str) -> None:
+    """Queries as the reference makes them, but for the order of a sum; again by a call that is launched like the first."""
+    angle, (k, v) = torch.rand(3, 1, 32) * 100, (numbers(1, 64, seed, torch.bfloat16) for seed in (0, 1))
+    weights, made = torch.randn(2, 64, generator=torch.Generator().manual_seed(2)).bfloat16(), []
+    for device in (PLACE.device, "cpu"):
+        cache = hb.KVCache(3, 2, 64, 64, keys=keys, values="int8", device=device)
+        here = [t.to(device) for t in (k, v, angle.cos(), angle.sin(), torch.cat([k, k * 3], 1), *weights)]
+        for _ in range(3):
+            norms = HeadNorms(here[5], here[6], 1e-6, kind)
+            made.append(cache.append(here[0], here[1], rope=(here[2], here[3]), q=here[4], norms=norms).cpu())
+        assert cache.lengths.tolist() == [3] * 3
+    assert all(same_bits(q, made[0]) for q in made[1:3])
+    torch.testing.assert_close(made[0], made[-1], rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.parametrize("keys", ["int8", "int4_channel"])

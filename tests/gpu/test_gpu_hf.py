@@ -11,6 +11,7 @@ from gpu_place import DRY, PLACE
 from torch._dynamo.utils import counters
 
 import halfbyte.hf as hf
+from halfbyte.hf.fused_blocks import fused_view
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.paths import shipped_model
 
@@ -95,6 +96,33 @@ def test_fused_blocks_give_logits_alike(weights: str) -> None:
     check_alike(plain, fused)
     assert fused[0] == again[0]
     assert torch.equal(fused[1], again[1])
+
+
+@torch.no_grad()
+def test_many_replays_drift_nowhere() -> None:
+    """A recorded step 10,000 times behind the same tokens: the same logits each time, and not a byte more memory."""
+    found = model("nf4", fuse_qkv=True)
+    text(found, custom_generate=hf.generate, fuse_blocks=True)
+    step, view = kept_steps(found)[-1], fused_view(found)
+    forward, caches = step.forwards[-1], [layer.kv for layer in step.cache.layers]
+    assert view is not None
+    assert DRY or forward.recorded.graph is not None
+    position, first, wrong = forward.inputs["position_ids"], None, torch.zeros((), dtype=torch.long, device=PLACE.device)
+    held = 0
+    for i in range(PLACE.size(10_000, 20)):
+        for kv in caches:
+            kv.lengths.fill_(len(PROMPT))
+        position.fill_(len(PROMPT))
+        logits = forward(view)
+        first = logits.clone() if first is None else first
+        wrong += (logits != first).any()
+        if i == 1 and not DRY:
+            held = torch.cuda.memory_allocated()
+    assert int(wrong) == 0
+    assert first is not None
+    assert first.isfinite().all()
+    assert DRY or torch.cuda.memory_allocated() <= held
+    assert all(kv.lengths.tolist() == [len(PROMPT) + 1] for kv in caches)
 
 
 QUANTISED = [(None, False), ("nf4", False), ("nf4", True), ("int4_g128", False), ("int4_g128", True)]

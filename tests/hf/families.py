@@ -84,16 +84,33 @@ _PICTURES: dict[str, Any] = {
     "vocabulary_map": {"<image>": 0},
     "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16, "embed_dim": 16},
 }
+_COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+_THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 5, 6]}
+_STAGES = {
+    "num_heads": [2, 2],
+    "num_groups": [2, 2],
+    "embed_dim": [32, 64],
+    "depths": [1, 1],
+    "patch_size": [7, 3],
+    "patch_stride": [4, 2],
+    "patch_padding": [3, 1],
+    "patch_prenorm": [False, True],
+}
 OWN: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
     "bailing_hybrid": {"layer_types": _LINEAR},
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"n_head": 4, "rotary_dim": 16},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
+    "cosmos3_edge": {"text_config": {"rope_parameters": _THREE_AXES}},
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8}},
     "chameleon": _PICTURES,
     "dots3_note": {"text_config": {"per_layer_config": {}}},
     "emu3": _PICTURES,
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [64, 64], "rope_parameters": _THREE_AXES}},
+    "florence2": {"vision_config": _STAGES},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
@@ -101,6 +118,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "mimo_v2_flash": {"head_dim": 96, "v_head_dim": 64, "num_key_value_heads": 1},
+    "molmo2": {"vision_config": {"image_size": [32, 32]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "moshi": {"audio_vocab_size": 32},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 64)},
     "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},

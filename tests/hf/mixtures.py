@@ -25,6 +25,6 @@ def expand(packed: Any, plain: Any) -> Any:
 def set_stack(mixture: Any, name: str, layer: QuantExperts) -> None:
     """The values of one projection of a mixture."""
     values = layer.weight.dequantize(torch.float32)
-    if name == "gate_up_proj" and mixture.is_concatenated:
+    if name == "gate_up_proj" and type(mixture).__name__ != "GptOssExperts":
         values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
     getattr(mixture, name).data = (values.mT if mixture.is_transposed else values).contiguous()

@@ -32,11 +32,15 @@ def drafts(source, build, family):
     ("family", "case", "source"), [*itertools.product(["llama"], CASES, SOURCES), ("gpt_oss", "per-channel", "lookup")]
 )
 def test_drafts_change_no_token(build, prompt, greedy, family, case, source):
-    """Prompts of which attention reads itself packed (9 tokens) and exactly (21), and answers that finish a block of keys."""
+    """Prompts of which attention reads itself packed (9 tokens) and exactly (21, of them 5 padding), and answers that finish a
+    block of keys.
+    """
     model = hf.quantize(build(family), **CASES[case])
-    for tokens in (9, 21):
-        expected, logits = greedy(model, prompt(1, tokens), new=26)
-        got, own = greedy(model, prompt(1, tokens), new=26, **drafts(source, build, family))
+    for tokens, pads in ((9, 0), (21, 5)):
+        ids, mask = prompt(1, tokens), torch.ones(1, tokens, dtype=torch.long)
+        mask[:, :pads] = 0
+        expected, logits = greedy(model, ids, new=26, attention_mask=mask)
+        got, own = greedy(model, ids, new=26, attention_mask=mask, **drafts(source, build, family))
         assert torch.equal(got, expected)
         assert_close(own, logits, rtol=1e-2, atol=5e-2)
 

@@ -18,7 +18,7 @@ import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
-from halfbyte.hf.mixtures import fusible, projections, use_experts
+from halfbyte.hf.mixtures import fusible, is_concatenated, projections, use_experts
 from halfbyte.hf.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from halfbyte.hf.weights import packed_share, replace, targets
 from halfbyte.memory import quantized_bytes
@@ -66,6 +66,14 @@ def test_logits_of_the_dequantized_model(family: str, fmt: str, prompt: Any) -> 
     assert packed_share(model) > 0.8
     wanted = logits(expand(model, plain), prompt())
     assert (logits(model, prompt()) - wanted).abs().max() < 1e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_order_of_gates_is_found(family: str) -> None:
+    """transformers says it since 5.7; before, only the activation knows."""
+    for mixture in (m for m in tiny_model(family).modules() if projections(m)):
+        told = vars(mixture).pop("is_concatenated", family != "gpt_oss")
+        assert is_concatenated(mixture) is told is (family != "gpt_oss")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "minimax_m2", "glm4_moe"])

@@ -10,12 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from halfbyte.cache import KVCache
-from halfbyte.errors import CapacityError, InvalidArgument
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
 from halfbyte.formats import KV_FORMATS, key_format
-from halfbyte.kv_buffer import KVBuffer
+from halfbyte.kv_buffer import HeadNorms, KVBuffer
 from halfbyte.ops.append import append_
+from halfbyte.ops.block import norm_rows
 from halfbyte.ops.linear import qkv_projection
 from halfbyte.reference.append import check_capacity
+from halfbyte.reference.block import Norm
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
 from halfbyte.reference.rope import apply_rope, rope_tables
@@ -215,6 +217,58 @@ def test_queries_are_rotated_in_the_same_launch(
         assert_same(caches[0], caches[2])
         assert len(launches) == 2 * alone == (4 if keys in ("int4_channel", "int8_tensor") else 2)
         launches.clear()
+
+
+@pytest.mark.parametrize(("dtype", "how", "kind", "options", "dim"), [
+    (torch.bfloat16, "piece", "rounded", {"keys": "int8", "rotate_keys": True}, 64),
+    (torch.float16, "transposed", "exact", {"keys": "int8_token"}, 40),
+    (torch.bfloat16, "paged", "offset", {"keys": "int8_channel"}, 64),
+    (torch.bfloat16, "paged", "rounded", {"keys": "int8_tensor"}, 80),
+])  # fmt: skip
+def test_heads_are_normalized_before_they_are_rotated(
+    dtype: torch.dtype, how: str, kind: str, options: dict[str, Any], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit the two launches, norms and append, and the reference but for the order of a sum; in no more launches."""
+    launches: list[int] = []
+    monkeypatch.setattr(GridExecutor, "__call__", counted(GridExecutor.__call__, launches))
+    count = 5
+    k, v = tokens((3, 3, count, dim), dtype=dtype)
+    q = tokens((3, count, 6, dim), 1, dtype)[0].transpose(1, 2)
+    weights = tokens((2, dim), 2, dtype)[1]
+    rope = rope_tables(torch.arange(3 * count).reshape(3, count) + 7, dim)
+    norms = HeadNorms(*weights, 1e-5, kind)
+    first, second, third, alone = (make(how, 3, dim, values="int8", dtype=dtype, **options) for _ in range(4))
+    put(alone, k, v, [count, 1, 0], "triton", rope=rope, q=q)
+    before = len(launches)
+    got = put(first, k, v, [count, 1, 0], "triton", rope=rope, q=q, norms=norms)
+    assert len(launches) == 2 * before
+    normed = norm_rows([q, k], [Norm(weight, 1e-5, kind) for weight in weights], impl="triton")
+    expected = put(second, normed[1], v, [count, 1, 0], "triton", rope=rope, q=normed[0])
+    assert_same(first, second)
+    assert got is not None
+    assert expected is not None
+    assert torch.equal(got, expected)
+    plain = put(third, k, v, [count, 1, 0], "reference", rope=rope, q=q, norms=norms)
+    torch.testing.assert_close(got, plain, rtol=2**-6 if dtype is torch.bfloat16 else 2**-9, atol=1e-3)
+    for a, b in zip(first.dequantized(), third.dequantized(), strict=True):
+        assert (a - b).abs().max() <= 0.02 * b.abs().max()  # a code beside it
+
+
+def test_norms_are_looked_at() -> None:
+    k, v = tokens((3, 2, 2, 64))
+    rope, weight, cache = rope_tables(torch.arange(2), 64), torch.ones(64), KVCache(3, 2, 64, 8)
+    for norms, q, says in (
+        ((weight, weight), k, "norms is a tuple; expected a halfbyte.kv_buffer.HeadNorms"),
+        (HeadNorms(weight, weight, 1e-6, "rounded"), None, "norms was given without q"),
+        (HeadNorms(weight, weight[:8], 1e-6, "rounded"), k, r"norms.k has shape \[8\]; expected \[64\]"),
+        (HeadNorms(weight, weight, 1e-6, "layer"), k, "norms.kind='layer'; choose one of: rounded"),
+        (HeadNorms(weight, weight, 0.0, "exact"), k, "norms.eps=0.0; expected a positive"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            cache.append(k, v, rope=rope if q is not None else None, q=q, norms=norms)  # type: ignore[call-overload]
+    with pytest.raises(Unsupported, match="append has no gradient, and norms requires one"):
+        cache.append(k, v, rope=rope, q=k, norms=HeadNorms(weight.clone().requires_grad_(), weight, 1e-6, "exact"))
+    assert not cache.lengths.any()
 
 
 def test_a_layer_up_to_its_attention_is_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:

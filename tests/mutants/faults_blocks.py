@@ -99,10 +99,17 @@ BLOCK = [
         blocks("test_whoever_watches_or_changes_a_forward_keeps_the_plain_blocks"),
     ),
     Mutant(
+        "a head rotated with a half that was not normalized",
+        "kernels/append/rows.py",
+        "rotate_by_position",
+        Rewrite("normalized(_x, _s, _d, _r, _t, _h)", "_x"),
+        tests_of("interpreted/test_triton_append.py")("test_heads_are_normalized_before_they_are_rotated"),
+    ),
+    Mutant(
         "a step recorded with plain blocks replayed for fused ones",
         "hf/graph_generate.py",
         "_Loop._forward",
-        Rewrite("return 'fused', _w, _v", "return (False, False), _w, _v"),
+        Rewrite("return ('fused', self.lookup), _w, _v", "return (False, False, self.lookup), _w, _v"),
         blocks("test_the_same_tokens[llama-1]"),
     ),
 ]

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.integers import integer_weight
+from halfbyte.checkpoints.integers import expected_format, integer_weight
 from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words
+from halfbyte.formats import Format
 from halfbyte.tensors import QuantTensor
 
 #: Where the out features of a word are among its fields: the inverse of the order above.
@@ -36,6 +37,9 @@ class Awq(Adapter):
         version = setting(config, kind, str, "gemm")
         only({kind: version.lower()}, kind, ("gemm",), "gemm", name)
         self.group = group_setting(config if "group_size" in config else {"group_size": config.get("q_group_size")}, 128)
+
+    def expected(self) -> Format | None:
+        return expected_format(4, False, self.group)
 
     def convert(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features

@@ -60,6 +60,12 @@ class BitsAndBytes(Adapter):
     def __init__(self, config: Mapping[str, Any]) -> None:
         name = "a bitsandbytes checkpoint"
         only(config, "load_in_8bit" if "load_in_8bit" in config else "_load_in_8bit", (False,), False, name)
+        self.code = _CODES.get(str(config.get("bnb_4bit_quant_type", "fp4")))
+        self.nested = config.get("bnb_4bit_use_double_quant") is True
+
+    def expected(self) -> Format | None:
+        found = [f for f in WEIGHT_FORMATS.values() if f.code == self.code and f.scale is not None]
+        return next((f for f in found if f.scale is not None and (f.scale.nested is not None) is self.nested), None)
 
     def convert(self, layer: StoredLayer) -> QuantTensor:
         shape, state = (layer.out_features, layer.in_features), _read_state(layer)

@@ -15,7 +15,7 @@ import torch
 from halfbyte.checkpoints.layer import Adapter, StoredLayer, only, setting
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
-from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.reference.dequantize import e8m0_to_float
 from halfbyte.tensors import QuantTensor
 
@@ -62,6 +62,9 @@ class ModelOpt(Adapter):
         algorithm = setting(config, "quant_algo", str, "")
         only({"quant_algo": algorithm.upper()}, "quant_algo", ("NVFP4",), None, "a modelopt checkpoint")
 
+    def expected(self) -> Format | None:
+        return NVFP4
+
     def convert(self, layer: StoredLayer) -> QuantTensor:
         if layer.info("pre_quant_scale") is not None:
             raise Unsupported(f"{layer.name}.pre_quant_scale: a factor of the activations (NVFP4_AWQ), which is not applied here")
@@ -83,6 +86,9 @@ class Quark(Adapter):
         only(weight, "group_size", (32,), 32, name)
         only(weight, "scale_format", ("e8m0",), "e8m0", name)
 
+    def expected(self) -> Format | None:
+        return MXFP4
+
     def convert(self, layer: StoredLayer) -> QuantTensor:
         return mxfp4_weight(layer, "weight", "weight_scale")
 
@@ -100,6 +106,10 @@ class GptOss(Quark):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Nothing in this configuration changes the layout."""
+
+    def expected(self) -> Format | None:
+        """Only experts have it."""
+        return None
 
     def stacks(self, names: Iterable[str]) -> list[str]:
         return [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.integers import integer_weight
+from halfbyte.checkpoints.integers import expected_format, integer_weight
 from halfbyte.checkpoints.layer import SCALE_TYPES, Adapter, StoredLayer, group_setting, only, setting, unpack_words, words
 from halfbyte.errors import Unsupported
+from halfbyte.formats import Format
 from halfbyte.tensors import QuantTensor
 
 
@@ -49,6 +50,9 @@ class Gptq(Adapter):
         self.uniform = not setting(config, "dynamic", dict, {})
         writers = setting(config, "meta", dict, {}).get("quantizer")
         self.by_words = "gptqmodel" in str(writers).lower()
+
+    def expected(self) -> Format | None:
+        return expected_format(self.bits, self.symmetric, self.group)
 
     def convert(self, layer: StoredLayer) -> QuantTensor:
         n, k = layer.out_features, layer.in_features

@@ -66,6 +66,14 @@ def _order(layer: StoredLayer, g_idx: torch.Tensor, groups: int, part: str) -> t
     return torch.argsort(g_idx, stable=True).int()
 
 
+def expected_format(bits: int, symmetric: bool, group: int | None) -> Format | None:
+    """The format of codes of 4 or 8 bits in groups of so many columns (-1: whole rows), scales in fp16; None if none is known."""
+    if group is None or (bits == 8 and not symmetric):
+        return None
+    whole, size = (None, 0) if group == -1 else (group, group)
+    return _widest(_fitting(INT8 if bits == 8 else INT4_SYM if symmetric else INT4, torch.float16), whole, size)
+
+
 def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:
     if bits == 8 and not symmetric:
         raise Unsupported(f"{layer.name}: 8-bit codes with zero points; halfbyte reads 8-bit codes without, and 4-bit codes with")
@@ -74,16 +82,25 @@ def _code(layer: StoredLayer, bits: int, *, symmetric: bool) -> Code:
 
 def _format(layer: StoredLayer, code: Code, group: int | None, stored: torch.dtype) -> Format:
     """The format with the widest groups that `group` is a multiple of; whole rows for None, if there is such a format."""
-    fits = [f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.storage is stored]
-    for fmt in fits:
-        if group is None and fmt.granularity == "out_channel":
-            return fmt
-    size = layer.in_features if group is None else group
-    widths = {f.scale.group: f for f in fits if f.scale is not None and f.scale.group and size % f.scale.group == 0}
-    if not widths:
+    fits, size = _fitting(code, stored), layer.in_features if group is None else group
+    found = _widest(fits, group, size)
+    if found is None:
         known = ", ".join(str(f.scale.group) for f in fits if f.scale is not None and f.scale.group)
         raise Unsupported(
             f"{layer.name}: {code.bits}-bit codes in groups of {size} with scales that need {stored}; halfbyte reads, of these, "
             f"multiples of {known or 'no size'}"
         )
-    return widths[max(widths)]
+    return found
+
+
+def _fitting(code: Code, stored: torch.dtype) -> list[Format]:
+    return [f for f in WEIGHT_FORMATS.values() if f.code == code and f.scale is not None and f.scale.storage is stored]
+
+
+def _widest(fits: list[Format], group: int | None, size: int) -> Format | None:
+    """Whole rows for `group` None, if that is there; else the widest groups that divide `size`."""
+    for fmt in fits:
+        if group is None and fmt.granularity == "out_channel":
+            return fmt
+    widths = {f.scale.group: f for f in fits if f.scale is not None and f.scale.group and size % f.scale.group == 0}
+    return widths[max(widths)] if widths else None

@@ -12,7 +12,7 @@ import torch
 
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
 from halfbyte.errors import CheckpointError, Unsupported
-from halfbyte.formats import Shape
+from halfbyte.formats import Format, Shape
 from halfbyte.tensors import QuantTensor
 
 #: What group scales come in.
@@ -87,6 +87,10 @@ class Adapter(ABC):
     @abstractmethod
     def convert(self, layer: StoredLayer) -> QuantTensor:
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
+
+    def expected(self) -> Format | None:
+        """The format that its layers become as far as the configuration tells, which files need not keep to; None: it does not."""
+        return None
 
     def layers(self, names: Iterable[str]) -> list[str]:
         """The quantized layers among the tensor names of the files."""

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from halfbyte.evals.advice import Advice, Choice
     from halfbyte.evals.card import Card
 
-HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "step ms", "perplexity %")
+STEP = "step ms"
+HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", STEP, "perplexity %")
+
+_STEP_WORDS = "; step: the time of only reading a decode step's bytes, a step takes longer"
 
 
 def advise(
@@ -69,7 +72,9 @@ def _print(a: Advice) -> None:
     rate = a.sheet.bytes_per_second
     speed = "bandwidth unknown" if rate is None else f"{rate / 1e9:,.0f} GB/s"
     title = f"{a.model} on {a.gpu} ({human_bytes(a.sheet.memory_bytes)}, {speed}): {a.batch:,} x {a.context:,} tokens"
-    print_table(title, HEADERS, _rows(a), text_columns=2, wide=False)
+    shown = [i for i, name in enumerate(HEADERS) if rate is not None or name != STEP]
+    rows = [tuple(row[i] for i in shown if row) for row in _rows(a)]
+    print_table(title, [HEADERS[i] for i in shown], rows, text_columns=2, wide=False)
     for line in _legend(a):
         console().print(line, markup=False, highlight=False)
     if a.recommended is not None:
@@ -83,7 +88,7 @@ def _legend(a: Advice) -> list[str]:
 
     lines = [
         f"batch: sequences of {a.context:,} tokens that fit in {1 - RESERVED:.0%} of the memory; context: tokens of each of "
-        f"{a.batch:,} that fit; step: the time of only reading a decode step's bytes, a step takes longer."
+        f"{a.batch:,} that fit{'' if a.sheet.bytes_per_second is None else _STEP_WORDS}."
     ]
     if a.card is None:
         lines.append(f"No evidence card: what this costs on {a.model} is not known. Measure it: halfbyte eval {a.model} --suite")
@@ -119,7 +124,10 @@ def _row(a: Advice, c: Choice) -> tuple[str, ...]:
 
 
 def _saved(a: Advice, c: Choice) -> str:
-    """The recommendation and what it saves against 16 bits, of what was considered."""
+    """The recommendation and what it saves against the first choice: 16-bit caches, and 16-bit weights unless they are given."""
     plain = a.choices[0]
-    saved = f"{human_bytes(plain.weight_bytes - c.weight_bytes)} of weights and {human_bytes(plain.kv_bytes - c.kv_bytes)} of cache"
-    return f"Take {c.weights} weights, {c.keys} keys and {c.values} values: {saved} less than in {plain.weights}"
+    took, cache = f"{c.keys} keys and {c.values} values", f"{human_bytes(plain.kv_bytes - c.kv_bytes)} of cache"
+    if c.weights == plain.weights:
+        return f"Take {took}: {cache} less than in 16 bits"
+    weights = human_bytes(plain.weight_bytes - c.weight_bytes)
+    return f"Take {c.weights} weights, {took}: {weights} of weights and {cache} less than in {plain.weights}"

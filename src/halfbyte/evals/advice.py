@@ -22,6 +22,7 @@ from halfbyte.formats import weight_format
 from halfbyte.memory import (
     CacheSizes,
     Stored,
+    expected_weights,
     load_config,
     meta_model,
     notes,
@@ -107,7 +108,7 @@ def advise(
 
     gpu      as in `find_gpu`
     weights  the one weight format to consider, also that of a model which another library quantized; None: those of `WEIGHTS`, or
-             those that a folder of `halfbyte quantize` stores
+             those that a folder of `halfbyte quantize` stores, or that another library's configuration tells
     card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
 
     Raises as `halfbyte.memory.estimate` does.
@@ -122,7 +123,7 @@ def advise(
     stored = stored_weights(config)
     if stored is not None:
         stored.check(weights, model)
-    elif method is not None and weights is None:
+    elif method is not None and weights is None and (weights := expected_weights(config)) is None:
         raise InvalidArgument(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )

@@ -4,8 +4,7 @@
     model.generate(...)                                     # unchanged
 
 Importing this module makes the implementation of attention and of experts, and the quantization method, "halfbyte" known to
-transformers, so that
-`AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
+transformers, so that `AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
 """
 
 from __future__ import annotations

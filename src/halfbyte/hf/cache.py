@@ -121,8 +121,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
         """Append k, v [B, H, L, D] and return handles that only the attention function can open.
 
-        rope=, q=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are rotated, their
-        handle holds them so, and attention rotates its output back.
+        rope=, q=, norms=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are
+        rotated, their handle holds them so, and attention rotates its output back.
         """
         if self.rotate_values:
             value_states = rotate_heads(value_states)
@@ -136,7 +136,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.forget_length_bound()
         elif self.drafts is None:  # else attention appends
             counts = None if self.chunk is None else self.chunk.counts
-            rotated = kv.append(key_states, value_states, counts, kwargs.get("rope"), q=kwargs.get("q"))
+            rotated = kv.append(key_states, value_states, counts, **{x: kwargs.get(x) for x in ("rope", "q", "norms")})
         return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -44,11 +44,19 @@ class CacheSettings:
         return PackedCache(model, capacity, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
-class DefaultCache:
-    """Stands in for `model._prepare_cache_for_generation`. An object, not a closure: it is copied and pickled with its model."""
+class StandIn:
+    """What takes the place of a method of one model. An object, not a closure: it is copied and pickled with its model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+class DefaultCache(StandIn):
+    """Stands in for `model._prepare_cache_for_generation`."""
 
     def __init__(self, model: Any, settings: CacheSettings) -> None:
-        self.model, self.settings = model, settings
+        super().__init__(model)
+        self.settings = settings
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int, *args: Any
@@ -57,13 +65,10 @@ class DefaultCache:
 
         A packed cache that was passed in (a conversation that continues) grows if the longest answer would not fit.
         """
-        if (
-            generation_config.cache_implementation == NAME
-        ):  # this call's copy of it; the name is not known to transformers' own code
+        if generation_config.cache_implementation == NAME:  # in this call's copy; transformers' own code does not know the name
             generation_config.cache_implementation = None
-        longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1) + _beyond(
-            generation_config, mode
-        )
+        longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
+        longest += _beyond(generation_config, mode)
         given = model_kwargs.get("past_key_values")
         given = getattr(given, "self_attention_cache", given)
         if isinstance(given, PackedCache):
@@ -85,15 +90,12 @@ class DefaultCache:
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
 
 
-class KeptCache:
+class KeptCache(StandIn):
     """Stands in for `model.prepare_inputs_for_generation` of models that drop their cache at some step.
 
     Phi-3 does where RoPE changes from its short factors to its long ones: what was cached no longer fits, and all is computed
     anew. Without this, transformers' own 16-bit cache would take the place of the packed one.
     """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -110,14 +112,11 @@ class KeptCache:
         return made
 
 
-class NoContinuousBatching:
+class NoContinuousBatching(StandIn):
     """Stands in for `model.init_continuous_batching`, which `generate_batch` and `transformers serve` begin with.
 
     It would switch to another attention, and with it to a cache in 16 bits, where one of flash attention is installed.
     """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, unless the model has halfbyte's attention."""
@@ -133,11 +132,8 @@ class NoContinuousBatching:
 _BY_TOKEN = ("attention_mask", "token_type_ids")
 
 
-class LeftPadding:
+class LeftPadding(StandIn):
     """Stands in for `model._prepare_model_inputs`: prompts that are padded on the right, as pipelines do, are moved."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(inputs, their name, model_kwargs), moved row by row so that every prompt ends in the last column."""

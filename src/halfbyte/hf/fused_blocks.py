@@ -1,7 +1,7 @@
 """A decoder's blocks in few launches: `model.generate(..., custom_generate=halfbyte.hf.generate, fuse_blocks=True)`.
 
-    q, k, v = projections(norm(hidden))                 one launch; one more for norms of q and k
-    rotate by position, append; attention               two
+    q, k, v = projections(norm(hidden))                 one launch; one more for norms of q and k over all heads (OLMo 2)
+    norms of each head, positions, append; attention    two
     hidden += o_proj(attention)                         one, and what the norm of hidden needs; one more for a norm behind a branch
     act(gate) * up = projections(norm(hidden))          one
     hidden += down_proj                                 as o_proj
@@ -27,7 +27,7 @@ from torch import nn
 
 from halfbyte.hf.attention import attention
 from halfbyte.hf.model_support import blocks, layer_window
-from halfbyte.kv_buffer import Rope
+from halfbyte.kv_buffer import HeadNorms, Rope
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
 from halfbyte.ops.block import add_norm, gated, norm_rows
 from halfbyte.ops.block_linear import Rows, Unscaled, add_projection, gated_projection, halves, projected
@@ -280,6 +280,8 @@ class _Heads:
         self.module, self.tables, self.dim = module, tables, module.head_dim
         self.window = layer_window(module.config, module.layer_idx)
         self.norms = [_norm(getattr(module, name), kind) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+        #: Norms of q and k that `append` applies before it rotates; then none are left to do.
+        self.by_head = self._by_head() if tables is not None else None
         self.options = {
             "softcap": getattr(module, "attn_logit_softcapping", None),
             "s_aux": getattr(module, "sinks", None),
@@ -296,11 +298,19 @@ class _Heads:
         q, k, v = (t.view(batch, tokens, -1, self.dim).transpose(1, 2) for t in made)
         rotated: dict[str, Any] = {}
         if self.tables is not None:
-            rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q}
+            rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q, "norms": self.by_head}
         keys, values = past_key_values.update(k, v, self.module.layer_idx, **rotated)
         q = q if keys.rotated is None else keys.rotated
         out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)
         return out.reshape(batch, tokens, -1), self.module.o_proj
+
+    def _by_head(self) -> HeadNorms | None:
+        """Norms of q and k over each head; None where there are none, or where they are over all of a token."""
+        widths = {len(norm.weight) for norm in self.norms}
+        if len(self.norms) != 2 or widths != {self.dim} or self.norms[0].eps != self.norms[1].eps:
+            return None
+        q, k = self.norms
+        return HeadNorms(q.weight, k.weight, q.eps, q.kind)
 
     def _projected(self, x: Rows) -> tuple[torch.Tensor, ...]:
         """q, k and v [B, L, heads * D], normalized where the family does: over each head, or over all of a token."""
@@ -310,7 +320,7 @@ class _Heads:
             q, k, v = _project(x, (module.qkv_proj,))[0].split((*sizes, sizes[1]), -1)
         else:
             q, k, v = _project(x, (module.q_proj, module.k_proj, module.v_proj))
-        if self.norms:
+        if self.norms and self.by_head is None:
             widths = [len(norm.weight) for norm in self.norms]
             q, k = norm_rows([t.unflatten(-1, (-1, n)) for t, n in zip((q, k), widths, strict=True)], self.norms)
         return q, k, v

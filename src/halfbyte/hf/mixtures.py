@@ -22,7 +22,7 @@ from halfbyte.hf.attention import NAME
 from halfbyte.reference.experts import KINDS, Activation
 
 #: What every module has that calls the registered function, and says how it keeps its weights. Norms came with transformers 5.18.
-_INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_INTERFACE = ("has_gate", "has_bias", "is_transposed")
 #: Of x * sigmoid(1.702 x), a GELU; and of gpt-oss, whose up projections get 1 added.
 _ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
 
@@ -61,10 +61,18 @@ def empty_stack(module: Any, name: str, fmt: Format, act_order: bool) -> QuantEx
 
 def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows [experts, N, ...] of a projection as the model has them, in the order of `experts_linear`: g0, u0, g1, u1, ..."""
-    if name != "gate_up_proj" or not module.is_concatenated:
+    if name != "gate_up_proj" or not is_concatenated(module):
         return rows
     gate, up = rows.chunk(2, dim=1)
     return torch.stack((gate, up), 2).flatten(1, 2)
+
+
+def is_concatenated(module: Any) -> bool:
+    """Whether all gates come before all up projections; in gpt-oss they alternate. Before transformers 5.7 only the gate knows."""
+    if (known := getattr(module, "is_concatenated", None)) is not None:
+        return bool(known)
+    first, changed = module._apply_gate(torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]], device="cpu"))[:, 0]
+    return bool(first != changed)
 
 
 def use_experts(model: nn.Module) -> None:
@@ -116,7 +124,7 @@ def _activated(module: Any, y: torch.Tensor) -> torch.Tensor:
     """The module's own activation of [T, top_k, N]."""
     if not module.has_gate:
         return module.act_fn(y)  # type: ignore[no-any-return]
-    if module.is_concatenated:
+    if is_concatenated(module):
         y = torch.cat((y[..., ::2], y[..., 1::2]), -1)
     return module._apply_gate(y)  # type: ignore[no-any-return]
 

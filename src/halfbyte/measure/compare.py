@@ -18,7 +18,7 @@ LEAST = 0.02
 #: A perplexity that moves by less is that of another order of sums.
 _ROUNDING = 1e-3
 #: Sizes in a record's shape that say how it ran or what came out, and not what was asked: a new plan changes them.
-_FOUND = {"programs", "resident", "SMs", "launches", "splits", "stages", "tile", "rung"}
+_FOUND = {"programs", "resident", "registers", "warps", "SMs", "launches", "splits", "stages", "tile", "rung"}
 
 
 def device_of(r: Record) -> str:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rich.console import Console
@@ -81,30 +82,48 @@ def compile_plan(problem: LinearProblem | DecodeProblem, plan: Plan, capability:
         build(configuration, target)
 
 
-def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
-    """What the kernels of a plan take of an SM, and how many programs it holds at a time, in words. Compiles them; needs no GPU.
+@dataclass(frozen=True)
+class Taken:
+    """What a program of one kernel takes of an SM, how many fit by which `limit`, and the share of an SM's warps that these are."""
 
-    Raises `MissingPackage` without Triton, and `Unsupported` for caches in pages or with tokens in 16 bits.
-    """
+    kernel: str
+    threads: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    programs: int
+    limit: str
+    share: float
+
+
+def taken(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> Iterator[Taken]:
+    """The kernels of a tuned plan, compiled; needs no GPU. Raises `MissingPackage` without Triton."""
     require("triton", "explain --compile")
     from halfbyte.kernels.aot.compiling import Target, build
 
-    if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
-        raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
-    found: dict[str, str] = {}
     for configuration in configurations(problem, plan, capability):
         made = build(configuration, Target(10 * capability[0] + capability[1]))
         threads = 32 * configuration.options.get("num_warps", 4)
-        taken = {"threads": threads, "registers": made.registers, "shared_bytes": made.shared_bytes}
-        room = blocks_by_resource(capability, **taken)
+        room = blocks_by_resource(capability, threads=threads, registers=made.registers, shared_bytes=made.shared_bytes)
         programs, limit = min((count, name) for name, count in room.items())
         share = programs * threads / sm_limits(capability).threads
         name = configuration.kernel.__name__.strip("_")
-        spilled = f"{made.spill_bytes} bytes spilled" if made.spill_bytes else "none spilled"
-        found[f"{name} takes"] = (
-            f"{made.registers} registers a thread, {spilled}; {made.shared_bytes / 1024:.0f} KB of shared memory, {threads} threads"
+        yield Taken(name, threads, made.registers, made.spill_bytes, made.shared_bytes, programs, limit, share)
+
+
+def resources(problem: LinearProblem | DecodeProblem, plan: Plan, capability: tuple[int, int]) -> dict[str, str]:
+    """`taken` in words. Raises `Unsupported` for caches in pages or with tokens in 16 bits."""
+    if isinstance(problem, DecodeProblem) and (problem.page or problem.sink_tokens or problem.recent_tokens):
+        raise Unsupported("--compile describes contiguous caches without 16-bit tokens; pages and windows are other variants")
+    found: dict[str, str] = {}
+    for t in taken(problem, plan, capability):
+        spilled = f"{t.spill_bytes} bytes spilled" if t.spill_bytes else "none spilled"
+        found[f"{t.kernel} takes"] = (
+            f"{t.registers} registers a thread, {spilled}; {t.shared_bytes / 1024:.0f} KB of shared memory, {t.threads} threads"
         )
-        found[f"{name} fits"] = f"{programs} programs a multiprocessor, limited by {limit}: {100 * share:.0f} % of its warps"
+        found[f"{t.kernel} fits"] = (
+            f"{t.programs} programs a multiprocessor, limited by {t.limit}: {100 * t.share:.0f} % of its warps"
+        )
     return found
 
 

@@ -11,12 +11,13 @@ from torch.autograd import forward_ad
 from halfbyte.arguments import as_int32, check_tensor
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.formats import Shape, key_format, value_format
-from halfbyte.kv_buffer import AppendCall, KVBuffer, Rope
+from halfbyte.kv_buffer import AppendCall, HeadNorms, KVBuffer, Rope
 from halfbyte.ops._library import define, level, pairs_launches, refuse_capture
 from halfbyte.ops.launch_cache import Signature, layout, replay, signature
 from halfbyte.ops.launch_cache import store as store_launch
 from halfbyte.ops.workspace import stream_of
 from halfbyte.reference import append as reference
+from halfbyte.reference.block import KINDS, Norm, rms_norm
 from halfbyte.reference.rope import apply_rope
 from halfbyte.transforms import refuse_transforms
 
@@ -28,10 +29,11 @@ _SCHEMA = (
     "Tensor(f!) v_codes, Tensor(g!)? v_scales, Tensor(h!)? v_offsets, Tensor(k!)? v_tail, Tensor(i!)? v_saturated, "
     "Tensor lengths, Tensor? page_table, str key_format, str value_format, bool rotate_keys, "
     'Tensor? cos=None, Tensor? sin=None, bool measure=True, str level="reference", Tensor? q=None, Tensor(j!)? q_out=None, '
-    "bool by_slot=False, int sink_tokens=0) -> ()"
+    "bool by_slot=False, int sink_tokens=0, "
+    'Tensor? q_weight=None, Tensor? k_weight=None, float norm_eps=0.0, str norm_kind="") -> ()'
 )
 #: What the schema's arguments behind `rotate_keys` are unless given.
-_DEFAULTS = (None, None, True, "reference", None, None, False, 0)
+_DEFAULTS = (None, None, True, "reference", None, None, False, 0, None, None, 0.0, "")
 
 #: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
 Stored = tuple[torch.Tensor | None, ...]
@@ -48,18 +50,20 @@ def _flatten(c: AppendCall, chosen: str, q_out: torch.Tensor | None) -> tuple[An
     names = (c.keys.format.name, c.values.format.name)
     buffers = stored(c.keys, c.values, c.lengths)
     options = (c.rotate_keys, cos, sin, c.measure, chosen, c.q, q_out, c.by_slot, c.keys.sink_tokens)
-    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options)
+    norms = _DEFAULTS[-4:] if c.norms is None else c.norms
+    return (c.k, c.v, c.counts, *buffers, c.page_table, *names, *options, *norms)
 
 
 def _unflatten(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor | None, *rest: Any) -> tuple[AppendCall, str, Any]:
     """The call, the level and q_out from the arguments of the op, of which torch leaves out defaults at the end."""
     lengths, page_table, key_name, value_name, rotate_keys = rest[10:15]
     options: tuple[Any, ...] = (*rest[15:], *_DEFAULTS[len(rest) - 15 :])
-    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens = options
+    cos, sin, measure, chosen, q, q_out, by_slot, sink_tokens, *norms = options
     keys = KVBuffer(key_format(key_name), *rest[:5], sink_tokens=sink_tokens)
     values = KVBuffer(value_format(value_name), *rest[5:10], sink_tokens=sink_tokens)
     rope = None if cos is None else (cos, sin)
-    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, measure, by_slot), chosen, q_out
+    last = (measure, by_slot, None if norms[0] is None else HeadNorms(*norms))
+    return AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, *last), chosen, q_out
 
 
 def _run(*flat: Any) -> None:
@@ -68,6 +72,10 @@ def _run(*flat: Any) -> None:
         _launch(c, q_out, advance=False)
         return
     refuse_capture("append", c.k.device)
+    if c.norms is not None and c.q is not None:
+        norms = c.norms
+        q, k = (rms_norm(x, Norm(weight, norms.eps, norms.kind)) for x, weight in zip((c.q, c.k), norms[:2], strict=True))
+        c = c._replace(q=q, k=k)
     if c.rope is not None:
         cos, sin = (t.unsqueeze(-3) for t in c.rope)
         if c.q is not None and q_out is not None:
@@ -80,7 +88,7 @@ def _run(*flat: Any) -> None:
 
 
 def _fake(*flat: Any) -> None:
-    check_new(_unflatten(*flat)[0]._replace(rope=None, q=None))
+    check_new(_unflatten(*flat)[0]._replace(rope=None, q=None, norms=None))
 
 
 _op = define(_SCHEMA, _run, _fake)
@@ -115,17 +123,19 @@ def append_(
     rotate_keys: bool = False,
     rope: Rope | None = None,
     q: torch.Tensor | None = None,
+    norms: HeadNorms | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | None:
     """Quantize k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
 
     `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
     `rope`, (cos, sin) float32 [B, L, D/2] or [L, D/2]: the keys are rotated by position first, pairs (x[i], x[i + D/2]).
-    `q` [B, Hq, L, D] is rotated alike, in the same launch on a GPU, into a new tensor, which is returned.
+    `q` [B, Hq, L, D] is rotated alike, in the same launch on a GPU, into a new tensor, which is returned. `norms`: heads of keys
+    and of q are normalized before.
     Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed. A GPU kernel does
     not look at numbers: there a block with NaN or infinity becomes NaN, and tokens that do not fit are not written.
     """
-    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q)
+    c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, norms=norms)
     check_new(c)
     return store(c, impl)
 
@@ -173,7 +183,7 @@ def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signatu
     with torch.cuda.device_of(c.k):
         compiled = [launch() for launch in made]
     advanced = made[-1].advances
-    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c)):
+    if s is not None and (advanced or c.by_slot) and len(made) == 1 and s.covers(_tensors(c) + (c.norms or ())[:2]):
         store_launch(s, _replayed(compiled[0], made[0].programs, made[0].arguments, q_out))
     return advanced
 
@@ -200,7 +210,13 @@ def signature_of(c: AppendCall) -> Signature | None:
         return None
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
         return None
-    return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
+    norms: Any = c.norms
+    if norms is None:
+        return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
+    if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
+        return None
+    options = (c.rotate_keys, c.keys.sink_tokens, *norms[2:])
+    return signature("append", options, (c.keys.format, c.values.format), _tensors(c) + norms[:2])
 
 
 def _replayed(
@@ -210,7 +226,7 @@ def _replayed(
     from halfbyte.kernels.common.compat import launcher
 
     launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
-    like = None if q_out is None else layout(q_out)
+    like, no_norms = None if q_out is None else layout(q_out), (None, None)
 
     def again(s: Signature) -> tuple[torch.Tensor | None] | None:
         a, made, address = s.addresses, None, None
@@ -219,8 +235,8 @@ def _replayed(
             address = made.data_ptr()
             if address % 16:
                 return None  # no allocator of torch does that, and the kernel may have been compiled for it
-        stored = (a[8:12], a[12:16], a[16:18])
-        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], a[6:8], *stored, *constants)
+        stored = (a[6:8] + (a[18:] or no_norms), a[8:12], a[12:16], a[16:18])
+        launch(stream_of(s.tensors[0].device), a[0], a[1], a[_Q], address, a[3:5], a[5], *stored, *constants)
         return (made,)
 
     return again
@@ -244,23 +260,39 @@ def check_new(c: AppendCall) -> None:
     if c.rope is not None:
         check_rope(c.rope, k, k.shape[2:3], (batch, k.shape[2]))
     if q is not None:
-        check_query(q, (batch, "Hq", k.shape[2], keys.dim), c.rope, keys.codes.device)
+        check_query(q, (batch, "Hq", k.shape[2], keys.dim), c.rope, keys.codes.device, c.norms)
+    if c.norms is not None:
+        check_norms(c)
 
 
-def check_query(q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device) -> None:
+def check_query(
+    q: torch.Tensor, shape: Sequence[int | str], rope: Rope | None, device: torch.device, norms: HeadNorms | None = None
+) -> None:
     """q, to be rotated along with the keys."""
     check(rope is not None, "q was given without rope, so there is nothing to rotate it by; pass rope=(cos, sin), or leave q out")
     check_tensor("q", q, shape, device=device)
-    if torch.is_grad_enabled() and _requires_grad(q, rope):
-        which = "q" if q.requires_grad else "rope"
+    if torch.is_grad_enabled() and _requires_grad(q, rope, norms):
+        which = "q" if q.requires_grad else "rope" if _requires_grad(q, rope) else "norms"
         raise Unsupported(
             f"append has no gradient, and {which} requires one: halfbyte is for inference; wrap the call in torch.no_grad()"
         )
 
 
-def _requires_grad(q: torch.Tensor | None, rope: Rope | None) -> bool:
+def _requires_grad(q: torch.Tensor | None, rope: Rope | None, norms: HeadNorms | None = None) -> bool:
     """Whether q, once it is rotated, would have a gradient."""
-    return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ())))
+    return q is not None and any(getattr(t, "requires_grad", False) for t in (q, *(rope or ()), *(norms or ())))
+
+
+def check_norms(c: AppendCall) -> None:
+    """norms, of keys and of queries that are both given and rotated."""
+    norms: Any = c.norms
+    if not isinstance(norms, HeadNorms):
+        raise InvalidArgument(f"norms is a {type(norms).__name__}; expected a halfbyte.kv_buffer.HeadNorms(q, k, eps, kind)")
+    check(c.q is not None, "norms was given without q and rope, for whose heads they are; pass both, or leave norms out")
+    for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
+        check_tensor(name, weight, c.k.shape[-1:], device=c.k.device)
+    check(norms.kind in KINDS, f"norms.kind={norms.kind!r}; choose one of: {', '.join(KINDS)}")
+    check(norms.eps > 0, f"norms.eps={norms.eps}; expected a positive number: heads of zeros stay zeros")
 
 
 def check_rope(rope: Rope, k: torch.Tensor, *shapes: Shape) -> None:

@@ -21,6 +21,8 @@ class Head:
     rope          rotate by position
     aligned       consecutive elements of a half of a head that lie together and aligned, for vectorised reads of the other half
     hadamard      rotate in blocks of 2^hadamard, and multiply by `factor`; 0: do not
+    norm, eps     RMSNorm before anything else, of a kind of `halfbyte.reference.block.KINDS`; "": none
+    queries       of q
     """
 
     dim: int
@@ -29,6 +31,9 @@ class Head:
     aligned: int = 1
     hadamard: int = 0
     factor: float = 1.0
+    norm: str = ""
+    eps: float = 0.0
+    queries: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,16 @@ def append_plan(
     rope: bool,
     advance: bool,
     use_pdl: bool,
+    norm: tuple[str, float] = ("", 0.0),
 ) -> AppendPlan:
     """`formats`, `dims`: of keys and of values. `page`: its tokens; 0: contiguous memory. `window`: sink and recent tokens in 16
-    bits. `advance`: if one program can."""
+    bits. `advance`: if one program can. `norm`: its kind and eps."""
     (dim, value_dim), (keys, values) = dims, (kv_codec(KV_FORMATS[name]) for name in formats)
     count, some, passes, warps = _tiling(heads, tokens, max(map(_row, dims)))
     tiles, half, block = -(-tokens // count), dim // 2, dim & -dim
-    q = Head(dim, _row(dim), rope, max(1, min(16, half & -half)))
-    k = replace(q, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else q
+    head = Head(dim, _row(dim), rope, max(1, min(16, half & -half)), norm=norm[0], eps=norm[1])
+    q = replace(head, queries=bool(norm[0]))
+    k = replace(head, hadamard=block.bit_length() - 1, factor=block**-0.5) if hadamard else head
     v = Head(value_dim, _row(value_dim))
     through = tokens > window[1]
     spec = AppendSpec(keys, values, k, v, q, count, some, passes, page, advance and tiles == 1, use_pdl, *window, through)

@@ -11,7 +11,7 @@ from halfbyte.formats import KV_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, kv_buffer, recorded
 from halfbyte.kernels.append import rotation
 from halfbyte.kernels.append.launch import launches
-from halfbyte.kv_buffer import AppendCall
+from halfbyte.kv_buffer import AppendCall, HeadNorms
 
 #: Values that come with keys of another format. They come with keys of their own format where nothing is said.
 _VALUES = {
@@ -32,10 +32,11 @@ _FP16 = {"fp16", "int8", "int8_token", "int8_g64", "fp8", "int4", "int4_g64", "i
 
 def configurations() -> list[Configuration]:
     """Every format of keys: decoding over contiguous memory, and a prompt over pages with rotation. Tokens that go to
-    slots. Rotation alone."""
+    slots. Heads with norms. Rotation alone."""
     found = [c for keys in KV_FORMATS for prompt in (False, True) for c in _variant(keys, prompt)]
     found += [c for keys in ("int4", "int8_token", "int2") for prompt in (False, True) for c in _variant(keys, prompt, (4, 32))]
     found += [c for keys, values in (("int8", "int4_g32"), ("int4", "int4")) for c in _by_slot(keys, values)]
+    found += [c for keys, kind in (("int8", "rounded"), ("int4_channel", "offset")) for c in _normalized(keys, kind)]
     return found + [c for dim, dtype in ((128, torch.bfloat16), (80, torch.float16)) for c in _rotated(dim, dtype)]
 
 
@@ -43,6 +44,18 @@ def _rotated(dim: int, dtype: torch.dtype) -> list[Configuration]:
     """Values, or an output of attention, rotated on their own."""
     x = empty(16, 8, 1, dim, dtype=dtype)
     return recorded(f"rotate-heads-D{dim}", lambda: rotation.launch(x, x))
+
+
+def _normalized(keys: str, kind: str) -> Iterator[Configuration]:
+    """A decode step whose heads are normalized before they are rotated."""
+    buffers = [kv_buffer(KV_FORMATS[name], (64, 8, 64, 128), 16, torch.bfloat16) for name in (keys, "int4_g32")]
+    k, q = (empty(16, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 32))
+    table = empty(16, 1, 64, dtype=torch.float32)
+    weight = empty(128, dtype=torch.bfloat16)
+    norms = HeadNorms(weight, weight, 1e-6, kind)
+    call = AppendCall(k, k, *buffers, lengths=empty(16), rope=(table, table), q=q, measure=False, norms=norms)
+    for launch in launches(call, torch.empty_like(q), None, advance=True, use_pdl=False):
+        yield from recorded(f"{keys}-int4_g32-norms", launch)
 
 
 def _by_slot(keys: str, values: str) -> Iterator[Configuration]:

@@ -19,10 +19,12 @@ class Sequences(NamedTuple):
 
 
 class RopeTables(NamedTuple):
-    """Contiguous fp32 tables [L, D/2] or [B, L, D/2]."""
+    """Contiguous fp32 tables [L, D/2] or [B, L, D/2], and the weights [D] of norms before."""
 
     cos: Pointer
     sin: Pointer
+    q_weight: Pointer
+    k_weight: Pointer
 
 
 class Stored(NamedTuple):

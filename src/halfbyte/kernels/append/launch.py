@@ -41,8 +41,9 @@ def launches(c: AppendCall, q_out: torch.Tensor | None, amax: torch.Tensor | Non
     page, pages = (rows, pool) if c.by_slot else (0, 1) if c.page_table is None else (rows, c.page_table.shape[1])
     formats = c.keys.format.name, c.values.format.name
     window, dims = (c.values.sink_tokens, c.values.recent_tokens), (dim, c.v.shape[3])
-    plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, c.rope is not None, advance, use_pdl)
-    sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None))
+    weights, norm = ((None, None), ("", 0.0)) if c.norms is None else (c.norms[:2], (c.norms.kind, c.norms.eps))
+    plan = append_plan(formats, heads, tokens, dims, page, window, c.rotate_keys, c.rope is not None, advance, use_pdl, norm)
+    sequences, rope = Sequences(c.counts, c.lengths), RopeTables(*c.rope or (None, None), *weights)
     sizes = Sizes(tokens, heads, plan.tiles if plan.tiles > 1 else None, rows * pages, c.lengths.stride(0))
     paging = Paging(pool, *(0, 0) if c.page_table is None else c.page_table.stride())
     rope_stride = c.rope[0].stride(0) if c.rope is not None and c.rope[0].ndim == 3 else 0

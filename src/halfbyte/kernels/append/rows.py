@@ -49,15 +49,34 @@ def rotate(x, LOG: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, HEAD: tl.constexpr):
-    """f32 `x` [R, D] at `rows` [R] rotated by position: its other half is read once more."""
+def normalized(x, scale, d, rope, dtype: tl.constexpr, HEAD: tl.constexpr):
+    """f32 elements d [D] of rows `x` [R, D] times the `scale` [R] of their rows and their weights, rounded as the module does."""
+    weight = rope.q_weight if HEAD.queries else rope.k_weight
+    w = tl.load(weight + d, mask=(d >= 0) & (d < HEAD.dim), other=0.0).to(tl.float32)
+    if HEAD.norm == "offset":
+        w += 1.0
+    y = x * scale[:, None]
+    if HEAD.norm == "rounded" and dtype.primitive_bitwidth == 16:
+        y = as_dtype(y, dtype).to(tl.float32)
+    y *= w[None, :]
+    if dtype.primitive_bitwidth == 16:
+        y = as_dtype(y, dtype).to(tl.float32)
+    return y
+
+
+@triton.jit
+def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, scale, HEAD: tl.constexpr):
+    """f32 `x` [R, D] at `rows` [R] rotated by position: its other half is read once more, and normalized by `scale` [R]."""
     HALF: tl.constexpr = HEAD.dim // 2
     ALIGNED: tl.constexpr = HEAD.aligned
     d = tl.arange(0, HEAD.padded)
     first = d < HALF
     other = tl.max_contiguous(tl.multiple_of(tl.where(first, d + HALF, d - HALF), ALIGNED), ALIGNED)
     angle = tl.max_contiguous(tl.multiple_of(tl.where(first, d, d - HALF), ALIGNED), ALIGNED)
-    partner = tl.load(rows[:, None] + other.to(tl.int64)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+    loaded = tl.load(rows[:, None] + other.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
+    partner = loaded.to(tl.float32)
+    if HEAD.norm != "":
+        partner = normalized(partner, scale, other, rope, loaded.dtype, HEAD)
     at = (b * rope_stride + t.to(tl.int64) * HALF)[:, None] + angle[None, :]
     c, s = tl.load(rope.cos + at, mask=mask, other=0.0), tl.load(rope.sin + at, mask=mask, other=0.0)
     return tl.where(first[None, :], x * c - partner * s, x * c + partner * s)
@@ -65,14 +84,18 @@ def rotate_by_position(x, rows, stride, t, b, rope, rope_stride, mask, HEAD: tl.
 
 @triton.jit
 def load_rows(x, s, b, t, h, wanted, rope, rope_stride, HEAD: tl.constexpr):
-    """f32 rows [R, padded] of token t [R], head h [R], zero where not `wanted` [R] and beyond D; RoPE, then the rotation."""
+    """f32 rows [R, padded] of token t [R], head h [R], zero where not `wanted` [R] and beyond D: normalized, RoPE, the rotation."""
     d = tl.arange(0, HEAD.padded)
     rows = x + (b * s[0] + h.to(tl.int64) * s[1] + t.to(tl.int64) * s[2])
     mask = wanted[:, None] & (d < HEAD.dim)[None, :]
     value = tl.load(rows[:, None] + d.to(tl.int64)[None, :] * s[3], mask=mask, other=0.0)
     result = value.to(tl.float32)
+    scale = None
+    if HEAD.norm != "":
+        scale = tl.rsqrt(tl.sum(result * result, 1) * (1 / HEAD.dim) + HEAD.eps)
+        result = normalized(result, scale, d, rope, value.dtype, HEAD)
     if HEAD.rope:
-        result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, HEAD)
+        result = rotate_by_position(result, rows, s[3], t, b, rope, rope_stride, mask, scale, HEAD)
         if value.dtype == tl.float16 or value.dtype == tl.bfloat16:
             result = as_dtype(result, value.dtype).to(tl.float32)
     if HEAD.hadamard > 0:
