@@ -65,10 +65,10 @@ ORACLES := .venv-oracles
 $(ORACLES)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ORACLES)
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  bitsandbytes==0.50.2 compressed-tensors==0.20.0 torchao==0.18.0 pytest pytest-timeout hypothesis -e '.[hf]'
+	  auto-round==0.16.1 bitsandbytes==0.50.2 compressed-tensors==0.20.0 torchao==0.18.0 pytest pytest-timeout hypothesis -e '.[hf]'
 	touch $@
 
-oracle-test: $(ORACLES)/.ready ## layers packed by bitsandbytes, compressed-tensors and torchao against their own values
+oracle-test: $(ORACLES)/.ready ## layers packed by AutoRound, bitsandbytes, compressed-tensors and torchao against their own values
 	PYTHONPATH=.:tests $(ORACLES)/bin/python -m pytest -W ignore tests/oracles
 
 # Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.

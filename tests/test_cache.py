@@ -779,12 +779,14 @@ def life_of_lists(keys: str, rng: random.Random, steps: int) -> None:
     formats = (keys, "int4_g32")
     caches = [make(paged, batch, heads, dim, capacity, keys=keys, values=formats[1], rotate_keys=False) for paged in (False, True)]
     model: list[torch.Tensor] = [torch.zeros(2, heads, 0, dim)] * batch  # keys and values as they are read
-    for step in range(steps):
+    drawn = tokens(batch, heads, 100, dim, rng.randrange(1000))[0]
+    all_read = torch.stack([dequantize(quantize(drawn, key_format(name))) for name in formats], 1)
+    for _ in range(steps):
         match rng.choice(["append", "append", "append", "crop", "reorder", "reset"]):
             case "append":
-                k = tokens(batch, heads, 25, dim, step)[0]
+                first = rng.randint(0, 75)
+                k, read = (t.narrow(-2, first, 25) for t in (drawn, all_read))
                 counts = [rng.randint(0, 25) for _ in range(batch)]
-                read = torch.stack([dequantize(quantize(k, key_format(name))) for name in formats], 1)
                 fits_in = all(m.shape[2] + n <= capacity for m, n in zip(model, counts, strict=True))
                 for cache in caches:
                     if fits_in:
@@ -873,6 +875,18 @@ def test_what_a_cache_says_of_itself() -> None:
     assert KVCache(1, 1, 64, 50).capacity == 50
     with pytest.raises(HalfbyteError):
         KVCache(1, 1, 40, 50, values="int4_g32")
+
+
+@pytest.mark.parametrize(("formats", "per_head"), [("int8", 66), ("int8_tensor", 64), ("fp16", 128)])
+def test_bytes_of_a_token_are_its_codes_and_scales(formats: str, per_head: int) -> None:
+    assert KVCache(2, 3, 64, 64, keys=formats, values=formats).bytes_per_token == 2 * 3 * per_head
+
+
+def test_a_number_of_copies_is_an_int32() -> None:
+    cache = KVCache(0, 1, 64, 64)
+    assert cache.repeat_interleave(2**31 - 1).batch == 0
+    with pytest.raises(InvalidArgument, match="repeats"):
+        cache.repeat_interleave(2**31)
 
 
 def test_zeros_say_nothing_about_the_scale_of_a_tensor() -> None:

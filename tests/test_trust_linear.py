@@ -56,5 +56,6 @@ def test_a_zero_point_beyond_every_code(zero: int) -> None:
     """128 is the last whose differences from codes a signed byte holds."""
     weight = quantize(drawn(8, 64, seed=5), "int4_g32")
     assert weight.offsets is not None
-    weight = replace(weight, offsets=torch.full_like(weight.offsets, zero))
-    assert error_against_eager(drawn(3, 64, seed=6), weight) <= 2
+    zeros = torch.full_like(weight.offsets, zero)
+    for few in (zeros, torch.where(torch.arange(len(zeros)).view(-1, 1) % 2 == 0, zeros, 3)):
+        assert error_against_eager(drawn(3, 64, seed=6), replace(weight, offsets=few.to(zeros.dtype))) <= 2

@@ -262,6 +262,7 @@ def _tensor(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
         (b"", "header"),
         (b"1234", "header"),
         (struct.pack("<Q", 2**63) + b"{}", "claims"),
+        (struct.pack("<Q", 3) + b"{}", "claims 3 bytes, the file has 10"),
         (_raw(b"{"), "damaged"),
         (_raw(b"[]"), "object"),
         (_raw(b"\xff\xfe{}"), "damaged"),
@@ -269,13 +270,18 @@ def _tensor(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
         (_raw(b'{"a": %s, "a": %s}' % ((json.dumps(_tensor()).encode(),) * 2), bytes(8)), "twice"),
         (_raw({"a": _tensor(dtype="F31")}, bytes(8)), "dtype"),
         (_raw({"a": _tensor(dtype=["F32"])}, bytes(8)), "dtype"),
-        (_raw({"a": _tensor(shape=[1] * 1000)}, bytes(8)), "shape"),
-        (_raw({"a": _tensor(shape=[-2])}, bytes(8)), "shape"),
-        (_raw({"a": _tensor(shape=[2.0])}, bytes(8)), "shape"),
-        (_raw({"a": _tensor(shape=[True, 2])}, bytes(8)), "shape"),
+        (_raw({"a": _tensor(shape=[1] * 1000)}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(shape=[2] + [1] * files.MAX_RANK)}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(shape=[-2])}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(shape=[2.0])}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(shape=[True, 2])}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(offsets=[0])}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(offsets=[0, 8, 8])}, bytes(8)), "no lists of sizes"),
+        (_raw({"a": _tensor(offsets=[0, 8.0])}, bytes(8)), "no lists of sizes"),
         (_raw({"a": _tensor(shape=[2**61, 2**61])}, bytes(8)), "needs"),
         (_raw({"a": _tensor(offsets=[0, 16])}, bytes(8)), "lies at"),
         (_raw({"a": _tensor(offsets=[8, 0])}, bytes(8)), "lies at"),
+        (_raw({"a": _tensor(shape=[4], offsets=[0, 16])}, bytes(8)), "lies at 0 to 16 of 8"),
         (_raw({"a": _tensor(), "b": _tensor(offsets=[4, 12])}, bytes(12)), "overlaps"),
         (_raw({"a": _tensor(), "b": _tensor(offsets=[12, 20])}, bytes(20)), "gap"),
         (_raw({"a": _tensor()}, bytes(9)), "follow"),
@@ -292,6 +298,7 @@ def test_damaged_files(tmp_path, raw, message):
 
 def test_good_files(tmp_path):
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(0, 4, dtype=torch.uint8), "c": torch.ones(5, dtype=torch.bfloat16)}
+    tensors["d"] = torch.ones([1] * files.MAX_RANK)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     infos = files.read_folder(tmp_path)
     assert {n: (i.shape, i.dtype) for n, i in infos.items()} == {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}

@@ -1,10 +1,12 @@
 """Layers packed by other libraries, which run here themselves: their values, bit for bit. `make oracle-test`.
 
-bitsandbytes quantizes and dequantizes; compressed-tensors packs and unpacks; torchao decodes MXFP4 and NVFP4. All on a CPU.
+bitsandbytes quantizes and dequantizes; compressed-tensors and AutoRound pack and unpack; torchao decodes MXFP4 and NVFP4. All on a
+CPU.
 """
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,17 @@ from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.checkpoints.safetensors_files import read_header
 
 SHAPE = (48, 512)
+WORDS = (64, 512)  # whole words of 8 zero points, in multiples of 32
 
 
-def loaded(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
+def loaded(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
     """The values that halfbyte reads, float32 [N, K], through a file."""
     save_file({f"a.b.{name}": t.contiguous() for name, t in tensors.items()}, folder / "x.safetensors")
-    return make_adapter(config).convert(StoredLayer("a.b", *SHAPE, read_header(folder / "x.safetensors"))).dequantize()
+    return make_adapter(config).convert(StoredLayer("a.b", *shape, read_header(folder / "x.safetensors"))).dequantize()
 
 
-def normal(seed: int = 0) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) * 0.05
+def normal(seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])
@@ -71,6 +74,36 @@ def test_compressed_tensors(bits: int, group: int | None, symmetric: bool, dtype
     group_0 = {"targets": ["Linear"], "weights": arguments.model_dump(mode="json")}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group_0}}
     assert torch.equal(loaded(config, packed, tmp_path).to(dtype), theirs)
+
+
+#: How AutoRound packs, its module for that, the smallest zero point that the packing keeps, and the configuration's own part.
+AUTO_ROUND = (
+    ("gptq v1", "qlinear_torch_zp", 1, {"quant_method": "gptq", "checkpoint_format": "gptq"}),
+    ("auto_round", "qlinear_torch", 0, {"quant_method": "auto-round", "packing_format": "auto_round"}),
+)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("packing", "module", "least", "config"), AUTO_ROUND, ids=[name for name, *_ in AUTO_ROUND])
+def test_auto_round(
+    packing: str, module: str, least: int, config: dict[str, Any], symmetric: bool, group: int, tmp_path: Path
+) -> None:
+    """Packed by the library with scales and zero points drawn here; a product with the identity gives its own fp16 weights."""
+    (rows, columns), rng = WORDS, torch.Generator().manual_seed(group % 1000)
+    scales = (torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005).half().float()
+    zeros = torch.full(scales.shape, 8) if symmetric else torch.randint(least, 16, scales.shape, generator=rng)
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = normal(shape=WORDS)
+    layer = importlib.import_module(f"auto_round_extension.torch.{module}").QuantLinear(4, group, columns, rows, bias=False)
+    layer.device = "cpu"  # which packing to v2 reads and nobody sets
+    layer.pack(linear, scales, zeros.float(), device="cpu")
+    layer.post_init()
+    theirs = layer(torch.eye(columns)).T
+    parts = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
+    config = config | {"bits": 4, "group_size": group, "sym": symmetric}
+    assert torch.equal(loaded(config, parts, tmp_path, WORDS).half().float(), theirs)
+    assert theirs.unique().numel() > 100
 
 
 @pytest.mark.parametrize("kind", ["quark mxfp4", "ct mxfp4"])

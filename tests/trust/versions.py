@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("matplotlib", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14")
+#: Folders of this machine, in what a test says.
+FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
 #: What a record of a corner holds of it, printed by the corner's own Python.
 ENVIRONMENT = """
 import json, transformers
@@ -119,7 +122,8 @@ def outcome(report: Path) -> tuple[int, list[dict[str, str]]]:
         wrong = [part for part in case if part.tag in ("failure", "error")]
         passed += not wrong and case.find("skipped") is None
         failures += [
-            {"test": f"{case.get('classname')}::{case.get('name')}", "error": (w.get("message") or "")[:300]} for w in wrong[:1]
+            {"test": f"{case.get('classname')}::{case.get('name')}", "error": FOLDERS.sub("", w.get("message") or "")[:300]}
+            for w in wrong[:1]
         ]
     return passed, failures
 
