@@ -191,15 +191,18 @@ def compare(results: list[Result], held: set[str], only: str, console: Console) 
     import triton
 
     recorded = {key: entry for key, entry in manifest.read().items() if key[0] == triton.__version__ and key[1] in held}
-    wrong = {}
+    wrong, again = {}, 0
     for entry in (r.entry for r in results if r.entry is not None and r.target in held):
         old = recorded.get(entry.key)
         wrong[entry.key] = manifest.difference(old, entry) if old else "not in the manifest"
+        again += not wrong[entry.key] and entry != old
     gone = {} if only else recorded.keys() - wrong.keys()
     wrong |= dict.fromkeys(gone, "in the manifest, but no kernel has it")
     wrong = {key: why for key, why in wrong.items() if why}
     for key, why in sorted(wrong.items()):
         console.print(*key, why, style="red", markup=False)
+    if again:
+        console.print(f"{again} compile to what was recorded, from other sources: --update lets the next run skip them")
     if wrong:
         console.print("a kernel that was changed on purpose: scripts/compile_check.py --update, in the commit of the change")
     return not wrong
@@ -225,7 +228,7 @@ def run(jobs: list[Job], processes: int, everything: bool, console: Console) -> 
     recorded = {} if everything else manifest.read()
     known = {job: found for job in jobs if (found := unchanged(job, recorded))}
     results = list(known.values())
-    console.print(f"{len(known)} are made from what was recorded, {len(jobs) - len(known)} to compile in {processes} processes")
+    console.print(f"{len(known)} unchanged since they were recorded, {len(jobs) - len(known)} to compile in {processes} processes")
     workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     with workers, Progress(console=console) as progress:
         task = progress.add_task("compiling", total=len(jobs) - len(known))

@@ -1,4 +1,6 @@
-"""How much memory torch's operators take on a CPU: exact, whatever an allocator keeps, and without the process's own."""
+"""How much memory torch's operators take on a CPU: exact, whatever an allocator keeps, and without the process's own.
+
+Tensors of the meta device take none."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Allocated(TorchDispatchMode):
         return made
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._known:
+        if storage not in self._known and storage.device.type != "meta":
             self._known.add(storage)
             size = storage.nbytes()
             self.now += size

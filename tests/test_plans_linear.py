@@ -42,10 +42,7 @@ def tuned(*args: Any, **more: Any) -> LinearPlan:
 def test_as_many_blocks_run_at_once_as_planned(name: str, rows: int, capability: tuple[int, int]) -> None:
     """One block more on a multiprocessor, and paired launches would not be spread evenly."""
     for n, k in ((1024, 4096), (4096, 14336), (8192, 8192), (28672, 4096)):
-        found = planned(name, n, k, rows, capability=capability)
-        if isinstance(found, str):
-            assert capability == (8, 9), found
-            continue
+        found = tuned(name, n, k, rows, capability=capability)
         taken = found.spec.shared_bytes + DRIVER
         assert found.programs_per_sm * taken <= EVERYTHING[capability] < (found.programs_per_sm + 1) * taken
         assert found.spec.stages >= 2

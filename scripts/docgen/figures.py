@@ -140,9 +140,9 @@ def _step_ratio() -> str:
     return f"{plain / packed:.2f}x"
 
 
-def _step_where() -> str:
+def _where(implementation: str) -> str:
     """GPU and date."""
-    environment = _step("halfbyte").environment
+    environment = _step(implementation).environment
     return f"{environment.device.removeprefix('NVIDIA ').split()[0]}, {environment.date[:10]}"
 
 
@@ -168,11 +168,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "split_k_mean": lambda: f"{100 * (MEAN_GAIN - 1):.0f} %",
     "split_k_peak": lambda: f"{100 * (PEAK_GAIN - 1):.0f} %",
     "step_bytes": lambda: f"{(_step('transformers').nbytes or 0) / 1e9:.1f} GB",
+    "step_fused": lambda: _step_ms("halfbyte, fused blocks"),
+    "step_fused_least": lambda: _least_ms("halfbyte, fused blocks"),
+    "step_fused_where": lambda: _where("halfbyte, fused blocks"),
     "step_least": lambda: _least_ms("transformers"),
     "step_least_packed": lambda: _least_ms("halfbyte"),
     "step_packed": lambda: _step_ms("halfbyte"),
     "step_plain": lambda: _step_ms("transformers"),
     "step_ratio": _step_ratio,
-    "step_where": _step_where,
+    "step_where": lambda: _where("halfbyte"),
     "weight_formats": lambda: str(len(WEIGHT_FORMATS)),
 }

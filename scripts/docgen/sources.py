@@ -61,8 +61,9 @@ def linear() -> list[Record]:
 
 
 def model() -> list[Record]:
-    """Decode steps of a whole model, `examples/06_tokens_per_second.py`."""
-    return read(ROOT / "results" / "models.jsonl").records
+    """Decode steps of a whole model: `examples/06_tokens_per_second.py`, and the same case of the study `step`."""
+    studied = [r for r in tables.every_gpu_record() if (r.study, r.case) == ("step", "8b-8") and r.seconds]
+    return read(ROOT / "results" / "models.jsonl").records + studied
 
 
 def cpu() -> list[dict[str, object]]:

@@ -191,22 +191,25 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:
     """The cache as `halfbyte.hf` would make it: its checks, its refusals."""
     from halfbyte.hf.layer_options import layer_formats
-    from halfbyte.hf.model_support import check_model_support, head_dims, text_config
+    from halfbyte.hf.model_support import ATTENTION, STATES, check_model_support, head_dims, layer_types, text_config
 
     check_model_support(config)
-    text = text_config(config)
-    formats = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
+    text, kinds = text_config(config), layer_types(text_config(config))
+    every = layer_formats(text, keys, values, skip_layers, torch.bfloat16)
+    formats = [pair for pair, kind in zip(every, kinds, strict=True) if kind in ATTENTION]
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    sliding = sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ())
+    sliding = sum("sliding" in kind for kind in kinds)
     if not sliding and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         sliding = len(formats)
-    return CacheSizes(tuple(formats), heads, *head_dims(text), sliding)
+    states = sum(kind in STATES for kind in kinds)
+    return CacheSizes(tuple(formats), heads, *head_dims(text), sliding, states)
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Formats of keys and values of each layer, KV heads, head sizes of keys and values, layers with a sliding window.
+    """Formats of keys and values of each layer that has them, KV heads, head sizes of keys and values.
 
+    sliding  layers with a sliding window; states: those with a recurrent or convolutional state
     window   tokens of a sequence that layers with codes also hold in 16 bits
     """
 
@@ -215,6 +218,7 @@ class CacheSizes:
     key_dim: int
     value_dim: int
     sliding: int
+    states: int = 0
     window: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
@@ -340,4 +344,6 @@ def notes(
         said.append(f"the weights of this model are quantized already ({method}), and counted in 16 bits; name their --weights")
     if cache.sliding:
         said.append(f"{cache.sliding} sliding-window layers are counted at the full context: the cache keeps every token")
+    if cache.states:
+        said.append(f"the states of {cache.states} recurrent or convolutional layers, whose size is fixed, are not counted")
     return tuple(said)

@@ -75,11 +75,12 @@ def multiply(
     num_sms: int = 3,
     backwards: bool = False,
     change: Callable[[str], str] = str,
+    capability: tuple[int, int] = (9, 0),
 ) -> list[torch.Tensor]:
-    """x times each weight in one launch of a tuned kernel."""
+    """x times each weight in one launch of a tuned kernel, by the plan of a GPU of that capability."""
 
     def plan(facts: Any, m: int, width: int, dtype: str, *_: Any) -> LinearPlan:
-        found = tuned_linear(facts, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=(9, 0), use_pdl=True)
+        found = tuned_linear(facts, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

@@ -45,6 +45,7 @@ _EXPERTS = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
 }
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+_STATES = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 _TOWERS = {
     **dict.fromkeys(("image_size", "crop_size"), 32),
@@ -77,6 +78,7 @@ SIZES: dict[str, Any] = {
     **_EXPERTS,
     **_LATENT,
     **_INDEXER,
+    **_STATES,
     **_TOWERS,
 }
 _HYBRID, _LINEAR = ["linear_attention", "hybrid"], ["linear_attention", "full_attention"]
@@ -114,12 +116,25 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
+    "granitemoehybrid": {"layer_types": _LINEAR},
     "hrm_text": {"initializer_range": 0.1},  # its many rounds magnify differences
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "mimo_v2_flash": {"head_dim": 96, "v_head_dim": 64, "num_key_value_heads": 1},
+    "minimax": {"layer_types": _LINEAR},
     "molmo2": {"vision_config": {"image_size": [32, 32]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "moshi": {"audio_vocab_size": 32},
+    "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4},
+    "olmo_hybrid": {"layer_types": _LINEAR},
+    "qwen3_5": {"text_config": {"layer_types": _LINEAR}},
+    "qwen3_5_moe": {"text_config": {"layer_types": _LINEAR}},
+    "qwen3_5_moe_text": {"layer_types": _LINEAR},
+    "qwen3_5_text": {"layer_types": _LINEAR},
+    "qwen3_next": {"layer_types": _LINEAR},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 64)},
     "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},
     "xlstm": {"num_heads": 2, "num_blocks": 2},

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 import halfbyte
 from halfbyte.reference.hadamard import rotate, rotated
@@ -35,9 +41,24 @@ def _rounded(new: torch.Tensor, name: str, fmt_name: str) -> torch.Tensor:
     return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
 
 
+class RoundedHybrid(RoundedLayer, LinearAttentionAndFullAttentionLayer):
+    """Of a layer that has a state as well."""
+
+
 def rounded_cache(model: Any, fmt: str = "bf16") -> DynamicCache:
+    """Of a model's layers, those with keys and values are rounded. Windows are left to masks."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     cache = DynamicCache()
-    cache.layers = [RoundedLayer() for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+    cache.layers = [_layer(kind) for kind in kinds]
     for layer in cache.layers:
         layer.fmt = fmt
     return cache
+
+
+def _layer(kind: str) -> Any:
+    if "hybrid" in kind:
+        return RoundedHybrid()
+    if kind in ("linear_attention", "conv"):
+        return LinearAttentionLayer()
+    return DummyLayer() if kind in ("moe", "mlp") else RoundedLayer()

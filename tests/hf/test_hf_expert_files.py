@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import decoders
 import halfbyte.hf as hf
+from allocated import Allocated
 from checkpoint_files import Drawn, draw
 from halfbyte.checkpoints.experts import stack
 from halfbyte.errors import HalfbyteError, Unsupported
@@ -173,3 +175,30 @@ def test_files_hold_what_was_moved(tmp_path: Path) -> None:
             assert torch.equal(weight.codes[expert, half::2], stored[f"{name}.weight_packed"])
             assert torch.equal(weight.scales[expert, half::2], stored[f"{name}.weight_scale"].view(torch.uint8))
             assert (weight.tensor_scale[expert, half::2] == 1 / stored[f"{name}.weight_global_scale"]).all()
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("gptq v1", 2), ("ct nvfp4", 1)])
+def test_memory_stays_below_the_packed_size_and_one_shard(kind: str, layers: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """16 experts a layer, and so many layers a file."""
+    config = tiny_config("qwen3_moe")
+    config.update({"num_hidden_layers": 6, "layer_types": None, "num_experts": 16, "num_local_experts": 16, "head_dim": 64})
+    config.update({"hidden_size": 128, "moe_intermediate_size": 128})
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    monkeypatch.setattr(sys.modules[__name__], "tiny", lambda family: model)
+    write(tmp_path, "qwen3_moe", kind)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, t in state.items():
+        number = 1 + int(name.split(".")[2]) // layers if ".layers." in name else 0
+        files.setdefault(f"model-{number}.safetensors", {})[name] = t
+    for file, held in files.items():
+        save_file(held, tmp_path / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with Allocated() as memory:
+        loaded = hf.load(tmp_path)
+    packed = sum(t.nbytes for t in loaded.state_dict().values())
+    shard = max(sum(t.nbytes for t in held.values()) for held in files.values())
+    assert 0.9 * packed < memory.most < packed + shard
+    assert packed < 0.4 * sum(2 * p.numel() for p in model.parameters())

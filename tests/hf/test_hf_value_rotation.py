@@ -12,7 +12,7 @@ import halfbyte.hf as hf
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.formats import key_format, value_format
 from halfbyte.hf.attention import attention
-from halfbyte.hf.cache import PackedLayer
+from halfbyte.hf.cache_layers import PackedLayer
 from halfbyte.reference.hadamard import rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")

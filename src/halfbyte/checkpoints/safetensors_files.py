@@ -270,8 +270,8 @@ def check_perm(tensor: str, perm: torch.Tensor) -> None:
 
 
 def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> None:
-    """Scales must be finite and positive once decoded; the error names the tensor."""
-    from halfbyte.reference.dequantize import block_scales
+    """Scales must be finite and positive once decoded; the error names the tensor. Of a stack, one expert is decoded at a time."""
+    from halfbyte.reference.dequantize import block_scales, expert_scales
     from halfbyte.tensors import QuantTensor
 
     scales = parts.get("scales")
@@ -281,15 +281,20 @@ def check_scales(name: str, fmt: Format, parts: Mapping[str, torch.Tensor]) -> N
     for part in ("tensor_scale", "nested"):
         if part in parts and not bool(torch.isfinite(parts[part]).all()):
             raise CheckpointError(f"{name}.weight_{part} holds NaN or infinity; the file is damaged")
-    plain = block_scales(QuantTensor(fmt, (*rows, width * fmt.code.per_byte), **parts))
+    q = QuantTensor(fmt, (*rows, width * fmt.code.per_byte), **parts)
+    each = (expert_scales(q, i, torch.float32) for i in range(rows[0])) if len(rows) == 2 else iter((block_scales(q),))
     # Double quantization rounds the scale of an all but empty block to a little on either side of 0.
     # Symmetric integers may have negative scales (AutoRound), to reach 8 steps on either side.
     signed = fmt.code in (INT4_SYM, INT8)
-    wrong = torch.zeros_like(plain, dtype=torch.bool) if "nested" in parts else plain == 0 if signed else plain <= 0
-    if count := int((~torch.isfinite(plain) | wrong).sum()):
+    count, infinite = 0, False
+    for plain in each:
+        wrong = torch.zeros_like(plain, dtype=torch.bool) if "nested" in parts else plain == 0 if signed else plain <= 0
+        count += int((~torch.isfinite(plain) | wrong).sum())
+        infinite |= overflows(plain, fmt)
+    if count:
         what = "finite and not 0" if signed else "finite and positive"
         raise CheckpointError(f"{name}.weight_scales holds {count} scales that are not {what}; the file is damaged")
-    if overflows(plain, fmt):
+    if infinite:
         raise CheckpointError(f"{name}.weight_scales is so large that weights would be infinite; the file is damaged")
 
 

@@ -315,8 +315,10 @@ def kv_bytes_per_token(model: Any, setting: Setting) -> float:
 def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
     """A packed cache of the setting for a model with the setting's weights. It rotates values where the weights cannot."""
     from halfbyte.hf.cache import PackedCache
+    from halfbyte.hf.model_support import check_continues
     from halfbyte.hf.value_rotation import unfolded
 
+    check_continues(model)
     rotate_values = setting.rotate_values and bool(unfolded(model))
     return PackedCache(model, capacity, rotate_values=rotate_values, **setting.cache_options())
 

@@ -11,7 +11,7 @@ import torch
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.hf.attention import DECODE_QUERIES
 from halfbyte.hf.default_cache import CacheSettings, DefaultCache
-from halfbyte.hf.model_support import inner_model
+from halfbyte.hf.model_support import check_continues, inner_model
 
 #: Outputs of a forward that hold one entry a token, along axis 1.
 _BY_TOKEN = ("logits", "last_hidden_state")
@@ -29,6 +29,7 @@ def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
     loss are those of the last chunk.
     """
     inner = inner_model(model)
+    check_continues(inner)
     maker = getattr(inner, "_prepare_cache_for_generation", None)
     if not isinstance(maker, DefaultCache):
         raise InvalidArgument("model has no KV formats; call halfbyte.hf.quantize(model, keys=..., values=...) first")
@@ -77,6 +78,8 @@ class _Forward:
     def _chunks(self, input_ids: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> list[Any]:
         tokens, outputs = input_ids.shape[1], []
         cache = self.settings.make(self.model, tokens)
+        if cache.has_states and mask is not None and self.chunk == 1:
+            raise Unsupported("chunk=1: transformers does not mask the padding of one token from recurrent states; pass 2 or more")
         by_token = {name: x for name, x in kwargs.items() if name in ("position_ids", "token_type_ids") and x is not None}
         for start in range(0, tokens, self.chunk):
             part = slice(start, start + self.chunk)

@@ -122,7 +122,7 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
     found = {
         f"{mode} does not feed one token a step": not steps,
         f"the cache is a {type(cache).__name__}, no PackedCache": not isinstance(cache, PackedCache),
-        "not every op of this model runs as a kernel (float32, or HALFBYTE_IMPL)": not getattr(cache, "is_compileable", True),
+        "not every op of this model runs as a kernel (float32, or HALFBYTE_IMPL)": not getattr(cache, "records", True),
         "compile_config is set": config.compile_config is not None,
         f"{', '.join(unknown)} may change from step to step": bool(unknown),
         "position_ids have more than two axes": positions is not None and positions.ndim != 2,
@@ -148,7 +148,8 @@ def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, s
     found = {
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
         "a logits processor, a stopping criterion or output_scores needs tokens one by one": choice.key(None) is None,
-        "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.layers),
+        "recurrent and convolutional states cannot take drafts back": cache.has_states,
+        "recent tokens in 16 bits leave their window one by one": any(layer.recent_tokens for layer in cache.packed),
         "this model's forward takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
         "several sequences, of which each takes other drafts, cannot be streamed": batch > 1 and streamer is not None,
         "several sequences, of which each takes other drafts, leave no cache to go on with": batch > 1 and read_later,

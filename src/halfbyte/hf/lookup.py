@@ -39,7 +39,7 @@ class LookupForward(Forward):
         self.ids, self.positions, self.ngram = inputs["input_ids"], inputs["position_ids"], ngram
         self.inputs = inputs
         self.cache: PackedCache = inputs["past_key_values"]
-        blocks = [layer.key_format.token_block for layer in self.cache.layers if layer.key_format.token_block]
+        blocks = [layer.key_format.token_block for layer in self.cache.packed if layer.key_format.token_block]
         self.block = min(blocks, default=None)
         self.chunk = Chunk(*(torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in Chunk._fields))
 

@@ -288,7 +288,7 @@ def replays(model: Any, way: Way, steps: Steps, times: int = 20) -> tuple[float,
     forward = kept_steps(model)[-1].forwards[-1] if way.options.get("custom_generate") and kept_steps(model) else None
     if forward is None or forward.recorded.graph is None:
         return ()
-    lengths = [layer.kv.lengths for layer in kept_steps(model)[-1].cache.layers]
+    lengths = [layer.kv.lengths for layer in kept_steps(model)[-1].cache.packed if layer.kv is not None]
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
     for began, ended in pairs:
         for held in lengths:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, cache_utils
 
 from halfbyte.cache_plan import ModelSizes
 from halfbyte.checkpoints.folder_guard import check_folder
@@ -25,7 +25,8 @@ _MLA = "its cache holds a latent (MLA) that is expanded into keys and values aft
 _TOUCHED = "it changes or selects cached keys or values between the cache update and attention"
 _SHARED = "its layers share keys and values outside the cache"
 _NO_SEAM = "it computes attention itself and does not call the attention functions that can be registered in transformers"
-_RECURRENT = "it has recurrent, convolutional or linear-attention layers, whose state is not keys and values"
+_RECURRENT = "it is recurrent throughout, and has no keys and values"
+_OWN_STATES = "the states of its recurrent layers are in the model, or in a cache of its own class"
 _OVERLAY = "its masks are not causal everywhere (tokens of one block, such as an image, see each other)"
 _WINDOW = "it does not pass its sliding window to attention"
 _BIAS = "it adds a learned position bias to the scores"
@@ -37,8 +38,8 @@ _BY_REASON: dict[str, str] = {
     _SHARED: "gemma3n gemma4 gemma4_unified",
     _NO_SEAM: "bark big_bird blip bloom clvp codegen cpmant ctrl falcon flaubert git gpt_neo gpt_neox_japanese gptj imagegpt "
     "megatron-bert mpt openai-gpt prophetnet reformer rembert roformer tapas trocr xglm xlm xlnet",
-    _RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
-    "olmo_hybrid qwen3_next recurrent_gemma rwkv xlstm zamba zamba2",
+    _RECURRENT: "falcon_mamba mamba mamba2 rwkv xlstm",
+    _OWN_STATES: "minimax recurrent_gemma",
     _OVERLAY: "cosmos3_edge diffusion_gemma gemma3 git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
     _WINDOW: "moshi",
     _BIAS: "inkling inkling2 longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
@@ -50,13 +51,21 @@ REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() 
 #: Families that apply a sliding window by a mask only, so attention takes it from the configuration.
 WINDOW_IN_MASK = frozenset({"phimoe"})
 
+#: Hybrid families whose forward of several tokens forgets the states, or the number, of the tokens that the cache holds.
+WHOLE_PROMPTS = frozenset({"bamba", "jamba", "zamba"})
+
 #: model_type -> why its weights cannot be quantized.
 WEIGHTS_REFUSED = {"rwkv": "it divides the weights of its layers in place before it uses them"}
 
 #: Names of cross-attention in a block.
 _CROSS = re.compile("cross|encoder_attn")
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+#: Types of layers, in transformers' words, that have keys and values; a state of fixed size; neither.
+ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+_NEITHER = ("moe", "mlp")
+#: Whether transformers keeps states by layer, in the cache of keys and values. Earlier ones had a cache for each such family.
+_STATES_BY_LAYER = hasattr(cache_utils, "get_layer_types_and_kwargs")
 
 
 def inner_model(model: Any) -> Any:
@@ -127,12 +136,27 @@ def check_model_support(model_or_config: Any) -> None:
         raise _refusal(name, "its attention sees both sides (is_decoder=False); load it with is_decoder=True")
     if not getattr(inner, "num_hidden_layers", None):
         raise _refusal(name, "its configuration has no num_hidden_layers")
-    if others := sorted(set(getattr(inner, "layer_types", None) or ()) - set(LAYER_TYPES)):
-        raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve {' and '.join(LAYER_TYPES)} only")
+    kinds = set(layer_types(inner))
+    if others := sorted(kinds - {*ATTENTION, *STATES, *_NEITHER}):
+        raise _refusal(name, f"it has layers of type {', '.join(others)}; packed caches serve full_attention and sliding_attention")
+    if not kinds & {*ATTENTION}:
+        raise _refusal(name, "none of its layers has keys and values")
+    if kinds & {*STATES, *_NEITHER} and not _STATES_BY_LAYER:
+        raise _refusal(name, f"transformers {transformers.__version__} keeps the states of its other layers elsewhere; upgrade it")
     if getattr(inner, "kv_sharing_modes", None) or getattr(inner, "num_kv_shared_layers", 0):
         raise _refusal(name, _SHARED)
     if getattr(inner, "attention_chunk_size", None):
         raise _refusal(name, "it uses chunked attention (attention_chunk_size)")
+
+
+def check_continues(model: Any) -> None:
+    """Raise `Unsupported` for a model that cannot read a text chunk by chunk."""
+    name = str(getattr(text_config(model), "model_type", ""))
+    if name in WHOLE_PROMPTS:
+        raise Unsupported(
+            f"{name} reads a text at once or token by token: transformers {transformers.__version__} computes a chunk of it as if "
+            f"nothing came before; use generate()"
+        )
 
 
 def check_weights_support(model: Any) -> None:
@@ -183,6 +207,11 @@ def _list_of(module: nn.Module, count: int | None) -> list[nn.Module]:
     return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
 
 
+def layer_types(config: Any) -> list[str]:
+    """The type of every layer, in transformers' words."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers))
+
+
 def layer_window(config: Any, layer: int | None) -> int | None:
     """The sliding window of a layer according to the configuration, None for full attention."""
     window = getattr(config, "sliding_window", None)
@@ -191,7 +220,7 @@ def layer_window(config: Any, layer: int | None) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer is None:
         return window
-    return window if kinds[layer] == "sliding_attention" else None
+    return window if "sliding" in kinds[layer] else None
 
 
 def half_type(model_or_config: Any) -> torch.dtype:
@@ -201,7 +230,9 @@ def half_type(model_or_config: Any) -> torch.dtype:
 
 
 def model_sizes(config: Any) -> ModelSizes:
-    """What a cache plan must have in common with the model of this configuration."""
+    """What a cache plan must have in common with the model of this configuration; raises where some layers have no cache."""
+    if set(layer_types(config)) - {*ATTENTION}:
+        raise Unsupported(f"a cache plan has formats for every layer, and some of {config.model_type} have no keys and values")
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     return ModelSizes(str(config.model_type), int(config.num_hidden_layers), heads, *head_dims(config), int(config.hidden_size))
 

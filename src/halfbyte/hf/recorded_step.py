@@ -217,7 +217,7 @@ def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ..
 
     The batch size is exact: another one may have other plans, and with them other rounding.
     """
-    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.layers)
+    layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.packed)
     weights = tuple(local_shard(t).data_ptr() for t in (*model.parameters(), *model.buffers()))
     return len(prompts), prompts.dtype, prompts.device, layout, weights
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from halfbyte.device import H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, gluon_plan, queries_of_a_block
@@ -135,7 +136,8 @@ def linear_explanation(
 
 def _gpu(sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
     check(sm_count > 0, f"sms={sm_count}; a GPU has at least one multiprocessor")
-    return {"gpu": f"{sm_count} multiprocessors, compute capability {capability[0]}.{capability[1]}"}
+    found = "" if capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
+    return {"gpu": f"{sm_count} multiprocessors, compute capability {capability[0]}.{capability[1]}{found}"}
 
 
 def _check_half(dtype: str) -> None:

@@ -43,11 +43,8 @@ def gluon_linear(
     refusal = _refusal(shape, m, width, capability)
     if refusal:
         return refusal
-    shape = with_copies(shape, width) or shape
-    spec = staged(shape, per_sm, capability)
-    if spec is None:
-        per_sm = 1
-        spec = staged(shape, per_sm, capability)
+    tried = [(made, n) for smaller in _smaller(shape) if (made := with_copies(smaller, width)) for n in range(per_sm, 0, -1)]
+    spec, per_sm = next(((spec, n) for made, n in tried if (spec := staged(made, n, capability))), (None, 0))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     tiles = sum(-(-n // spec.tile) for n in features)
@@ -151,6 +148,13 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
         pad_slots=0,
         equal_parts=not takes_any_part(),
     )
+
+
+def _smaller(shape: LinearSpec) -> list[LinearSpec]:
+    """The shape, then others for SMs of 100 KB of shared memory: half the rows of a tile, half a chunk of K."""
+    tiles = [tile for tile in (shape.tile, shape.tile // 2) if tile == shape.tile or tile >= 32 * shape.warps_m]
+    chunks = [chunk for chunk in (shape.chunk, shape.chunk // 2) if chunk >= 128]
+    return [replace(shape, tile=tile, chunk=chunk) for chunk in chunks for tile in tiles]
 
 
 def staged(shape: LinearSpec, per_sm: int, capability: tuple[int, int], depths: Sequence[int] = (4, 3, 2)) -> LinearSpec | None:

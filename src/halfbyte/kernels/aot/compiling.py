@@ -69,8 +69,16 @@ class Target:
         return f"sm_{self.capability}"
 
 
-#: What the kernels are compiled for where no GPU says otherwise: Ampere, Hopper, Blackwell.
-TARGETS = (Target(80), Target(90), Target(100))
+#: What tuned kernels are compiled for, each with the plans of its own: Ampere, Hopper and Blackwell, large and small (8.6 and 12.0,
+#: SMs with 100 KB of shared memory; 8.9 has the plans of 8.6). Portable kernels, for the large ones.
+CAPABILITIES = ((8, 0), (9, 0), (10, 0), (8, 6), (12, 0))
+TARGETS = tuple(Target(10 * major + minor) for major, minor in CAPABILITIES)
+
+
+def of_capability(capability: tuple[int, int]) -> str:
+    """How a variant's name ends that only GPUs of one capability run."""
+    major, minor = capability
+    return f"{major}{minor or 'x'}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The variants of the tuned decode kernels: the sample's calls, as an A100, an H100 and a B200 would be given them."""
+"""The variants of the tuned decode kernels: the sample's calls, as a GPU of each capability would be given them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from halfbyte.formats import plain_format
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
 from halfbyte.kernels.aot.decode_sample import Sample, sample
 from halfbyte.kernels.decode.arguments import Results
 from halfbyte.kernels.decode.launch import launch
@@ -39,18 +39,18 @@ def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Confi
 def _configurations(one: Sample) -> Iterator[Configuration]:
     problem = problem_of(one.call)
     lean = problem.queries == 1 and not problem.alibi and not problem.softcap
-    for capability in ((8, 0), (9, 0), (10, 0)):
+    for capability in CAPABILITIES:
         plan = gluon_plan(problem, 132, capability, True)
         if isinstance(plan, DecodePlan):
             spec = plan.spec
             full = capability != (9, 0) and (problem.dim > 128 or problem.group >= 16 or not lean)
             spilling = _FULL if full else _SUMS if isinstance(spec, DecodeWgmmaSpec) else ""
-            if spec.keys.block and (spec.padded_rows > 8 or capability == (8, 0)):
+            if spec.keys.block and (spec.padded_rows > 8 or capability[0] == 8):
                 spilling = _CHANNELS
             if spec.tail_rows and spec.numbers > 1024:
                 spilling = _TAIL
-            target = 10 * capability[0]
-            for found in recorded_launch(f"{one.name}-{capability[0]}x", one.call, plan):
+            target = 10 * capability[0] + capability[1]
+            for found in recorded_launch(f"{one.name}-{of_capability(capability)}", one.call, plan):
                 yield replace(found, targets=(target,), may_spill=spilling)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS, Format
-from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
+from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
 from halfbyte.kernels.linear import kernel_of, mma, portable
 from halfbyte.kernels.linear.results import Around
 from halfbyte.kernels.linear.ring import weights_of
@@ -102,9 +102,9 @@ _PORTABLE = (
 
 
 def configurations() -> Iterator[Configuration]:
-    """The samples' GEMMs, as an A100, an H100 and a B200 would run them."""
+    """The samples' GEMMs, as a GPU of each capability would run them."""
     for sample in _SMALL_M:
-        for capability in ((8, 0), (9, 0), (10, 0)):
+        for capability in CAPABILITIES:
             yield from _tuned(*sample, capability)
     for sample in _WGMMA:
         yield from _tuned(*sample, (9, 0))
@@ -160,10 +160,10 @@ def plan_configurations(
         [empty(m, n, dtype=dtype) for n in features],
     )
     why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
-    full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{capability[0]}x"
+    full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{of_capability(capability)}"
     given = (empty(m, k, dtype=dtype), weights, plan, empty(1, dtype=torch.float32), empty(1))
     launch = functools.partial(kernel_of(plan).launch, *given)
-    yield from recorded(full, launch, targets=(10 * capability[0],), may_spill=why)
+    yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
 
 def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Configuration]:

@@ -1,0 +1,240 @@
+"""Layers of a `PackedCache`: packed keys and values, the state of a recurrence or a convolution, or both.
+
+States (Mamba, gated delta nets, short convolutions) have a fixed size; transformers keeps them, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from halfbyte.cache import KVCache
+from halfbyte.errors import InvalidArgument, Unsupported
+from halfbyte.formats import Format
+from halfbyte.hf.attention import PACKED, Handle
+from halfbyte.hf.drafts import Chunk, Drafts
+from halfbyte.hf.model_support import ATTENTION, STATES
+from halfbyte.ops.append import Stored, append_parts, stored
+from halfbyte.ops.rotate_heads import rotate_heads
+
+#: A layer with a state and no attention; a transformers without it has none that are served.
+StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+
+
+#: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
+_KEEPS_POSITIVE = "max_length" in inspect.signature(Cache.crop).parameters
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The packed keys and values of one layer. Allocated by the first `update`, when shapes and device are known."""
+
+    is_croppable = True
+    is_sliding = False  # a window is applied when reading; every token stays, so that crop can bring it back
+
+    def __init__(
+        self,
+        capacity: int,
+        keys: Format,
+        values: Format,
+        rotate_keys: bool,
+        dtype: torch.dtype,
+        window: tuple[int, int] = (0, 0),
+        rotate_values: bool = False,
+    ) -> None:
+        """`window`: sink tokens and recent tokens in 16 bits. `rotate_values`: those of 16 bits throughout stay as they are."""
+        super().__init__()
+        self.rotate_values = rotate_values and values.is_quantized
+        self.sink_tokens, self.recent_tokens = window
+        self.capacity, self.key_format, self.value_format = capacity, keys, values
+        self.rotate_keys, self.buffer_dtype = rotate_keys, dtype
+        #: Whether `generate()` may record steps in CUDA graphs.
+        self.records = True
+        self.kv: KVCache | None = None
+        #: Within a call of `generate()` with drafts: then attention appends what `update` is given.
+        self.drafts: Drafts | None = None
+        #: Within a recorded step with drafts: where its tokens stand.
+        self.chunk: Chunk | None = None
+        #: The tensors of `kv` and what else compiled code reads of it, flat: each attribute of `kv` would be a Dynamo guard.
+        self.parts: Stored = ()
+        self.formats, self.measures = (keys.name, values.name), "tensor" in (keys.granularity, values.granularity)
+
+    def __repr__(self) -> str:
+        return f"PackedLayer(keys/values {self.kinds}, capacity={self.capacity})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile steps; never those of drafts, for which transformers 5.4 requires this to be False."""
+        return self.records and self.drafts is None
+
+    @property
+    def kinds(self) -> str:
+        """Formats of keys and values as they are printed: "int4 rotated/int4"."""
+        keys, values = self.key_format.name, self.value_format.name
+        return f"{keys}{' rotated' * self.rotate_keys}/{values}{' rotated' * self.rotate_values}"
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences, once allocated (before that the attribute does not exist, as transformers' own layers have it)."""
+        if self.kv is None:
+            raise AttributeError("batch_size: the layer is allocated by its first update")
+        return int(self.kv.batch)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; 0 before the first update."""
+        return 0 if self.kv is None else int(self.kv.nbytes)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        kv = KVCache(
+            batch,
+            heads,
+            dim,
+            self.capacity,
+            keys=self.key_format,
+            values=self.value_format,
+            value_dim=value_states.shape[-1],
+            rotate_keys=self.rotate_keys,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            dtype=self.buffer_dtype,
+            device=key_states.device,
+        )
+        self._hold(kv)
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens, at least what there is; the codes are copied as they are."""
+        self.capacity = max(capacity, self.capacity)
+        if self.kv is not None and self.kv.capacity < self.capacity:
+            self._hold(self.kv.grown(self.capacity))
+
+    def _hold(self, kv: KVCache) -> None:
+        """Use `kv` as this layer's memory. Its addresses are marked static, which CUDA graphs require."""
+        self.kv, self.parts, self.is_initialized = kv, stored(kv.keys, kv.values, kv.lengths), True
+        if not torch.compiler.is_compiling():
+            for buffer in kv.tensors():
+                torch._dynamo.mark_static_address(buffer)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Handle, Handle]:
+        """Append k, v [B, H, L, D] and return handles that only the attention function can open.
+
+        rope=, q=, norms=: as in `KVCache.append`, in eager calls; the handle of the keys holds q, rotated. Where values are
+        rotated, their handle holds them so, and attention rotates its output back.
+        """
+        if self.rotate_values:
+            value_states = rotate_heads(value_states)
+        if not self.parts:
+            self.lazy_initialization(key_states, value_states)
+        kv = cast(KVCache, self.kv)
+        rotated = None
+        if torch.compiler.is_compiling():
+            options = (self.rotate_keys, self.measures, self.sink_tokens)
+            append_parts(key_states, value_states, self.parts, self.formats, *options)
+            kv.forget_length_bound()
+        elif self.drafts is None:  # else attention appends
+            counts = None if self.chunk is None else self.chunk.counts
+            rotated = kv.append(key_states, value_states, counts, **{x: kwargs.get(x) for x in ("rope", "q", "norms")})
+        return Handle(self, key_states, "keys", rotated), Handle(self, value_states, "values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(capacity, PACKED): the second number tells the mask function that a packed cache is asking."""
+        return self.capacity, PACKED
+
+    def get_seq_length(self) -> Any:
+        """Tokens held: a number on the CPU; a tensor inside graphs and on a GPU, where a number would wait for the device."""
+        lengths = self.parts[-1] if self.parts else None
+        if lengths is None or lengths.shape[0] == 0:
+            return 0
+        first = lengths[0]
+        return first if torch.compiler.is_compiling() or first.device.type != "cpu" else int(first)
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.15
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; their number is negative. Up to transformers 5.15 a positive one is how many stay."""
+        if tokens_to_remove > 0:
+            if not _KEEPS_POSITIVE:
+                raise InvalidArgument(
+                    f"tokens_to_remove={tokens_to_remove}; pass a negative number: crop(-3) forgets the last three tokens"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+        taken_back = self.kv is not None and self.drafts is not None and self.drafts.take_back(self.kv, -tokens_to_remove)
+        if tokens_to_remove and self.kv is not None and not taken_back:
+            self.kv.crop((self.kv.lengths + tokens_to_remove).clamp_min(0))
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.drafts = self.chunk = None
+        if self.kv is not None:
+            self.kv.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.kv is not None:
+            self.kv.reorder(beam_idx.to(self.kv.lengths.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.kv is not None:
+            self._hold(self.kv.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.kv is not None:
+            self._hold(self.kv.select(indices.to(self.kv.lengths.device)))
+
+    def offload(self) -> None:
+        raise Unsupported("offloading a packed cache is not implemented; it is already 2 to 4 times smaller than a 16-bit one")
+
+    prefetch = offload
+
+
+class HybridLayer(PackedLayer, StateLayer):  # type: ignore[misc]
+    """Packed keys and values of a layer that has a state as well."""
+
+    is_croppable = getattr(StateLayer, "is_croppable", False)
+
+    def __init__(self, states: int, *options: Any) -> None:
+        """`states`: how many the layer has; `options` as of `PackedLayer`."""
+        PackedLayer.__init__(self, *options)
+        StateLayer.__init__(self, number_of_states=states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, those of the state included."""
+        return PackedLayer.nbytes.fget(self) + state_bytes(self)  # type: ignore[attr-defined, no-any-return]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come without names, states by name."""
+        kind: Any = StateLayer if kwargs else PackedLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        PackedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises what transformers raises for a state that cannot go back; then nothing has changed."""
+        StateLayer.crop(self, tokens_to_remove)
+        PackedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        StateLayer.reorder_cache(self, beam_idx)
+        PackedLayer.reorder_cache(self, beam_idx)
+
+
+def cache_layer(kind: str, states: int, *options: Any) -> Any:
+    """A layer of a cache, by its type in the configuration. `options` as of `PackedLayer`."""
+    if kind in ATTENTION:
+        return HybridLayer(states, *options) if kind in STATES else PackedLayer(*options)
+    return StateLayer(number_of_states=states) if kind in STATES else cache_utils.DummyLayer()
+
+
+def state_bytes(layer: Any) -> int:
+    """Bytes of the states that a layer holds."""
+    held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+    return sum(t.nbytes for t in held if t is not None)

@@ -1,0 +1,211 @@
+"""Hybrids: packed keys and values where a layer has attention, and transformers' own states (recurrent, convolutional)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from rounded_cache import rounded_cache
+from test_hf_families import CLOSE, greedy
+from tiny_models import VOCAB
+from torch._dynamo.testing import CompileCounter
+
+import halfbyte.hf as hf
+from halfbyte import memory
+from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
+from halfbyte.hf.cache_layers import HybridLayer, PackedLayer
+
+#: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.
+KINDS = ("qwen3_next", "lfm2", "nemotron_h", "zaya")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+def prompts(rows: int = 2, tokens: int = 21) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(2))
+
+
+def packed(family: str, **formats: Any) -> Any:
+    return hf.quantize(tiny_model(family), **(formats or {"keys": "int8", "values": "int8"}))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_layers_hold_what_they_need(family):
+    cache = hf.PackedCache(packed(family), 64)
+    kinds = cache.layers and [type(layer).__name__ for layer in cache.layers]
+    assert (
+        kinds
+        == {
+            "qwen3_next": ["LinearAttentionLayer", "PackedLayer"],
+            "lfm2": ["LinearAttentionLayer", "PackedLayer"],
+            "nemotron_h": ["LinearAttentionLayer", "DummyLayer", "PackedLayer", "DummyLayer"],
+            "zaya": ["HybridLayer", "HybridLayer"],
+        }[family]
+    )
+    assert cache.has_states
+    assert len(cache.packed) == sum(isinstance(layer, PackedLayer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_text_in_chunks(family):
+    """States go on from chunk to chunk, as with a cache that is rounded in the same way."""
+    model, plain = packed(family), tiny_model(family)
+    plain.set_attn_implementation("eager")
+    ids, cache = prompts(), rounded_cache(plain, "int8")
+    with torch.no_grad():
+        wanted = torch.cat([plain(part, past_key_values=cache).logits for part in ids.split(5, 1)], 1)
+        with hf.packed_forwards(model, 5):
+            logits = model(ids).logits
+    assert (logits - wanted).abs().max() < CLOSE["int8"] * wanted.std()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_calls_and_their_options(family):
+    """The loop of recorded steps, twice, because it keeps its cache; a continued conversation; beams."""
+    model, ids = packed(family), prompts()
+    expected, _ = greedy(model)
+    for _ in range(2):
+        tokens, _ = greedy(model, custom_generate=hf.generate)
+        assert torch.equal(tokens, expected)
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+        kept = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=hf.generate, **OPTIONS)
+        assert torch.equal(kept, plain)
+    mask, cache = torch.ones(1, 34, dtype=torch.long), hf.PackedCache(model, 64, keys="bf16", values="bf16")
+    first = model.generate(ids[:1], attention_mask=mask[:, :21], past_key_values=cache, **OPTIONS)
+    more = torch.cat([first, ids[1:, :7]], 1)
+    again = model.generate(more, attention_mask=mask, past_key_values=cache, **OPTIONS)
+    fresh = hf.PackedCache(model, 64, keys="bf16", values="bf16")
+    assert torch.equal(again, model.generate(more, attention_mask=mask, past_key_values=fresh, **OPTIONS))
+    plain_model = tiny_model(family)
+    plain_model.set_attn_implementation("eager")
+    beams = {"attention_mask": torch.ones_like(ids), "num_beams": 3, **OPTIONS}
+    wanted = plain_model.generate(ids, past_key_values=rounded_cache(plain_model, "int8"), **beams)
+    assert torch.equal(model.generate(ids, **beams), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+@torch.no_grad()
+def test_a_step_is_one_graph(family):
+    model, ids = packed(family, weights="int8_col", keys="int8", values="int4_g32"), prompts()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    cache, other = (hf.PackedCache(model, 64, keys="int8") for _ in range(2))
+    for i in range(4):
+        part = ids if i == 0 else ids[:, i : i + 1]
+        expected = model(part, past_key_values=cache).logits
+        assert torch.equal((model if i == 0 else compiled)(part, past_key_values=other).logits, expected)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_drafts_over_convolutions_are_taken_back():
+    model, ids = packed("lfm2", keys="int4_channel", values="int8"), prompts(1).repeat(1, 2)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+    options = {**OPTIONS, "prompt_lookup_num_tokens": 3, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(out.sequences, expected)
+    cache, one = out.past_key_values, expected[:, -1:]
+    with torch.no_grad():
+        model(one, past_key_values=cache)  # its drafts are over
+
+
+def test_recorded_steps_take_no_drafts():
+    """transformers' own loop can take them back from a convolution, and refuses them for a recurrence."""
+    ids, options = prompts(1).repeat(1, 2), {**OPTIONS, "prompt_lookup_num_tokens": 3, "custom_generate": hf.generate}
+    options["attention_mask"] = torch.ones_like(ids)
+    model = packed("lfm2")
+    with pytest.warns(UserWarning, match="cannot take drafts back"):
+        tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS))
+    with pytest.raises(ValueError, match="stateful"):
+        packed("qwen3_next").generate(ids, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "zaya"])
+def test_a_forward_that_failed_is_not_continued(family):
+    """A state has moved on, and cannot go back."""
+    model, ids = packed(family), prompts(1, 60)
+    cache = hf.PackedCache(model, 64)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=cache).logits
+        with pytest.raises(CapacityError):
+            model(ids[:, :9], past_key_values=cache)
+        with pytest.raises(InvalidArgument, match=r"half-way.*call reset\(\)"):
+            model(ids[:, :2], past_key_values=cache)
+        with pytest.raises(Unsupported, match="cannot go back"):
+            cache.restore()
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+def test_capacity_grows_and_bytes_are_counted():
+    model, ids = packed("zaya"), prompts()
+    cache = hf.PackedCache(model, 64)
+    assert cache.nbytes == 0
+    with torch.no_grad():
+        expected = model(torch.cat([ids, ids], 1), past_key_values=hf.PackedCache(model, 128)).logits[:, 21:]
+        model(ids, past_key_values=cache)
+        states = [t for layer in cache.layers for t in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+        assert all(isinstance(layer, HybridLayer) for layer in cache.layers)
+        assert cache.nbytes == sum(layer.kv.nbytes for layer in cache.layers) + sum(t.nbytes for t in states)
+        cache.grow(100)
+        assert cache.capacity == 128
+        assert model(ids, past_key_values=cache).logits.shape == expected.shape
+
+
+def test_formats_by_layer_and_a_saved_folder(tmp_path):
+    model = packed("qwen3_next", weights="int8_col", keys=["bf16", "int4_g32"], values="int8", skip_layers=(0,))
+    expected, _ = greedy(model)
+    again = hf.load(hf.save(model, tmp_path / "model"))
+    again.generation_config.eos_token_id = None
+    tokens, _ = greedy(again)
+    assert torch.equal(tokens, expected)
+
+
+def test_estimates_count_layers_with_keys_and_values(tmp_path):
+    model = tiny_model("qwen3_next")
+    model.config.save_pretrained(tmp_path)
+    found = memory.estimate(str(tmp_path), keys="int8", values="int8", context=64)
+    assert found.kv_layers == 1
+    assert found.kv_bytes_per_token == hf.PackedCache(packed("qwen3_next"), 64, values="int8").bytes_per_token
+    assert any("states of 1 recurrent" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("family", ["bamba", "jamba", "zamba"])
+def test_a_family_that_forgets_its_chunks_is_refused(family):
+    """The premise: of a text in two parts, the second is computed as if there was no first."""
+    plain, ids = tiny_model(family), prompts(1)
+    with torch.no_grad():
+        whole = plain(ids).logits
+        first = plain(ids[:, :11], use_cache=True)
+        parts = plain(ids[:, 11:], past_key_values=first.past_key_values).logits
+    assert (parts - whole[:, 11:]).abs().max() > 0.1 * whole.std(), "it continues now; take it from WHOLE_PROMPTS"
+    with pytest.raises(Unsupported, match="as if nothing came before"), hf.packed_forwards(packed(family)):
+        pass
+
+
+def test_padding_is_not_fed_to_a_state_alone():
+    model, ids = packed("qwen3_next"), prompts()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with hf.packed_forwards(model, 1), pytest.raises(Unsupported, match="chunk=1"):
+        model(ids, attention_mask=mask)
+
+
+def test_plans_are_for_models_with_keys_and_values_in_every_layer():
+    from halfbyte.evals.calibrate import sizes_of
+
+    with pytest.raises(Unsupported, match="some of qwen3_next have no keys and values"):
+        sizes_of(tiny_model("qwen3_next"))
+    assert sizes_of(tiny_model("zaya")).layers == 2
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(hf.model_support, "_STATES_BY_LAYER", False)
+    model = tiny_model("qwen3_next")
+    with pytest.raises(Unsupported, match="upgrade it"):
+        hf.quantize(copy.deepcopy(model), keys="int8")
