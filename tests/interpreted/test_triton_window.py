@@ -14,6 +14,7 @@ from halfbyte.cache import KVCache
 from halfbyte.formats import KV_FORMATS
 from halfbyte.kv_buffer import KVBuffer, new_kv_buffer
 from halfbyte.ops.append import append_
+from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.reference.rope import rope_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -131,3 +132,14 @@ def test_pages_of_the_window_need_not_exist() -> None:
     c.page_table = order.clone()
     c.page_table[:, 1:] = -1
     assert decodes.same(c.run(decodes.tiles(2)), expected)
+
+
+@pytest.mark.parametrize("values", ["int8_tensor", "fp8_tensor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_only_token_is_the_answer(values: str, dtype: torch.dtype) -> None:
+    """Its weight is 1, whatever a per-tensor scale makes of it on the way."""
+    cache = KVCache(2, 1, 64, 64, keys="int8", values=values, sink_tokens=4, recent_tokens=16, v_scale=0.8281, dtype=dtype)
+    k, v = 100 * torch.randn(2, 2, 1, 1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cache.append(k, v)
+    out = decode_attention(k.expand(2, 3, 1, 64), cache, impl="triton")
+    assert torch.equal(out, v.expand(2, 3, 1, 64))

@@ -124,5 +124,8 @@ def accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, x: KV
     new = ()
     for j in tl.static_range(x.PARTS):
         v = _tail_part(row, seen, sequence, head, j, x)
-        new += (tl.dot(w, v, acc[j] * keep[:, None], input_precision="tf32"),)
+        added = tl.dot(w, v, acc[j] * keep[:, None], input_precision="tf32")
+        if x.F.spread == "tensor":  # a quotient has more digits than TF32: 2^-11 of the one token that a query sees would be lost
+            added = tl.dot(nearest(p / unit - w, 13), v, added, input_precision="tf32")
+        new += (added,)
     return rise, total * keep + tl.sum(p, 1), shift * keep, new
