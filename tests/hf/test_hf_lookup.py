@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from test_hf_graph_generate import Collected, Reads, both, packed, padded, some_tokens, taped
+from test_hf_graph_generate import Collected, Reads, both, named, packed, padded, some_tokens, taped
 from tiny_models import FAMILIES, VOCAB
 
 import halfbyte.hf as hf
@@ -230,7 +230,7 @@ def test_drafts_against_a_plain_search():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"do_sample": True}, "do_sample"), ({"repetition_penalty": 1.3}, "one by one"), ({"streamer": Collected()}, "streamed")],
-    ids=str,
+    ids=named,
 )
 def test_several_sequences_that_cannot_have_drafts_are_refused(packed, prompt, options, reason):
     with pytest.raises(Unsupported, match=f"{reason}.*one sequence only"):
