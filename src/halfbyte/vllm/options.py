@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
 
 from halfbyte.cache_plan import CachePlan, LayerFormats, read_plan
-from halfbyte.engine import PageLayout, page_layouts
+from halfbyte.engine import PAGE_FORMATS, PageLayout, page_layouts
 from halfbyte.errors import Unsupported, check
-from halfbyte.vllm.names import PLAN
+from halfbyte.vllm.names import PLAN, backend_name, backend_names
 
 #: Formats of keys and values; None in the backend of cache plans.
 Pair = tuple[str, str] | None
@@ -83,3 +84,17 @@ def check_cache(pair: Pair, head_size: int, kv_cache_dtype: str) -> None:
             f"kv_cache_dtype={kv_cache_dtype!r} and an attention backend with formats of its own exclude each other; leave "
             f"kv_cache_dtype out"
         )
+
+
+def check_saved(cache: Mapping[str, Any], backend: str) -> None:
+    """Raise where a model that was saved with a packed `cache` would run with another library's."""
+    if backend in backend_names():
+        return
+    keys, values = cache["keys"], cache["values"]
+    named = (
+        backend_name(keys, values) if all(isinstance(f, str) and f in PAGE_FORMATS for f in (keys, values)) else "one of halfbyte's"
+    )
+    raise Unsupported(
+        f"this model was saved with a packed cache, keys={keys!r}, values={values!r}, and attention backend {backend} has another; "
+        f"give --attention-backend {named}, or take halfbyte_cache out of its config.json"
+    )

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Parameter
 from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -27,8 +28,10 @@ from halfbyte.checkpoints.adapters import OWN, STOP, make_adapter
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
+from halfbyte.hf.default_cache import SAVED
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor
+from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
 from halfbyte.vllm.stored import Foreign, Own, foreign_weights
 
@@ -46,6 +49,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
     def __init__(self, stored: Mapping[str, Own | Foreign], adapter: Adapter | None = None) -> None:
         super().__init__()
         self.stored, self.adapter = dict(stored), adapter
+        #: The formats of the cache that a folder was saved with.
+        self.cache: Mapping[str, Any] | None = None
 
     @classmethod
     def get_name(cls) -> str:
@@ -82,7 +87,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         return cls({name: Own(name, weight_format(fmt), name in written.act_order) for name, fmt in written.modules.items()})
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Look up in the headers of the files which weights another library quantized."""
+        """Look up the formats of the cache, and in the headers of the files which weights another library quantized."""
+        self.cache = getattr(hf_config, SAVED, None)
         if self.adapter is None:
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
@@ -109,6 +115,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
             if not isinstance(layer, ParallelLMHead):
                 raise Unsupported(f"{prefix} is a quantized embedding; halfbyte quantizes linear layers only")
             return HalfbyteHead([self.stored[prefix]])
+        if isinstance(layer, Attention) and self.cache:
+            check_saved(self.cache, layer.attn_backend.get_name())
         if not isinstance(layer, LinearBase):
             return None
         parent, _, child = prefix.rpartition(".")
