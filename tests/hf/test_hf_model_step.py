@@ -121,7 +121,7 @@ def test_replays_of_a_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             return 2.0 * (other.at - self.at)
 
     forward = SimpleNamespace(recorded=SimpleNamespace(graph=SimpleNamespace(replay=replay)))
-    cache = SimpleNamespace(layers=[SimpleNamespace(kv=SimpleNamespace(lengths=held)) for held in lengths])
+    cache = SimpleNamespace(packed=[SimpleNamespace(kv=SimpleNamespace(lengths=held)) for held in lengths])
     freed = []
     monkeypatch.setattr(model_step, "kept_steps", lambda model: [SimpleNamespace(cache=cache, forwards=[None, forward])])
     monkeypatch.setattr(model_step, "release", freed.append)
