@@ -311,7 +311,7 @@ STATE = [
         "a recorded step replayed with weights that lie elsewhere",
         "hf/recorded_step.py",
         "_key",
-        Rewrite("tuple(t.data_ptr() for t in _t)", "()"),
+        Rewrite("tuple(local_shard(t).data_ptr() for t in _t)", "()"),
         tests_of("hf/test_hf_graph_generate.py")("test_the_next_call_keeps_step_and_cache"),
     ),
     Mutant(

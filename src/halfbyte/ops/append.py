@@ -210,13 +210,13 @@ def signature_of(c: AppendCall) -> Signature | None:
         return None
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(c.q, rope)):
         return None
-    norms: Any = c.norms
-    if norms is None:
-        return signature("append", (c.rotate_keys, c.keys.sink_tokens), (c.keys.format, c.values.format), _tensors(c))
-    if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
-        return None
-    options = (c.rotate_keys, c.keys.sink_tokens, *norms[2:])
-    return signature("append", options, (c.keys.format, c.values.format), _tensors(c) + norms[:2])
+    options: tuple[Any, ...] = (c.rotate_keys, c.keys.sink_tokens)
+    tensors, norms = _tensors(c), c.norms
+    if norms is not None:
+        if not isinstance(norms, HeadNorms) or (torch.is_grad_enabled() and _requires_grad(c.q, norms[:2])):
+            return None
+        options, tensors = options + norms[2:], tensors + norms[:2]
+    return signature("append", options, (c.keys.format, c.values.format), tensors)
 
 
 def _replayed(

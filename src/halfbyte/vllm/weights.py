@@ -28,7 +28,6 @@ from halfbyte.checkpoints.adapters import OWN, STOP, make_adapter
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
-from halfbyte.hf.default_cache import SAVED
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.options import check_saved
@@ -88,6 +87,8 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Look up the formats of the cache, and in the headers of the files which weights another library quantized."""
+        from halfbyte.hf.default_cache import SAVED
+
         self.cache = getattr(hf_config, SAVED, None)
         if self.adapter is None:
             return
