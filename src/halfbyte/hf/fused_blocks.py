@@ -116,8 +116,9 @@ def _is_parallel(module: nn.Module) -> bool:
     So it does for norms of q and k, whose gradients it adds up: nothing is trained here.
     """
     forward = vars(module)["forward"]
-    runs = isinstance(module, nn.Linear | QuantLinear) or forward.__qualname__.startswith("ReplicatedWithGradAllReduce.")
-    return runs and str(forward.__module__) == "transformers.distributed.tensor_parallel"
+    norm = getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")  # a partial has no name
+    theirs = getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
+    return theirs and (norm or isinstance(module, nn.Linear | QuantLinear))
 
 
 def _norm(module: Any, kind: str) -> Norm:
