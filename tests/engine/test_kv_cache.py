@@ -30,10 +30,11 @@ from halfbyte.vllm.names import PLAN, backend_name
 MANY = [list(TEXT[1000 * i : 1000 * i + 3 + 13 * i]) for i in range(8)]
 
 
-@pytest.mark.parametrize(
-    ("keys", "values"),
-    [("int8", "int4_g32"), later("int4", "int4"), ("fp8", "bf16"), later("int8", "int8"), later("int4_g32", "fp8")],
-)
+#: Keys and values.
+PAIRS = [("int8", "int4_g32"), later("int4", "int4"), ("fp8", "bf16"), later("int8", "int8"), later("int4_g32", "fp8")]
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
 def test_an_engine_says_what_transformers_says(keys: str, values: str) -> None:
     """Prompts as transformers computes them, the cache read from packed pages."""
     with engine(backend=backend_name(keys, values), additional_config=EXACT) as llm:
