@@ -225,6 +225,8 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         skipped = str(index) in self._skipped or (self.sliding_window is not None and "sliding_window" in self._skipped)
         self.formats = layer_formats(self.options, self.pair, index, skipped, act_dtype)
         layer.attn_backend = _backend_of(backend_name(self.formats.keys, self.formats.values))
+        if self.alibi_slopes is not None:  # buffers outlast a sleep of level 2
+            layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
         """Keys and values in the memory of a layer; carved again when vLLM has moved it."""

@@ -3,12 +3,15 @@
 vLLM reads a file tensor by tensor. Those of one stored weight are collected until all are there, then converted (`stored`), cut to
 what this rank computes (`shares`), and moved to the device. q, k and v, or gate and up, become one weight where they can be one;
 otherwise they stay several, computed in one launch.
+
+`reload_weights`, which follows a sleep of level 2, loads the same way: vLLM puts the catching parameters back, counts the elements
+that each load would fill, and at the last one loads the layer and copies the result into the memory that CUDA graphs know.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from halfbyte.checkpoints.adapters import OWN, STOP, make_adapter
+from halfbyte.checkpoints.adapters import OWN, make_adapter
 from halfbyte.checkpoints.layer import Adapter
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
@@ -146,20 +149,36 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Empty parameters that catch what the files hold."""
+        """Parameters that catch what the files hold: one element for each stored weight with a tensor of that name."""
+        layer.halfbyte_sizes = (output_partition_sizes, input_size_per_partition, input_size)
+        self._forget(layer)
+        held = [stored.tensors(input_size) for stored in self.stored]
+        for name in sorted(set().union(*held)):
+            catcher = Parameter(torch.empty(sum(name in names for names in held), dtype=torch.uint8), requires_grad=False)
+            set_weight_attrs(catcher, {"weight_loader": self._loader(layer, name)})
+            layer.register_parameter(_parameter(name), catcher)
+        layer.halfbyte_catchers = sorted(_parameter(name) for name in set().union(*held))
+
+    def _forget(self, layer: Any) -> None:
+        """Nothing is loaded yet."""
         layer.halfbyte_found = [{} for _ in self.stored]
         layer.halfbyte_weights = [None for _ in self.stored]
-        layer.halfbyte_sizes = (output_partition_sizes, input_size_per_partition, input_size)
-        layer.halfbyte_catchers = []
-        for name in sorted(set().union(*(stored.tensors(input_size) for stored in self.stored))):
-            catcher = Parameter(torch.empty(STOP, dtype=torch.uint8), requires_grad=False)
-            set_weight_attrs(catcher, {"weight_loader": functools.partial(self._catch, layer, name)})
-            layer.register_parameter(_parameter(name), catcher)
-            layer.halfbyte_catchers.append(_parameter(name))
 
-    def _catch(self, layer: Any, name: str, catcher: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
+    def _loader(self, layer: Any, name: str) -> Callable[..., None]:
+        """What vLLM calls with each tensor of this name. Its parameters outlive the layer, which it must not keep alive."""
+        there = weakref.ref(layer)
+
+        def load(param: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
+            if param.is_meta:  # vLLM counts elements, and loads once they are all there
+                param[:1].copy_(param[:1])
+            else:
+                shard = getattr(loaded, "shard_id", None) if shard_id is None else shard_id
+                self._catch(there(), name, param.device, loaded, shard)
+
+        return load
+
+    def _catch(self, layer: Any, name: str, device: torch.device, loaded: torch.Tensor, shard: Any) -> None:
         """Keep one tensor; once they are all there, make the weight of this rank of them."""
-        shard = getattr(loaded, "shard_id", None) if shard_id is None else shard_id
         index = 0 if shard is None else shard if isinstance(shard, int) else "qkv".index(shard)
         stored, found = self.stored[index], layer.halfbyte_found[index]
         found[name] = loaded
@@ -167,10 +186,10 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
             wholes = _out_features(layer)
             rows = sum(wholes) if len(self.stored) == 1 else wholes[index]
             weight = stored.weight(found, (rows, layer.halfbyte_sizes[2]))
-            layer.halfbyte_weights[index] = self._share(layer, index, weight).to(catcher.device)
+            layer.halfbyte_weights[index] = self._share(layer, index, weight, device).to(device)
             found.clear()
 
-    def _share(self, layer: Any, index: int, weight: QuantTensor) -> QuantTensor:
+    def _share(self, layer: Any, index: int, weight: QuantTensor, device: torch.device) -> QuantTensor:
         """What this rank computes with: rows of a column-parallel layer, columns of a row-parallel one."""
         _, columns, all_columns = layer.halfbyte_sizes
         ranges = self._ranges(layer, index)
@@ -179,7 +198,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         if columns != all_columns:
             begin = layer.tp_rank * (all_columns // columns) // layer.tp_size * columns
             if weight.perm is not None:
-                layer.register_buffer("halfbyte_gather", weight.perm[begin : begin + columns].long(), persistent=False)
+                layer.register_buffer("halfbyte_gather", weight.perm[begin : begin + columns].to(device, torch.int64))
             weight = columns_of(weight, begin, begin + columns, self.stored[index].name)
         return rows_of(weight, ranges)
 
@@ -203,7 +222,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         for name in layer.halfbyte_catchers:
             delattr(layer, name)
         weights = merged(layer.halfbyte_weights)
-        del layer.halfbyte_found, layer.halfbyte_weights, layer.halfbyte_sizes, layer.halfbyte_catchers
+        self._forget(layer)
         for i, weight in enumerate(weights):
             for name, part in weight.parts().items():
                 layer.register_parameter(f"weight{i}_{name}", Parameter(part, requires_grad=False))
