@@ -86,6 +86,19 @@ def test_tokens_with_packed_caches(family: str, greedy: Any, prompt: Any) -> Non
     assert (scores - wanted).abs().max() < 1e-1 * wanted.std()  # 4-bit codes of values at a tie may differ by one step
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_tokens_where_only_weights_can_be_packed(family: str, greedy: Any, prompt: Any) -> None:
+    """MLA: its cache stays transformers' own, and a packed one is refused before anything has changed."""
+    model = tiny_model(family)
+    with pytest.raises(Unsupported, match=r"latent \(MLA\).*Quantize its weights only"):
+        hf.quantize(model, weights="int4_g32", keys="int8", values="int8")
+    assert not stacked(model)
+    tokens, scores = greedy(hf.quantize(model, weights="int4_g32"), prompt())
+    expected, wanted = greedy(expand(model, tiny_model(family)), prompt())
+    assert torch.equal(tokens, expected)
+    assert (scores - wanted).abs().max() < 1e-3 * wanted.std()
+
+
 @pytest.mark.parametrize(
     ("family", "activation"),
     [
