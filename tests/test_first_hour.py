@@ -64,7 +64,9 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     assert "1 window of 64 tokens" in judged
     assert re.search(r"smaller, perplexity .*safe", " ".join(judged.split()))
     step(tmp_path, "eval", "demo", "--suite", "--card", "card.json", "--windows", "1", "--length", "32", "--long", "96")
-    assert "by the evidence card of demo" in step(tmp_path, "advise", "demo", "--card", "card.json")
+    by_card = step(tmp_path, "advise", "demo", "--card", "card.json")
+    assert "by the evidence card of demo" in by_card
+    assert "+0.00\u00b10.00*" in by_card  # what formats cost is shown in 80 columns, too
     assert "KL" in (tmp_path / "card.md").read_text()
     step(tmp_path, "quantize", "demo", "--weights", weights, "-o", "packed")
     prompt = "def main("

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -102,6 +103,23 @@ def test_labels_stay_apart() -> None:
     assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= 400 and b.y1 <= 300 for b in boxes)
     naive = [Box(x + 10, y - 6, x + 70, y + 6) for x, y in anchors]
     assert sum(a.overlap(b) for i, a in enumerate(naive) for b in naive[i + 1 :]) > 0  # the case is a hard one
+
+
+def test_labels_are_placed_where_the_points_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout moves the axes once more when all is drawn: labels must be placed behind that."""
+    known = []
+
+    def spy(anchors: list[tuple[float, float]], *more: Any) -> list[Box]:
+        known.extend(anchors)
+        return place_labels(anchors, *more)
+
+    monkeypatch.setattr(charts, "place_labels", spy)
+    points = [charts.Point(f"{s} {i}", 0.1 * i, 10.0**-i, s) for i in range(1, 4) for s in ("int8", "int4")]
+    chart = charts.scatter(points, x_label="x", y_label="y", log_y=True)
+    marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="[^"]*--s\d', chart)
+    drawn = {round(float(x)) for x, _ in marks}
+    assert drawn
+    assert {round(0.72 * x) for x, _ in known} <= drawn
 
 
 def test_lines_of_one_chart_do_not_look_alike() -> None:

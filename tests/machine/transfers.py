@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from machine import banks
 from machine.arithmetic import TYPES, Array, Lanes, Step, raw, to_bits, writer
 from machine.program import Instruction
 from machine.warps import address
@@ -76,13 +77,12 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
         writes = [writer(name, registers, kind) for name in names]
 
         def load(block: Block, lanes: Lanes) -> None:
-            where = _for_each(at, block, lanes)
-            found = (
-                block.shared.load(where, whole, _threads(block, lanes))
-                if shared
-                else _global(block, lanes, where).load(where, whole)
+            where, threads = _for_each(at, block, lanes), _threads(block, lanes)
+            if shared:
+                banks.note("ld.shared", where, whole, threads)
+            found = (block.shared.load(where, whole, threads) if shared else _global(block, lanes, where).load(where, whole)).view(
+                TYPES[kind]
             )
-            found = found.view(TYPES[kind])
             for i, write in enumerate(writes):
                 write(block, lanes, found[:, i])
 
@@ -93,6 +93,7 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
         values = np.stack([_for_each(read, block, lanes) for read in reads], 1).astype(TYPES[kind])
         where, written = _for_each(at, block, lanes), np.ascontiguousarray(values).view(np.uint8)
         if shared:
+            banks.note("st.shared", where, whole, _threads(block, lanes))
             block.shared.store(where, written, _threads(block, lanes))
         else:
             _global(block, lanes, where).store(where, written)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from machine import banks
 from machine.arithmetic import TYPES, Array, Lanes, Step, bf16, raw
 from machine.program import Instruction
 
@@ -100,6 +101,7 @@ def matrix(one: Instruction, registers: dict[str, int]) -> Step:
     def run(block: Block, lanes: Lanes) -> None:
         threads = numbers(lanes, block)
         rows = _warps(where(block, lanes), threads)[:, : 8 * count].reshape(-1)
+        banks.note("ldmatrix" if loads else "stmatrix", rows, 16, np.arange(rows.size))
         owners = np.repeat(_warps(threads, threads).reshape(-1, 1, 8, 4), count, 1).reshape(-1, 4)  # of the words of each row
         if loads:
             found = block.shared.load(rows, 16, owners).view(np.uint16).reshape(-1, count, 8, 8)

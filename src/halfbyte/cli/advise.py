@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from halfbyte.evals.card import Card
 
 STEP = "step ms"
-HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", STEP, "perplexity %")
+HEADERS = ("weights", "keys / values", "KV GB", "batch", "context", "perplexity %", STEP)
 
 _STEP_WORDS = "; step: the time of only reading a decode step's bytes, a step takes longer"
 
@@ -120,7 +120,7 @@ def _row(a: Advice, c: Choice) -> tuple[str, ...]:
     sequences = f"{c.largest_batch:,}" if c.fits else f"{c.largest_batch:,} of {a.batch:,}"
     known = c.evidence
     cost = "no card" if known is None else f"{known.change:+.2f}\u00b1{known.noise:.2f}{'*' if known.safe else ' '}"
-    return f"{c.keys}/{c.values}", f"{c.kv_bytes / 1e9:.3g}", sequences, f"{c.largest_context:,}", step, cost
+    return f"{c.keys}/{c.values}", f"{c.kv_bytes / 1e9:.3g}", sequences, f"{c.largest_context:,}", cost, step
 
 
 def _saved(a: Advice, c: Choice) -> str:

@@ -75,6 +75,8 @@ def _show(card: Card, options: EvalOptions) -> None:
     if options.as_json:
         print(card.to_json())
         return
-    print_table(f"{card.model}: {count} windows of {length:,} tokens", QUALITY, quality_rows(card), 1, options.wide)
+    print_table(
+        f"{card.model}: {count} window{'s' * (count > 1)} of {length:,} tokens", QUALITY, quality_rows(card), 1, options.wide
+    )
     if card.long:
         print_table(f"Contexts of {card.long:,} tokens", LONG_HEADERS, long_rows(card), 1, options.wide)

@@ -56,7 +56,7 @@ def _facts(result: Quality, base: Quality) -> dict[str, Cell]:
     facts: dict[str, Cell] = {
         "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
         "size": f"{ratio(result, base):.2f}x smaller",
-        "KL divergence": f"{result.kl_mean:.1e} nats{', safe on this model' * is_safe(result.kl_mean, result.kl_noise)}",
+        "KL divergence": f"{result.kl_mean:.1e} nats, {_safe(result)}",
     }
     if result.setting.kv != base.setting.kv:
         tokens, plain = (int(10**9 / r.kv_bytes_per_token) for r in (result, base))
@@ -71,8 +71,9 @@ def _change(result: Quality) -> str:
 
 
 def _safety(result: Quality) -> str:
+    return f"{_safe(result)} (KL {result.kl_mean:.1e} \u00b1 {result.kl_noise:.0e} nats)"
+
+
+def _safe(result: Quality) -> str:
     kl, noise = result.kl_mean, result.kl_noise
-    known = f"KL {kl:.1e} \u00b1 {noise:.0e} nats"
-    if is_safe(kl, noise):
-        return f"safe ({known})"
-    return f"safe or not, more text must tell ({known})" if is_safe(kl, -noise) else f"not safe ({known})"
+    return "safe" if is_safe(kl, noise) else "safe or not, more text must tell" if is_safe(kl, -noise) else "not safe"

@@ -64,7 +64,6 @@ def scatter(
         _scales(ax, log_x, log_y)
         _frame(ax, x_label, y_label, title, legend=len(names) > 1)
         ax.margins(0.12)
-        fig.canvas.draw()
         _label_points(fig, ax, points)
     return done.svg
 
@@ -186,6 +185,7 @@ def panels(
 
 def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
     """Write each point's label where `place_labels` says, with a thin line to it when it had to go far."""
+    fig.draw_without_rendering()  # moves the axes to their final place
     anchors = [tuple(ax.transData.transform((p.x, p.y))) for p in points]
     probes = [ax.text(0, 0, p.label, fontsize=10) for p in points]
     # Browsers set the text in the system's font, up to a tenth wider than matplotlib's.
@@ -209,7 +209,7 @@ def _label_points(fig: Any, ax: Any, points: Sequence[Point]) -> None:
             fontsize=10,
             color=_INK,
             arrowprops={"arrowstyle": "-", "color": _QUIET, "lw": 0.6, "shrinkB": 4} if far else None,
-        )
+        ).set_in_layout(False)
 
 
 def _scales(ax: Any, log_x: bool, log_y: bool) -> None:
