@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from external_folders import gpt_oss
 from families import tiny_config
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +23,7 @@ from checkpoint_files import Drawn, draw
 from halfbyte.checkpoints.experts import stack
 from halfbyte.errors import HalfbyteError, Unsupported
 from halfbyte.experts import QuantExperts
+from halfbyte.hf.footprint import footprint, resident_peak
 from halfbyte.hf.weights import ROUTERS, packed_share, targets
 from halfbyte.reference.quantize import quantize
 
@@ -202,3 +205,62 @@ def test_memory_stays_below_the_packed_size_and_one_shard(kind: str, layers: int
     shard = max(sum(t.nbytes for t in held.values()) for held in files.values())
     assert 0.9 * packed < memory.most < packed + shard
     assert packed < 0.4 * sum(2 * p.numel() for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------- what a load says on stderr
+
+LINE = re.compile(
+    r"halfbyte: (\w+) takes (\S+) GB, (\S+)% of it packed \((\S+)% of its weights\); "
+    r"peak memory of this process: (\S+) GB on the host\n"
+)
+
+
+def qwen3_moe(folder: Path) -> None:
+    tiny("qwen3_moe").half().save_pretrained(folder)
+
+
+#: As released: one tensor an expert in 16 bits; blocks and scales of MXFP4; NVFP4 by modelopt.
+RELEASED = {
+    "qwen3_moe": (qwen3_moe, {"weights": "int4_g32"}),
+    "gpt_oss": (gpt_oss, {}),
+    "deepseek_v3": (lambda folder: write(folder, "deepseek_v3", "modelopt nvfp4"), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
+@pytest.mark.parametrize("family", RELEASED)
+def test_a_load_tells_bytes_and_peak_once(family: str, tmp_path: Path, capfd: Any) -> None:
+    make, options = RELEASED[family]
+    make(tmp_path / "released")
+    while_loading = {"quantization_config": hf.HalfbyteConfig(**options)} if options else None
+    ways: list[Callable[[], Any]] = [lambda: hf.load(tmp_path / "released", **options)]
+    ways += [lambda: tf.AutoModelForCausalLM.from_pretrained(tmp_path / "released", **while_loading)] if while_loading else []
+    ways += [lambda: tf.AutoModelForCausalLM.from_pretrained(hf.save(ways[0](), tmp_path / "ours"), dtype="auto")]
+    for load in ways:
+        capfd.readouterr()
+        before = resident_peak() or 0
+        model = load()
+        found = LINE.findall(capfd.readouterr().err)
+        name, total, packed, weights, peak = found[-1]
+        assert len(found) == (2 if load is ways[-1] else 1)  # the last way loads twice
+        state = {name: t.nbytes for name, t in model.state_dict().items()}
+        inside = sum(n for name, n in state.items() if ".weight_" in name)
+        tables = sum(t.nbytes for n, t in model.named_buffers() if n not in state)
+        assert name == type(model).__name__
+        assert float(total) == pytest.approx((sum(state.values()) + tables) / 1e9, rel=1e-3)
+        assert float(packed) == pytest.approx(100 * inside / (sum(state.values()) + tables), abs=0.06)
+        assert float(weights) == pytest.approx(100 * packed_share(model), abs=0.06)
+        assert 0.99 * before < float(peak) * 1e9 < 1.01 * (resident_peak() or 0)
+
+
+def test_nothing_is_told_without_packed_weights_or_progress_bars(tmp_path: Path, capfd: Any) -> None:
+    qwen3_moe(tmp_path / "plain")
+    model = hf.load(tmp_path / "plain", keys="int8")
+    assert footprint(model) == ""
+    tf.utils.logging.disable_progress_bar()
+    try:
+        hf.quantize(model, "nf4")
+    finally:
+        tf.utils.logging.enable_progress_bar()
+    assert "takes" not in capfd.readouterr().err
+    assert footprint(model)

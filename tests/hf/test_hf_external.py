@@ -13,16 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers as tf
-from external_folders import blocks, tiny, write
+from external_folders import blocks, gpt_oss, tiny, write
 from mixtures import expand
 from safetensors.torch import load_file, save_file
-from tiny_models import LLAMA
 
-import decoders
 import halfbyte.hf as hf
 from checkpoint_files import KINDS
 from fuzz import damage_config, mutate
@@ -278,30 +275,6 @@ def test_fuzzed_folders(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ gpt-oss
-
-
-def gpt_oss(folder: Path) -> Any:
-    """A tiny gpt-oss with its experts in MXFP4 as OpenAI stores them; returns the model with the same values."""
-    torch.manual_seed(0)
-    options = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
-    config = tf.GptOssConfig(**options, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.save_pretrained(folder)
-    rng, state = np.random.default_rng(0), load_file(folder / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, width, out = parameter.shape
-            blocks = rng.integers(0, 256, (experts, out, width // 32, 16)).astype(np.uint8)
-            scales = rng.integers(115, 122, (experts, out, width // 32)).astype(np.uint8)
-            del state[name]
-            state |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
-            with torch.no_grad():
-                parameter.copy_(torch.from_numpy(decoders.gptoss_mxfp4(blocks, scales)).transpose(1, 2))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(described))
-    return model
 
 
 def test_experts_of_gpt_oss(prompt: Any, greedy: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from halfbyte.checkpoints.folder_guard import check_folder, check_layers
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.hf.external import ExternalCheckpoint
+from halfbyte.hf.footprint import told
 from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantization_config import check_options
@@ -79,6 +80,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+@told
 def load(
     folder_or_id: str | os.PathLike[str],
     weights: str | None = None,

@@ -13,6 +13,7 @@ from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
+from halfbyte.hf.footprint import told
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.layer_options import layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
@@ -29,6 +30,7 @@ from halfbyte.reference.quantize import check_clip
 WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
 
 
+@told
 def quantize(
     model: Any,
     weights: str | None = None,
