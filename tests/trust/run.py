@@ -60,6 +60,8 @@ def programme(rows: list[Row], output: Path, turn: float, until: float, jobs: in
     """Turns until nothing is left to do. 1 if a record of this version holds a failure, of this run or of an earlier one."""
     devices = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
     made = {device: asdict(records.environment(describe(device), 1)) for device in devices}  # before a file of results changes
+    for environment_of in made.values():  # the records are public: where the file lies on this machine is not
+        environment_of["command"] = environment_of["command"].replace(str(output), output.name)
     waiting = [row for row in rows if row.place != "gpu" or "cuda" in made]
     for row in rows:
         if row not in waiting:

@@ -92,9 +92,13 @@ def test_an_interrupted_programme_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(run, "command", command)
     output, forever = tmp_path / "trust.jsonl", time.monotonic() + 100
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(output)])
     assert run.programme([replace(ROW, goal=30)], output, 1, forever) == 0
     assert run.programme([ROW], output, 1, forever) == 1
     assert turns == [0, 2, 4]
+    assert {json.loads(line)["environment"]["command"] for line in output.read_text().splitlines()} == {
+        "run.py --output trust.jsonl"
+    }
     assert run.totals("row", output) == {"next": 6, "count": 75, "failures": 1}
     failures = [failure for line in output.read_text().splitlines() for failure in json.loads(line)["failures"]]
     assert failures == [{"seed": 3, "error": "the process died: -9"}]
