@@ -62,7 +62,7 @@ def raw(operand: str, registers: dict[str, int], bits: int) -> Read:
         return lambda block, lanes: block.registers[operand][lanes].astype(dtype)
     value = constant(operand)
     if value is None:
-        return lambda block, lanes: block.special(operand)[lanes].astype(dtype)
+        return lambda block, lanes: block.specials[operand][lanes].astype(dtype)
     if isinstance(value, float):
         fixed = np.asarray(value, np.float32).view(np.uint32)
     else:
@@ -93,7 +93,7 @@ def to_bits(value: Array, kind: str) -> Array:
         halves = to_bf16(value.astype(np.float64)) if kind[0] == "b" else value.astype(np.float16).view(np.uint16)
         return np.ascontiguousarray(halves).view(np.uint32)[..., 0]
     dtype = TYPES[kind]
-    found = np.asarray(value).astype(dtype)
+    found = np.asarray(value).astype(dtype, copy=False)
     return found.view(RAW[8 * dtype.itemsize]) if kind != "pred" else found
 
 
@@ -101,12 +101,11 @@ def writer(operand: str, registers: dict[str, int], kind: str) -> Write:
     if operand == "_":
         return lambda block, lanes, value: None
     name, width = operand, RAW[registers[operand]]
+    narrow = kind[0] == "s" and TYPES[kind].itemsize < width.itemsize  # a load into a wider register
 
     def write(block: Block, lanes: Lanes, value: Array) -> None:
         bits = to_bits(value, kind)
-        if kind[0] == "s" and bits.dtype.itemsize < width.itemsize:  # a narrow load into a wide register
-            bits = bits.view(TYPES[kind]).astype(f"i{width.itemsize}").view(width)
-        block.registers[name][lanes] = bits
+        block.registers[name][lanes] = bits.view(TYPES[kind]).astype(f"i{width.itemsize}").view(width) if narrow else bits
 
     return write
 
@@ -120,14 +119,12 @@ def _remainder(a: Array, b: Array) -> Array:
 
 
 def _shift_left(a: Array, by: Array) -> Array:
-    bits = 8 * a.dtype.itemsize
-    return np.where(by >= bits, 0, a << np.minimum(by, bits - 1).astype(a.dtype)).astype(a.dtype)
+    """By as many bits as a has, or more, it is 0; of a negative number to the right, -1."""
+    return a << np.minimum(by, 255).astype(a.dtype)
 
 
 def _shift_right(a: Array, by: Array) -> Array:
-    bits = 8 * a.dtype.itemsize
-    moved = a >> np.minimum(by, bits - 1).astype(a.dtype)
-    return moved if a.dtype.kind == "i" else np.where(by >= bits, 0, moved).astype(a.dtype)
+    return a >> np.minimum(by, 255).astype(a.dtype)
 
 
 def _bits_of(a: Array, start: Array, count: Array) -> Array:
@@ -150,12 +147,31 @@ def _permuted(a: Array, b: Array, selectors: Array) -> Array:
     return found
 
 
+#: Any function of two bits, by its four results: bit 2 b + c.
+_OF_TWO: tuple[Callable[[Array, Array], Array], ...] = (
+    lambda b, c: np.zeros_like(b),
+    lambda b, c: ~(b | c),
+    lambda b, c: ~b & c,
+    lambda b, c: ~b,
+    lambda b, c: b & ~c,
+    lambda b, c: ~c,
+    lambda b, c: b ^ c,
+    lambda b, c: ~(b & c),
+    lambda b, c: b & c,
+    lambda b, c: ~(b ^ c),
+    lambda b, c: c,
+    lambda b, c: ~b | c,
+    lambda b, c: b,
+    lambda b, c: b | ~c,
+    lambda b, c: b | c,
+    lambda b, c: ~np.zeros_like(b),
+)
+
+
 def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
-    found = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
-    for i in range(8):
-        if int(table) >> i & 1:
-            found = found | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return found
+    """Any function of three bits, by its eight results: that of b and c where a is 0, and what changes where it is 1."""
+    without, with_a = int(table) & 15, int(table) >> 4
+    return _OF_TWO[without](b, c) ^ a & _OF_TWO[without ^ with_a](b, c)
 
 
 def _wide(a: Array) -> Array:

@@ -43,19 +43,21 @@ class Block:
         self.waited = np.zeros(self.threads, bool)  # for the kernel before
         self.products = warpgroups.Products(self.threads // 32)
         # A register that nobody has written holds what is no number.
-        self.registers = {
-            n: np.full(self.threads, RAW[bits].type(-1 % (1 << bits)), RAW[bits]) for n, bits in program.registers.items()
-        }
+        self.registers: dict[str, Array] = {}
+        for bits, dtype in RAW.items():
+            names = [name for name, width in program.registers.items() if width == bits]
+            self.registers |= zip(names, np.full((len(names), self.threads), dtype.type(-1 % (1 << bits))), strict=True)
         self.arguments = dict(zip((name for name, _ in program.parameters), launch.arguments, strict=True))
         self.number = number
         self.at, self.state = np.zeros(self.threads, np.int64), np.zeros(self.threads, np.int8)
         self.meeting = np.full(self.threads, -1)  # the barrier that a thread is at
         self.awaited = np.zeros((self.threads, 2), np.int64)  # the mbarrier and parity that it waits for
         self.barriers: dict[int, Barrier] = {}
-        self._specials: dict[str, Array] = {
-            "%tid.x": np.arange(self.threads),
-            "%laneid": np.arange(self.threads) % 32,
-            "%warpid": np.arange(self.threads) // 32,
+        self.all = np.arange(self.threads)
+        specials: dict[str, Array] = {
+            "%tid.x": self.all,
+            "%laneid": self.all % 32,
+            "%warpid": self.all // 32,
             **{f"%ctaid.{axis}": np.asarray(i) for axis, i in zip("xyz", number, strict=True)},
             **{f"%nctaid.{axis}": np.asarray(n) for axis, n in zip("xyz", launch.grid, strict=True)},
             "%tid.y": np.asarray(0),
@@ -63,10 +65,8 @@ class Block:
             "global_smem": np.asarray(SHARED),
             "%ntid.x": np.asarray(self.threads),
         }
-
-    def special(self, name: str) -> Array:
-        """Registers that are read only, and the symbol of shared memory: of each thread."""
-        return np.broadcast_to(self._specials[name], self.threads)
+        #: Registers that are read only, and the symbol of shared memory: of each thread.
+        self.specials = {name: np.broadcast_to(one, self.threads) for name, one in specials.items()}
 
     def run(self) -> None:
         """All threads to their end."""
@@ -83,9 +83,10 @@ class Block:
 
     def _advance(self, at: int, threads: Array) -> None:
         """These threads go on up to a place where others may join them, or where they may part or wait."""
-        lanes: Lanes = slice(None) if threads.size == self.threads else threads
+        first, end = int(threads[0]), int(threads[-1]) + 1
+        lanes: Lanes = slice(first, end) if threads.size == end - first else threads
         code = self.code
-        while (end := code.ends[at]) is None:
+        while (stop := code.ends[at]) is None:
             try:
                 code.steps[at](self, lanes)
             except AssertionError as error:
@@ -96,7 +97,7 @@ class Block:
                 self.at[threads] = at
                 return
         self.at[threads] = at + 1
-        end(self, threads)
+        stop(self, threads)
 
     def _when_all_wait(self) -> None:
         arrivals = self.copies.end_some()
@@ -269,10 +270,11 @@ def _step(one: Instruction, program: Program) -> Step:
         return found
 
     def run(block: Block, lanes: Lanes) -> None:
-        threads = np.arange(block.threads)[lanes]
-        chosen = threads[np.broadcast_to(guard(block, lanes), threads.shape)]
-        if chosen.size:
-            found(block, chosen)
+        those = guard(block, lanes)
+        if those.all():
+            found(block, lanes)
+        elif those.any():
+            found(block, block.all[lanes][those])
 
     return run
 

@@ -40,7 +40,7 @@ class Threads(Block):
         nothing, launch = Code(Program("nothing", (), threads, {}, {}, ())), Launch((1, 1, 1), [], shared)
         super().__init__(nothing, Memory([] if memory is None else [memory]), launch, (0, 0, 0), Order(together=True, early=True))
         self.shape = shape
-        self.shared.bytes[:] = np.random.default_rng(0).integers(0, 256, shared, np.uint8)
+        self.shared.bytes[:shared] = np.random.default_rng(0).integers(0, 256, shared, np.uint8)
         self.ran: list[Program] = []
         self.met: list[tuple[Array, Array]] = []
 

@@ -68,53 +68,61 @@ class Shared:
     """
 
     def __init__(self, size: int, threads: int) -> None:
-        self.bytes = np.full(size, 0xFF, np.uint8)
+        self.size = size
+        self.bytes = np.full(size + 15 & -16, 0xFF, np.uint8)
+        self._as = {width: self.bytes.view(f"V{width}") for width in (1, 2, 4, 8, 16)}  # items of so many bytes
         warps = threads // 32
         self.known = np.eye(warps, dtype=np.int64)  # of each warp: up to when it knows what others did
         self.epoch = np.zeros(warps, np.int64)  # barriers that a warp has passed
         self._writer = np.full(size // 4 + 1, -1, np.int64)
-        self._written = np.zeros((size // 4 + 1, 2), np.int64)  # when: by the warp's clock, in its epoch
+        self._clock, self._epoch = np.zeros((2, size // 4 + 1), np.int64)  # when: by the warp's clock, in its epoch; 0: never
         self._read = np.zeros((size // 4 + 1, warps), np.int64)
 
     def _at(self, addresses: Array, size: int) -> tuple[Array, Array]:
-        """[n, size] places, and [n, size / 4] words."""
-        assert not (addresses % size).any(), "a place in shared memory that is not aligned"
+        """[n] items of so many bytes, and [n, size / 4] words."""
         at = addresses.astype(np.int64) - SHARED
+        items = at // size
+        assert (items * size == at).all(), "a place in shared memory that is not aligned"
         assert at.min() >= 0, "below shared memory"
-        assert at.max() + size <= self.bytes.size, f"{at.max() + size - self.bytes.size} bytes behind shared memory"
-        return at[:, None] + np.arange(size), at[:, None] // 4 + np.arange(max(1, size // 4))
+        assert at.max() + size <= self.size, f"{at.max() + size - self.size} bytes behind shared memory"
+        words = at[:, None] // 4
+        return items, words + np.arange(size // 4) if size > 4 else words
 
     def load(self, addresses: Array, size: int, threads: Array) -> Array:
         """[n, size] bytes. threads: [n], or [n, size / 4] where several take a part each."""
         at, words = self._at(addresses, size)
         writer, mine = self._writer[words], threads.reshape(threads.shape[0], -1)
         warp = mine // 32
-        when, epoch = np.moveaxis(self._written[words], -1, 0)
-        elsewhere = (writer // 32 != warp) & (when > self.known[warp, np.maximum(writer, 0) // 32])
-        beside = (writer // 32 == warp) & (writer != mine) & (epoch == self.epoch[warp])
-        assert not ((writer >= 0) & (elsewhere | beside)).any(), f"threads read what others may not have written: {mine[0]} ..."
+        own = writer // 32 == warp
+        unknown = ~own & (self._clock[words] > self.known[warp, writer // 32])
+        beside = own & (writer != mine) & (self._epoch[words] == self.epoch[warp])
+        assert not (unknown | beside).any(), f"threads read what others may not have written: {mine[0]} ..."
         self._read[words, warp] = self.known[warp, warp]
-        return self.bytes[at]
+        return self._as[size][at].view(np.uint8).reshape(-1, size)
 
     def may_write(self, addresses: Array, size: int, threads: Array) -> None:
         """Raise where others may still read what is there."""
-        _, words = self._at(addresses, size)
+        self._no_reader(self._at(addresses, size)[1], threads)
+
+    def _no_reader(self, words: Array, threads: Array) -> None:
         mine = threads.reshape(threads.shape[0], -1)
         unknown = (self._read[words] > self.known[mine // 32]).any(-1)
         assert not unknown.any(), f"threads write what others may still read: {mine[unknown.any(1)][0]} ..."
 
     def store(self, addresses: Array, values: Array, threads: Array) -> None:
-        self.may_write(addresses, values.shape[1], threads)
-        at, words = self._at(addresses, values.shape[1])
-        writer, mine = self._writer[words], threads.reshape(threads.shape[0], -1)
+        size, values = values.shape[1], np.ascontiguousarray(values)
+        at, words = self._at(addresses, size)
+        self._no_reader(words, threads)
+        items, writer, mine = self._as[size], self._writer[words], threads.reshape(threads.shape[0], -1)
         warp = mine // 32
-        unknown = (writer >= 0) & (writer // 32 != warp) & (self._written[words, 0] > self.known[warp, np.maximum(writer, 0) // 32])
-        changed = (self.bytes[at] != values).reshape(*words.shape, -1).any(-1)
-        assert not (unknown & changed).any(), f"threads write different values to one place: {mine[0]} ..."
-        self.bytes[at] = values
-        assert (self.bytes[at] == values).all(), "threads write different values to one place at once"
+        unknown = (writer // 32 != warp) & (self._clock[words] > self.known[warp, writer // 32])
+        if unknown.any():
+            changed = (items[at].view(np.uint8).reshape(-1, size) != values).reshape(*words.shape, -1).any(-1)
+            assert not (unknown & changed).any(), f"threads write different values to one place: {mine[0]} ..."
+        items[at] = values.view(items.dtype)[:, 0]
+        assert items[at].tobytes() == values.tobytes(), "threads write different values to one place at once"
         self._writer[words] = mine
-        self._written[words] = np.stack([self.known[warp, warp], self.epoch[warp]], -1)
+        self._clock[words], self._epoch[words] = self.known[warp, warp], self.epoch[warp]
 
     def meet(self, warps: Array) -> None:
         """Of these warps each knows all that the others did."""
@@ -122,7 +130,7 @@ class Shared:
         self.tell(warps)
 
     def tell(self, warps: Array) -> None:
-        """What these warps do from now on nobody else knows."""
+        """What these warps do from now on nobody else knows. Clocks are above 0 from their first."""
         self.known[warps, warps] += 1
         self.epoch[warps] += 1
 

@@ -69,8 +69,10 @@ class _Scopes:
     def rename(self, text: str) -> str:
         if len(self.open) <= 2:
             return text
-        names = {name: own for scope in self.open for name, own in scope.items()}
-        return re.sub(r"(?<![\w.%$])[A-Za-z_]\w*(?![\w.(])", lambda found: names.get(found[0], found[0]), text)
+        return re.sub(r"(?<![\w.%$])[A-Za-z_]\w*(?![\w.(])", lambda found: self._own(found[0]), text)
+
+    def _own(self, name: str) -> str:
+        return next((scope[name] for scope in reversed(self.open) if name in scope), name)
 
 
 def _statements(body: str) -> Iterator[str]:

@@ -39,7 +39,7 @@ def step(one: Instruction, registers: dict[str, int]) -> Step | None:
 
 
 def _threads(block: Block, lanes: Lanes) -> Array:
-    return np.arange(block.threads)[lanes]
+    return block.all[lanes]
 
 
 def _for_each(read: Callable[[Block, Lanes], Array], block: Block, lanes: Lanes) -> Array:

@@ -28,9 +28,9 @@ def _warps(values: Array, lanes: Array) -> Array:
 
 def numbers(lanes: Lanes, block: Block) -> Array:
     """The threads, which must be whole warps."""
-    found = np.arange(block.threads)[lanes]
+    found = block.all[lanes]
     assert found.size % 32 == 0, "threads of a warp are elsewhere"
-    assert (found.reshape(-1, 32) - found.reshape(-1, 32)[:, :1] == LANE).all(), "threads of a warp are elsewhere"
+    assert (found.reshape(-1, 32) % 32 == LANE).all(), "threads of a warp are elsewhere"
     return found
 
 
