@@ -15,6 +15,8 @@ from transformers.generation import logits_process, stopping_criteria
 
 from halfbyte.hf.lookup import LookupForward
 from halfbyte.hf.recorded_step import Recorded, Tokens
+from halfbyte.ops.greedy import greedy
+from halfbyte.reference.greedy import Ends, Held
 
 #: Processors that read logits alone, with numbers as options.
 _OF_LOGITS = (
@@ -54,6 +56,10 @@ class Choice:
 
         seen [B, n] is what stopping criteria look at; its last column is chosen here. None: all tokens.
         """
+        if (refused := self._refused(length)) is not None:
+            ends = Ends(self.config._eos_token_tensor, self.padding, refused) if self.ends else None
+            greedy(logits, Held(held.ids, held.last, held.lengths, held.unfinished), ends)
+            return
         raw = logits.to(copy=True, dtype=torch.float32)
         scores = self.processor(held.ids[:, :length], raw)
         for collected, what in ((self.scores, scores), (self.logits, raw)):
@@ -90,6 +96,13 @@ class Choice:
         if collects or not known or not all(n is None or isinstance(n, int) for n in numbers):
             return None
         return bool(config.do_sample), self.ends, numbers, tuple(processors), self.generator
+
+    def _refused(self, length: int) -> bool | None:
+        """Of a choice that is `greedy`: whether tokens that end a sequence are refused at `length` tokens. None for others."""
+        least = [_least(processor) for processor in self.processor]
+        if self.config.do_sample or self.key(length) is None or None in least:
+            return None
+        return any(length < n for n in least if n is not None)
 
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
         """Tokens [B] by float32 scores [B, V]: the first of the largest, or draws.

@@ -23,6 +23,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "add_norm": ("triton", "reference"),
     "norm_rows": ("triton", "reference"),
     "gated": ("triton", "reference"),
+    "greedy": ("triton", "reference"),
 }
 #: Levels that need a GPU (the portable ones also run in Triton's interpreter).
 GPU_LEVELS = ("gluon", "triton")

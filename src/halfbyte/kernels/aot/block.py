@@ -1,4 +1,4 @@
-"""The variants of the kernels around a block's projections: each kind of norm, each activation."""
+"""The variants of the kernels around a block's projections, each kind of norm and activation, and of the greedy choice."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.block.gate import launch as launch_gated
+from halfbyte.kernels.block.greedy import launch as launch_greedy
 from halfbyte.kernels.block.norm import launch_add_norm, launch_norm_rows
 from halfbyte.reference.block import ACTIVATIONS, KINDS, Norm
+from halfbyte.reference.greedy import Ends, Held
 
 #: Architectures with programmatic dependent launch.
 _PAIRED = (90, 100)
@@ -18,7 +20,8 @@ def configurations() -> list[Configuration]:
     found = [c for kind in KINDS for paired in (False, True) for c in _sums(kind, paired)]
     wide, norm = empty(8, 16384, dtype=torch.bfloat16), Norm(empty(16384, dtype=torch.bfloat16), 1e-6, "offset")
     found += recorded("widest", lambda: launch_add_norm(wide, wide, norm, 1.0, norm, wide, wide, False))
-    return found + [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
+    found += [c for activation in ACTIVATIONS for paired in (False, True) for c in _gates(activation, paired)]
+    return found + [c for ending in ("", "ends", "refused") for c in _choices(ending)]
 
 
 def _sums(kind: str, paired: bool) -> list[Configuration]:
@@ -41,3 +44,11 @@ def _gates(activation: str, paired: bool) -> list[Configuration]:
     gate, out = empty(8, 2 * 14336, dtype=torch.bfloat16)[:, :14336], empty(8, 14336, dtype=torch.bfloat16)
     more = {"targets": _PAIRED} if paired else {}
     return recorded(f"{activation}{'-paired' * paired}", lambda: launch_gated(gate, gate, activation, out, paired), **more)
+
+
+def _choices(ending: str) -> list[Configuration]:
+    """Of Llama 3's vocabulary in bf16."""
+    logits, numbers, number = empty(8, 128256, dtype=torch.bfloat16), empty(8, 1, dtype=torch.int64), empty(dtype=torch.int64)
+    held = Held(empty(8, 1024, dtype=torch.int64), numbers, numbers, empty(8, dtype=torch.bool))
+    ends = Ends(empty(2, dtype=torch.int64), number, ending == "refused") if ending else None
+    return recorded(f"greedy-{ending or 'endless'}", lambda: launch_greedy(logits, held, ends))
