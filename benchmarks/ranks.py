@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,11 @@ def share(config: Any, ranks: int, machine: Device, formats: Formats) -> Any:
 
 def connect(model: Any, ranks: int, machine: Device) -> None:
     """Put the collectives of transformers behind the layers that need other ranks, and see that all ranks choose the same token."""
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    except ImportError as error:
+        raise BenchmarkRefused(f"ranks need the parallel styles of transformers 5.23, not {version('transformers')}") from error
 
     mesh, head = init_device_mesh(machine.kind, (ranks,)), model.get_output_embeddings()
     rows = [layer for block in blocks(model) for layer in (block.self_attn.o_proj, block.mlp.down_proj)]  # type: ignore[union-attr]

@@ -66,6 +66,8 @@ SIZES: dict[str, PretrainedConfig] = {
 _REPEATS, _WARM_UP = 5, 2
 #: Parts below this share of a step are left out of its record.
 _LEAST = 1e-3
+#: Share of a GPU's free memory that 16-bit weights may take; quantizing, prompts and caches need the rest.
+_MOST_IN_16_BITS = 0.7
 #: Letters of a kernel's name.
 _SHOWN = 60
 
@@ -166,9 +168,31 @@ def load(name: str, machine: Device, formats: Formats) -> Any:
 
 
 def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
-    """A model of a configuration, with random weights; otherwise as `load`."""
+    """A model of a configuration, with random weights; otherwise as `load`.
+
+    Where the 16-bit weights of all blocks do not fit on a GPU, every block has those of the first one. Quantized, each has its own.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(machine)).eval()
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    if machine.kind == "cuda" and needed > _MOST_IN_16_BITS * torch.cuda.mem_get_info(machine.torch)[0]:
+        return checked(_repeated(model, machine), formats)
     with machine.torch:
         return checked(AutoModelForCausalLM.from_config(config, dtype=_dtype(machine)).eval(), formats)
+
+
+def _repeated(model: Any, machine: Device) -> Any:
+    """`model`, which has no weights yet, with those of a model of one block."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    with machine.torch:
+        one = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    weights, made = one.state_dict(), model.state_dict()
+    model.load_state_dict({name: weights[re.sub(r"\.\d+\.", ".0.", name)] for name in made}, assign=True)
+    for name, module in model.named_modules():
+        for buffer, _ in module.named_buffers(recurse=False):
+            setattr(module, buffer, getattr(one.get_submodule(re.sub(r"\.\d+(?=\.|$)", ".0", name)), buffer))
+    return model
 
 
 def _dtype(machine: Device) -> torch.dtype:
