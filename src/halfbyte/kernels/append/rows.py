@@ -33,19 +33,30 @@ def new_tokens(sequences, lengths_stride, b, tokens, capacity):
 
 
 @triton.jit
-def butterfly(x, STEP: tl.constexpr):
-    """Sums and differences of elements at a distance of STEP in the last axis of x [R, D]."""
-    pairs = tl.reshape(x, [x.shape[0], x.shape[1] // (2 * STEP), 2, STEP])
-    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), x.shape)
+def _within_thread(x, STEP: tl.constexpr):
+    """Sums and differences of elements at a distance of STEP in the last axis of x [R, N, E], by registers."""
+    pairs = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // (2 * STEP), 2, STEP])
+    a, b = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 2, 4, 3)), x.shape)
+
+
+@triton.jit
+def _across_lanes(x, STEP: tl.constexpr):
+    """The same in axis 1. Gathered, so that every element stays with its thread: a warp that has whole rows shuffles."""
+    n = tl.arange(0, x.shape[1])[None, :, None]
+    other = tl.gather(x, tl.broadcast_to(n ^ STEP, x.shape), 1)
+    return other + tl.where(n & STEP == 0, x, -x)
 
 
 @triton.jit
 def rotate(x, LOG: tl.constexpr, FACTOR: tl.constexpr):
-    """Hadamard blocks of 2^LOG along the last axis, in the order of `reference.hadamard.rotate`."""
+    """Hadamard blocks of 2^LOG along the last axis of x [R, D], in the order of `reference.hadamard.rotate`."""
+    LANES: tl.constexpr = 32 if x.shape[1] > 32 else x.shape[1]
+    EACH: tl.constexpr = x.shape[1] // LANES
+    y = tl.reshape(x, [x.shape[0], LANES, EACH])
     for i in tl.static_range(LOG):
-        x = butterfly(x, 1 << i)
-    return x * FACTOR
+        y = _within_thread(y, 1 << i) if 1 << i < EACH else _across_lanes(y, (1 << i) // EACH)
+    return tl.reshape(y, x.shape) * FACTOR
 
 
 @triton.jit
