@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +25,14 @@ PAIRS = [
 
 
 @pytest.fixture
-def free_memory() -> Any:
-    """A large test gives its memory back before the next."""
-    yield
-    if not PLACE.dry:
+def free_memory() -> Iterator[None]:
+    """A large test runs while no other process runs one, and gives its memory back before the next."""
+    if PLACE.dry:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "halfbyte-large-test").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
         torch.cuda.empty_cache()
 
 
