@@ -98,7 +98,8 @@ def load(
     It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. FP8 in blocks needs weights, the format that it is rounded to. Without keys, values or plan the cache has the formats that were saved with the model.
+    installed: docs/guides/checkpoints.md. FP8 in blocks needs weights, the format that it is rounded to.
+    Without keys, values or plan the cache has the formats that were saved with the model.
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     check_options(options, quantize)
