@@ -33,10 +33,13 @@ from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor
+from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
 from halfbyte.vllm.stored import Foreign, Own, foreign_weights
 
+#: What transformers and some of vLLM's models call the module that holds experts.
+RENAMED = (".mlp.", ".block_sparse_moe.")
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
 
@@ -50,7 +53,10 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, stored: Mapping[str, Own | Foreign], adapter: Adapter | None = None) -> None:
         super().__init__()
-        self.stored, self.adapter = dict(stored), adapter
+        self.adapter = adapter
+        self.stored, self.mixtures = sorted_out(stored)
+        #: What vLLM calls otherwise than transformers, whose names are those of folders of halfbyte.
+        self.renamed: dict[str, str | None] = {}
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
 
@@ -96,23 +102,34 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         if self.adapter is None:
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
-        self.stored = dict(foreign_weights(self.adapter, names))
-        if not self.stored:
+        self.stored, self.mixtures = sorted_out(foreign_weights(self.adapter, names))
+        if not self.stored and not self.mixtures:
             raise CheckpointError(
                 f"{model_name}: no tensor is called *.{self.adapter.marker}, which every weight quantized as config.json says has"
             )
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Every tensor of the files is wanted; in names of parameters there is no dot."""
-        dotted = {part for stored in self.stored.values() if isinstance(stored, Foreign) for part in stored.held if "." in part}
-        return WeightsMapper(orig_to_new_suffix={f".{part}": f".{_parameter(part)}" for part in sorted(dotted)})
+        foreign = [stored for stored in self.stored.values() if isinstance(stored, Foreign)]
+        foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
+        dotted = {part for stored in foreign for part in stored.held if "." in part}
+        suffixes = {f".{part}": f".{_parameter(part)}" for part in sorted(dotted)}
+        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=self.renamed) | own_stacks_mapper(self.mixtures.values())
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
+        self.mixtures = hf_to_vllm_mapper.apply_dict(self.mixtures)
+
+    def _experts_method(self, layer: torch.nn.Module, prefix: str) -> HalfbyteExperts | None:
+        home = prefix
+        if self.adapter is None and RENAMED[1] in prefix:
+            self.renamed = {RENAMED[0]: RENAMED[1]}
+            home = prefix.replace(RENAMED[1], RENAMED[0])
+        return HalfbyteExperts(layer, prefix, self.mixtures[home]) if home in self.mixtures else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts) and any(name.startswith(f"{prefix}.") for name in self.stored):
-            raise Unsupported(f"{prefix} has quantized experts, which vLLM computes together; halfbyte's plugin has no op for that")
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             if prefix not in self.stored:
                 return None

@@ -1,0 +1,43 @@
+"""Quantized mixtures of experts in real engines: transformers' words, and one clear error for what is not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+from engines import assert_same, by_transformers, engine, generate, later, quantized, save
+from test_weights import RANKS, plain, refused
+from tiny_models import LLAMA, base, made
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, list(range(1, 60))]
+
+
+SIZES = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS = {
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**SIZES),
+    "mixtral": lambda: tf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.fixture(scope="session")
+def mixture(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """mixture(family, format): the folder of a tiny mixture with weights of that format."""
+    root = tmp_path_factory.mktemp("mixtures")
+    return lambda family, fmt: save(quantized(plain_folder(tiny, family, root), weights=fmt), root / f"{family}-{fmt}")
+
+
+def plain_folder(tiny, family: str, root: Path) -> Path:
+    return save(made(CONFIGS[family]()), root / family) if family in CONFIGS else tiny(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "fmt", "ranks"),
+    [("qwen3_moe", "int4_g32", 1), ("gpt_oss", "mxfp4", 1), ("mixtral", "nvfp4", 2)],
+)
+def test_an_engine_says_what_transformers_says(family: str, fmt: str, ranks: int, mixture) -> None:
+    folder = mixture(family, fmt)
+    with engine(folder, **RANKS[ranks]) as llm:
+        found = generate(llm, PROMPTS)
+    assert_same(found, by_transformers(plain(folder), PROMPTS), within=1e-3)
