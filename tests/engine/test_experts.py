@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import transformers as tf
 from engines import assert_same, by_transformers, engine, generate, later, quantized, save
+from halfbyte.errors import HalfbyteError
+from test_hf_expert_files import write
 from test_weights import RANKS, plain, refused
 from tiny_models import LLAMA, base, made
 
@@ -41,3 +43,21 @@ def test_an_engine_says_what_transformers_says(family: str, fmt: str, ranks: int
     with engine(folder, **RANKS[ranks]) as llm:
         found = generate(llm, PROMPTS)
     assert_same(found, by_transformers(plain(folder), PROMPTS), within=1e-3)
+
+
+@pytest.mark.parametrize(("family", "kind", "ranks"), [("mixtral", "gptq v2 act-order", 1), ("qwen2_moe", "ct nvfp4", 1), ("qwen3_moe", "awq", 2)])
+def test_one_expert_a_tensor(family: str, kind: str, ranks: int, tmp_path: Path) -> None:
+    """Files of other libraries; of qwen2_moe with a shared expert."""
+    model = write(tmp_path, family, kind)
+    model.generation_config.eos_token_id = None
+    options = {"quantization": "halfbyte", "hf_overrides": {"architectures": [type(model).__name__]}}
+    with engine(tmp_path, **options, **RANKS[ranks]) as llm:
+        found = generate(llm, PROMPTS)
+    assert_same(found, by_transformers(model, PROMPTS), within=1e-3)
+
+
+def test_reload(mixture) -> None:
+    with engine(mixture("qwen3_moe", "int4_g32")) as llm:
+        first = generate(llm, PROMPTS)
+        llm.collective_rpc("reload_weights")
+        assert generate(llm, PROMPTS) == first
