@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -41,7 +41,7 @@ class QuantExperts(QuantLayer):
         *,
         clip: str | None = None,
         order: Callable[[torch.Tensor], torch.Tensor] = lambda piece: piece,
-    ) -> QuantExperts:
+    ) -> Self:
         """Quantize a stack of as many matrices as there are experts, some at a time; `clip` as in `quantize`.
 
         order: from a piece of the stack, as the model has it, to [some experts, out_features, in_features].

@@ -122,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "sliding_attention"]},
+    "longcat_flash": {"zero_expert_num": 3, "num_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "mimo_v2_flash": {"head_dim": 96, "v_head_dim": 64, "num_key_value_heads": 1},
     "minimax": {"layer_types": _LINEAR},

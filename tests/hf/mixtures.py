@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from halfbyte.experts import QuantExperts
+from halfbyte.hf.called_experts import SortedExperts
 from halfbyte.nn import QuantLinear
 
 
 def expand(packed: Any, plain: Any) -> Any:
     """Give the plain model the values of the quantized weights, in its own order of rows."""
     for name, layer in packed.named_modules(remove_duplicate=False):
-        if isinstance(layer, QuantLinear):
+        if isinstance(layer, QuantLinear | SortedExperts):
             target, values = plain.get_submodule(name), layer.weight.dequantize(torch.float32)
             target.weight.data = values.T if type(target).__name__ == "Conv1D" else values
         elif isinstance(layer, QuantExperts):
@@ -27,4 +28,5 @@ def set_stack(mixture: Any, name: str, layer: QuantExperts) -> None:
     values = layer.weight.dequantize(torch.float32)
     if name == "gate_up_proj" and type(mixture).__name__ != "GptOssExperts":
         values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
-    getattr(mixture, name).data = (values.mT if mixture.is_transposed else values).contiguous()
+    transposed = getattr(mixture, "is_transposed", type(mixture).__name__ == "Llama4TextExperts")
+    getattr(mixture, name).data = (values.mT if transposed else values).contiguous()

@@ -18,18 +18,22 @@ import halfbyte
 import halfbyte.hf as hf
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.experts import QuantExperts
+from halfbyte.hf.called_experts import Called, RowsOfAll, SortedExperts, WithIdentities
 from halfbyte.hf.mixtures import fusible, is_concatenated, projections, use_experts
 from halfbyte.hf.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.hf.weights import packed_share, replace, targets
+from halfbyte.hf.weights import packed_share, replace, select, targets
 from halfbyte.memory import quantized_bytes
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.quantize import quantize
 
+#: Families with experts that transformers does not call through its interface.
+CALLED = ("llama4_text", "longcat_flash", "jetmoe")
 #: Decoders that keep stacks of experts, of every kind of activation and layout.
 MIXTURES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2"),
     *("hunyuan_v1_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1", "aria_text"),
     *("deepseek_v4", "minimax_m3_vl_text", "inkling2_text"),
+    *CALLED,
 )
 FORMATS = ("int4_g32", "int8_col", "nf4", "mxfp4", "nvfp4")
 #: What a tiny model has besides experts and linear layers is much of it.
@@ -61,9 +65,11 @@ def same(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_of_the_dequantized_model(family: str, fmt: str, prompt: Any) -> None:
     model, plain = hf.quantize(tiny_model(family), weights=fmt), tiny_model(family)
-    experts = sum(p.numel() for m in plain.modules() for name in projections(m) or () for p in [getattr(m, name)])
+    kept = (".experts.gate_up_proj", ".experts.down_proj", "_linear.weight")
+    experts = sum(p.numel() for name, p in plain.named_parameters() if p.ndim == 3 and name.endswith(kept))
     assert experts == sum(layer.weight.codes.numel() * layer.format.code.per_byte for layer in stacked(model)) > 0
     assert packed_share(model) > 0.8
+    assert any(isinstance(m, Called | SortedExperts) for m in model.modules()) is (family in CALLED)
     wanted = logits(expand(model, plain), prompt())
     assert (logits(model, prompt()) - wanted).abs().max() < 1e-3 * wanted.std()
 
@@ -86,11 +92,11 @@ def test_tokens_with_packed_caches(family: str, greedy: Any, prompt: Any) -> Non
     assert (scores - wanted).abs().max() < 1e-1 * wanted.std()  # 4-bit codes of values at a tie may differ by one step
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", *CALLED])
 def test_tokens_where_only_weights_can_be_packed(family: str, greedy: Any, prompt: Any) -> None:
-    """MLA: its cache stays transformers' own, and a packed one is refused before anything has changed."""
+    """The cache stays transformers' own, as with MLA, and a packed one is refused before anything has changed."""
     model = tiny_model(family)
-    with pytest.raises(Unsupported, match=r"latent \(MLA\).*Quantize its weights only"):
+    with pytest.raises(Unsupported, match=r"a packed KV cache cannot be used with .*Quantize its weights only"):
         hf.quantize(model, weights="int4_g32", keys="int8", values="int8")
     assert not stacked(model)
     tokens, scores = greedy(hf.quantize(model, weights="int4_g32"), prompt())
@@ -166,10 +172,61 @@ def test_unusual_mixtures(family: str, fmt: str) -> None:
         torch.testing.assert_close(packed(x, ids, gates), plain(x, ids, gates), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", CALLED)
+def test_the_share_of_the_experts(family: str) -> None:
+    """At sizes where experts are most of a model."""
+    config = tiny_config(family)
+    config.update({"vocab_size": 16, **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 512)})
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+        for name, target in select(model, ("lm_head",)).items():
+            replace(model, name, target.empty(halfbyte.WEIGHT_FORMATS["nvfp4"]))
+    left = [n for n, p in model.named_parameters() if p.ndim > 1 and ".layers." in n and ".weight_" not in n]
+    assert {n.split(".")[-2] for n in left} <= {"router", "classifier", "layer"}
+    assert packed_share(model) > 0.99
+
+
+@pytest.mark.parametrize(("family", "router"), [("dbrx", "ffn.router"), ("zaya", "mlp.gate"), ("jetmoe", "mlp.router")])
+def test_routers_stay_with_all_of_their_layers(family: str, router: str) -> None:
+    parts = list(next(m for name, m in tiny_model(family).named_modules() if name.endswith(router)).named_modules())
+    assert any(isinstance(m, torch.nn.Linear) for _, m in parts)
+    assert not [name for name in select(tiny_model(family), ()) if f".{router}." in name]
+
+
+def test_only_the_experts_that_are_hit_are_read(monkeypatch: Any) -> None:
+    """Llama 4 hands the rows of all experts to all of them; LongCat's identities are not read at all."""
+    called: list[torch.Tensor] = []
+    forward = QuantExperts.forward
+
+    def spy(self: QuantExperts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
+        called.append(ids)
+        return forward(self, x, ids, gates)
+
+    monkeypatch.setattr(QuantExperts, "forward", spy)
+    rows = torch.randn(4, 3, 64)
+    for token, hit in enumerate(([0, 2], [3, 1], [2])):
+        rows[[e for e in range(4) if e not in hit], token] = 0
+    llama: Any = hf.quantize(tiny_model("llama4_text"), "nf4").model.layers[0].feed_forward.experts
+    assert isinstance(llama, RowsOfAll)
+    found = llama(rows.view(12, 64)).view(4, 3, 64)
+    for ids in called:
+        assert ids.shape == (3, 2)
+        assert [set(row) for row in ids[:2].tolist()] == [{0, 2}, {1, 3}]
+        assert 2 in ids[2]
+    assert torch.equal(found.ne(0).any(-1), rows.ne(0).any(-1))
+    called.clear()
+    longcat: Any = hf.quantize(tiny_model("longcat_flash"), "nf4").model.layers[0].mlp.experts
+    assert isinstance(longcat, WithIdentities)
+    x, gates = torch.randn(2, 64), torch.rand(2, 2)
+    y = longcat(x, torch.tensor([[5, 2], [4, 6]]), gates)
+    assert called[0].tolist() == [[2, 2], [3, 3]]
+    torch.testing.assert_close(y[1], x[1] * gates[1].sum())
+
+
 # -------------------------------------------------------------------------------------------------------------- save and load
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "inkling2_text"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "inkling2_text", *CALLED])
 def test_bit_for_bit(family: str, prompt: Any, tmp_path: Any) -> None:
     model = hf.quantize(tiny_model(family), weights="nvfp4")
     folder, expected = hf.save(model, tmp_path / "model"), logits(model, prompt())
@@ -190,9 +247,10 @@ def test_every_format_loads_again(fmt: str, tmp_path: Any) -> None:
     same(hf.load(hf.save(model, tmp_path / "model")), model)
 
 
-def test_a_plain_folder_is_quantized_on_the_way(tmp_path: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", *CALLED])
+def test_a_plain_folder_is_quantized_on_the_way(family: str, tmp_path: Any) -> None:
     """transformers stores one tensor for each expert, and stacks them when it loads."""
-    model = tiny_model("qwen3_moe")
+    model = tiny_model(family)
     same(hf.load(hf.save(model, tmp_path / "plain"), "nf4"), hf.quantize(model, "nf4"))
 
 

@@ -11,7 +11,7 @@ from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, stack
 from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo
 from halfbyte.errors import CheckpointError
-from halfbyte.hf.mixtures import in_order
+from halfbyte.hf.mixtures import in_order, layout
 from halfbyte.hf.weights import Target
 from halfbyte.tensors import QuantTensor
 
@@ -67,7 +67,7 @@ class ExpertFiles:
         layer, _, part = tensor.rpartition(".")
         place = self._place(layer) if part == "bias" else None
         owner: Any = None if place is None else self._stacks[place[0]].owner
-        return owner is not None and not owner.has_bias
+        return owner is not None and not layout(owner).has_bias
 
     def stack_name(self, stored: str) -> str:
         """The model's name of a stack of the files."""

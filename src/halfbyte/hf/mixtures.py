@@ -4,6 +4,9 @@ transformers keeps the weights of all experts of a layer in two stacked paramete
 and down_proj, of a module that calls the function which `config._experts_implementation` names. Quantized, both parameters are
 `QuantExperts` modules of the same names, with the biases next to them, and that function is `forward`. The module keeps its
 activation, which is fused into the first projection if it is one of `experts_linear`, and its norm.
+
+A few families call their experts in ways of their own. Those are known by the arguments of `forward`, and a module of
+`called_experts` takes the place of theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from halfbyte.experts import QuantExperts
 from halfbyte.formats import Format, Shape
 from halfbyte.hf.attention import NAME
+from halfbyte.hf.called_experts import Called, called
 from halfbyte.reference.experts import KINDS, Activation
 
 #: What every module has that calls the registered function, and says how it keeps its weights. Norms came with transformers 5.18.
@@ -27,11 +31,16 @@ _INTERFACE = ("has_gate", "has_bias", "is_transposed")
 _ALPHA, _SHIFTS = 1.702, (0.0, 1.0)
 
 
+def layout(module: Any) -> Any:
+    """What says how the weights of a mixture are kept (`_INTERFACE`): the module, or the class for its place; None of others."""
+    return module if all(hasattr(module, name) for name in _INTERFACE) else called(module)
+
+
 def projections(module: Any) -> tuple[str, str] | None:
     """The names of the two projections of a mixture of experts; None for any other module."""
-    if not all(hasattr(module, name) for name in _INTERFACE):
+    if (kept := layout(module)) is None:
         return None
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    names = ("gate_up_proj" if kept.has_gate else "up_proj", "down_proj")
     found = [getattr(module, name, None) for name in names]
     stacked = all(isinstance(t, QuantExperts) or (isinstance(t, torch.Tensor) and t.ndim == 3) for t in found)
     return names if stacked else None
@@ -40,22 +49,22 @@ def projections(module: Any) -> tuple[str, str] | None:
 def stack_shape(module: Any, name: str) -> Shape:
     """[experts, out features, in features] of a projection that is not quantized yet."""
     experts, *matrix = getattr(module, name).shape
-    return (experts, *(reversed(matrix) if module.is_transposed else matrix))
+    return (experts, *(reversed(matrix) if layout(module).is_transposed else matrix))
 
 
 def quantize_stack(module: Any, name: str, fmt: Format, clip: str | None) -> QuantExperts:
     """One projection of a mixture, quantized; gate and up rows alternate."""
 
     def order(piece: torch.Tensor) -> torch.Tensor:
-        return in_order(module, name, piece.mT if module.is_transposed else piece)
+        return in_order(module, name, piece.mT if layout(module).is_transposed else piece)
 
-    bias = in_order(module, name, getattr(module, f"{name}_bias").detach()) if module.has_bias else None
+    bias = in_order(module, name, getattr(module, f"{name}_bias").detach()) if layout(module).has_bias else None
     return QuantExperts.from_stack(getattr(module, name), fmt, bias, clip=clip, order=order)
 
 
 def empty_stack(module: Any, name: str, fmt: Format, act_order: bool) -> QuantExperts:
     """A projection for a checkpoint to be loaded into."""
-    bias_dtype = getattr(module, f"{name}_bias").dtype if module.has_bias else None
+    bias_dtype = getattr(module, f"{name}_bias").dtype if layout(module).has_bias else None
     return QuantExperts.empty(stack_shape(module, name), fmt, bias_dtype, act_order=act_order)
 
 
@@ -69,7 +78,7 @@ def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 
 def is_concatenated(module: Any) -> bool:
     """Whether all gates come before all up projections; in gpt-oss they alternate. Before transformers 5.7 only the gate knows."""
-    if (known := getattr(module, "is_concatenated", None)) is not None:
+    if (known := getattr(layout(module), "is_concatenated", None)) is not None:
         return bool(known)
     first, changed = module._apply_gate(torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]], device="cpu"))[:, 0]
     return bool(first != changed)
@@ -77,11 +86,16 @@ def is_concatenated(module: Any) -> bool:
 
 def use_experts(model: nn.Module) -> None:
     """Let the mixtures of a model whose projections are quantized compute with them."""
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         names = projections(module)
         first: Any = None if names is None else getattr(module, names[0])
-        if isinstance(first, QuantExperts):
-            first.activation = fusible(module)
+        if not isinstance(first, QuantExperts):
+            continue
+        if (kind := layout(module)) is not module:
+            parent, _, child = name.rpartition(".")
+            setattr(owner := model.get_submodule(parent), child, module := kind(module, owner))
+        first.activation = fusible(module)
+        if not isinstance(module, Called):
             config: Any = module.config
             config._experts_implementation = NAME
 

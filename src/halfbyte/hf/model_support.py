@@ -185,12 +185,14 @@ def _refusal(name: str, reason: str) -> Unsupported:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of the decoder: the outermost list of modules with one entry a layer. Empty when there is none.
 
-    A model of several towers (images and text, encoder and decoder) may have as many layers in another one.
+    A model of several towers (images and text, encoder and decoder) may have as many layers in another one. A block with two
+    attentions counts as two hidden layers, and as one of `num_layers`.
     """
-    count = getattr(text_config(model), "num_hidden_layers", None)
+    config = text_config(model)
+    count = getattr(config, "num_hidden_layers", None)
     find: Any = getattr(model, "get_decoder", lambda: model)
     decoder = find()
-    return _list_of(decoder, count) or _list_of(model, count)
+    return _list_of(decoder, count) or _list_of(model, count) or _list_of(decoder, getattr(config, "num_layers", None))
 
 
 def encoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from halfbyte.checkpoints.safetensors_files import TensorInfo, check_parts, chec
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.hf.adapters import register_lora
+from halfbyte.hf.called_experts import SortedExperts
 from halfbyte.hf.default_cache import saved_settings
 from halfbyte.hf.footprint import told
 from halfbyte.hf.mixtures import use_experts
@@ -160,7 +161,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What `save_pretrained` writes: the state dict, and what stops a loader that does not know halfbyte."""
-        linear = [name for name in self.quantization_config.modules if isinstance(model.get_submodule(name), QuantLinear)]
+        layers = (QuantLinear, SortedExperts)
+        linear = [name for name in self.quantization_config.modules if isinstance(model.get_submodule(name), layers)]
         plain = [f"{name}.weight" if name in linear else name for name in self.quantization_config.modules]
         return {**model.state_dict(), **{name: torch.empty(STOP) for name in plain}}, {}
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, Shape, weight_format
-from halfbyte.hf.mixtures import empty_stack, projections, quantize_stack, stack_shape, use_experts
+from halfbyte.hf.called_experts import SortedExperts, is_sorted
+from halfbyte.hf.mixtures import empty_stack, layout, projections, quantize_stack, stack_shape, use_experts
 from halfbyte.hf.model_support import blocks, check_weights_support, encoder_blocks
 from halfbyte.nn import QuantLayer, QuantLinear
 
@@ -52,19 +53,21 @@ class Target:
         """The parameters of `owner` that a quantized layer replaces."""
         if not self.projection:
             return ("weight",)
-        return (self.projection, f"{self.projection}_bias") if self.owner.has_bias else (self.projection,)
+        return (self.projection, f"{self.projection}_bias") if layout(self.owner).has_bias else (self.projection,)
 
     def quantized(self, fmt: Format, clip: str | None) -> QuantLayer:
         if self.projection:
             return quantize_stack(self.owner, self.projection, fmt, clip)
+        if is_sorted(self.owner):
+            return SortedExperts.from_stack(self.owner.weight, fmt, clip=clip)  # type: ignore[arg-type]
         return QuantLinear.from_linear(self.owner, fmt, clip=clip)
 
     def empty(self, fmt: Format, act_order: bool = False) -> QuantLayer:
         """What a checkpoint is loaded into."""
         if self.projection:
             return empty_stack(self.owner, self.projection, fmt, act_order)
-        bias = getattr(self.owner, "bias", None)
-        return QuantLinear.empty(self.shape, fmt, None if bias is None else bias.dtype, act_order=act_order)
+        bias, kind = getattr(self.owner, "bias", None), SortedExperts if is_sorted(self.owner) else QuantLinear
+        return kind.empty(self.shape, fmt, None if bias is None else bias.dtype, act_order=act_order)
 
 
 def targets(model: nn.Module) -> dict[str, Target]:
@@ -73,6 +76,8 @@ def targets(model: nn.Module) -> dict[str, Target]:
     for name, module in model.named_modules(remove_duplicate=False):
         if (size := linear_size(module)) is not None:
             found[name] = Target(module, size)
+        elif is_sorted(module):
+            found[name] = Target(module, (*module.weight.shape,))
         for projection in projections(module) or ():
             if isinstance(getattr(module, projection), torch.Tensor):
                 found[f"{name}.{projection}"] = Target(module, stack_shape(module, projection), projection)
@@ -99,8 +104,13 @@ def select(model: nn.Module, skip_modules: Iterable[str]) -> dict[str, Target]:
     found = {name: target for name, target in every.items() if id(target.owner) in inside}
     if not found and not any(isinstance(m, QuantLayer) for m in model.modules()):
         raise Unsupported(f"{type(model).__name__} has no linear layers in its transformer blocks; there is nothing to quantize")
-    stay = {id(t.owner) for name, t in found.items() if is_skipped(name, skips) or name.rpartition(".")[2] in ROUTERS | UNCALLED}
+    stay = {id(t.owner) for name, t in found.items() if is_skipped(name, skips) or _stays(name)}
     return {name: target for name, target in found.items() if id(target.owner) not in stay}
+
+
+def _stays(name: str) -> bool:
+    """Whether a layer is a router, a part of one, or not called."""
+    return bool(ROUTERS & {*name.split(".")}) or name.rpartition(".")[2] in UNCALLED
 
 
 def of_adapters(model: nn.Module) -> set[int]:
