@@ -1,7 +1,7 @@
 """Mixtures of experts under `--quantization halfbyte`: vLLM's routed experts over packed stacks [E, N, K].
 
-A folder of halfbyte holds a stack as one tensor a part, which is loaded here; other libraries' files hold one expert a tensor, which
-vLLM's own loaders bring. Either way tensors are collected as those of linear layers are (`weights`), and become one stack a
+A folder of halfbyte holds a stack as one tensor a part, which is loaded here; other libraries' files hold one expert a tensor,
+which vLLM's own loaders bring. Either way tensors are collected as those of linear layers are (`weights`), and become one stack a
 projection, of which this rank keeps its share: rows of gate and up, which alternate, and columns of down.
 """
 
@@ -27,7 +27,7 @@ from halfbyte.ops.experts_linear import experts_of_parts
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, rows_of, without_nested_scales
-from halfbyte.vllm.stored import Foreign, Own
+from halfbyte.vllm.stored import Foreign, Own, parameter
 
 #: The projections of a mixture as folders of halfbyte call them, and vLLM.
 PROJECTIONS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -51,8 +51,8 @@ class OwnStack(NamedTuple):
     def foreign(self) -> Iterable[Foreign]:
         return ()
 
-    def key(self, parameter: str, expert: int, shard: str) -> str:
-        return parameter.removeprefix(f"{PACKED}{self.projection}_")
+    def key(self, caught_by: str, expert: int, shard: str) -> str:
+        return caught_by.removeprefix(f"{PACKED}{self.projection}_")
 
     def complete(self, found: Mapping[Any, torch.Tensor]) -> bool:
         return self.stored.complete(found)
@@ -71,15 +71,15 @@ class ForeignStack(NamedTuple):
         if bias:
             raise Unsupported(f"{self.experts[min(self.experts)].name}: experts with biases are read from folders of halfbyte only")
         count = Counter(part for stored in self.experts.values() for part in stored.held)
-        return {f"{PROJECTIONS[self.projection]}_{part.replace('.', '_')}": n for part, n in count.items()}
+        return {f"{PROJECTIONS[self.projection]}_{parameter(part)}": n for part, n in count.items()}
 
     def foreign(self) -> Iterable[Foreign]:
         return self.experts.values()
 
-    def key(self, parameter: str, expert: int, shard: str) -> tuple[int, int, str]:
+    def key(self, caught_by: str, expert: int, shard: str) -> tuple[int, int, str]:
         half = int(shard == "w3")
-        part = parameter.removeprefix(f"{PROJECTIONS[self.projection]}_")
-        return expert, half, next(p for p in self.experts[expert, half].held if p.replace(".", "_") == part)
+        part = caught_by.removeprefix(f"{PROJECTIONS[self.projection]}_")
+        return expert, half, next(held for held in self.experts[expert, half].held if parameter(held) == part)
 
     def complete(self, found: Mapping[Any, torch.Tensor]) -> bool:
         return len(found) == sum(len(stored.held) for stored in self.experts.values())
@@ -139,7 +139,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(layer.moe_config)
         self.name, self.activation = name, _activation(layer, name)
         if set(mixture) != set(PROJECTIONS):
-            raise Unsupported(f"{name}: only {', '.join(mixture)} is quantized; halfbyte computes experts that are quantized as a whole")
+            raise Unsupported(f"{name}: only {', '.join(mixture)} is quantized; experts are computed with both projections packed")
         self.stacks = [mixture[projection] for projection in PROJECTIONS]
         _check_parallel(layer, name)
 
@@ -226,7 +226,8 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
     def _bias_share(self, index: int, bias: torch.Tensor) -> torch.Tensor:
         """Of gate and up, the rows of this rank; the results of down are added up over ranks, so one rank has its bias."""
         if index == 0:
-            return bias.chunk(self.moe.tp_size, 1)[self.moe.tp_rank].contiguous()
+            size = bias.shape[1] // self.moe.tp_size
+            return bias.narrow(1, self.moe.tp_rank * size, size).contiguous()
         return bias if self.moe.tp_rank == 0 else torch.zeros_like(bias)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -269,12 +270,12 @@ def _load_weights_of(layer: Any) -> Callable[[Iterable[tuple[str, torch.Tensor]]
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
         layer: Any = there()
         for name, tensor in weights:
-            parameter = name.removeprefix(f"{INNER}.")
-            if parameter not in layer.halfbyte_catchers:
-                raise CheckpointError(f"{layer.layer_name}.{name} is in the files, but its experts are stacks without such a part")
-            param = getattr(layer, parameter)
+            own = name.removeprefix(f"{INNER}.")
+            if own not in layer.halfbyte_catchers:
+                raise CheckpointError(f"{layer.layer_name}.{name} is in the files; expected the parts of packed stacks only")
+            param = getattr(layer, own)
             param.weight_loader(param, tensor)
-            yield parameter
+            yield own
 
     return load
 

@@ -41,7 +41,9 @@ def columns_of(weight: QuantTensor, begin: int, end: int, name: str) -> QuantTen
         )
     per_column = {"codes": fmt.code.per_byte} | ({} if by_channel else {"scales": group, "offsets": group})
     parts = {n: p for n, p in weight.parts().items() if n != "perm"}
-    cut = {n: p[..., begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()}
+    cut = {
+        n: p[..., begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()
+    }
     return QuantTensor(fmt, (*weight.shape[:-1], end - begin), **cut)
 
 

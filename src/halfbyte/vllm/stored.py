@@ -16,6 +16,11 @@ from halfbyte.tensors import QuantTensor, expected_parts
 Found = Mapping[str, torch.Tensor]
 
 
+def parameter(part: str) -> str:
+    """The name of the parameter that catches tensors of this name below a module."""
+    return part.replace(".", "_")
+
+
 class Own(NamedTuple):
     """A weight that halfbyte wrote: the name of its module, its format, whether it is in act-order."""
 
