@@ -152,6 +152,14 @@ def test_the_block_of_the_second_next_token_is_left_out(tmp_path: Path) -> None:
     same(hf.load(write(tmp_path / "more", "deepseek_v3", edit), "nf4"), hf.load(write(tmp_path / "plain", "deepseek_v3"), "nf4"))
 
 
+def test_a_block_of_that_number_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """A model with more blocks than DeepSeek's own has one of the number that is left out there."""
+    folder = write(tmp_path, "deepseek_v3")
+    loaded = hf.load(folder, "nf4")
+    monkeypatch.setattr(type(loaded), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    same(hf.load(folder, "nf4"), loaded)
+
+
 UP, ONE = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.experts.2.up_proj"
 
 
