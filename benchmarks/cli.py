@@ -13,15 +13,12 @@ from benchmarks.tune_cli import tune
 from halfbyte.cli import run_app
 from halfbyte.cli.bench import Against, Files, PageFile, Title
 from halfbyte.cli.options import Impls, Output, RunOptions, measures, run_suites, write_report
-from halfbyte.cli.shared import Json, Where, print_table, words
+from halfbyte.cli.shared import App, Json, Where, print_table, words
 from halfbyte.errors import InvalidArgument
 
-app = typer.Typer(
+app = App(
     name="python -m benchmarks",
     help="Measure halfbyte against its targets, other implementations and published figures. Small without a GPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -39,8 +39,8 @@ def folder(path: Path, kind: str, **changes: object) -> str:
     return str(path)
 
 
-def result(keys: str, values: str, weights: str, change: float, noise: float = 0.01) -> dict[str, object]:
-    figures = dict.fromkeys(FIGURES, 1.0) | {"change": change, "noise": noise}
+def result(keys: str, values: str, weights: str, change: float, noise: float = 0.01, kl: float = 1.0) -> dict[str, object]:
+    figures = dict.fromkeys(FIGURES, 1.0) | {"change": change, "noise": noise, "kl_mean": kl}
     return {"keys": keys, "values": values, "weights": weights, "rotate_keys": False, **figures}
 
 
@@ -123,12 +123,16 @@ def test_without_a_card_quality_is_not_known(llama: str) -> None:
 
 
 def test_a_card_decides(llama: str) -> None:
-    """Fewest bytes among those within the tolerated change, noise included; what the card lacks is not taken."""
+    """Fewest bytes among what is safe, else within the tolerated change, noise included; what the card lacks is not taken."""
     good, noisy = result("int8", "int8", "int8_col", 0.2), result("int4", "int4", "nvfp4", 0.2, noise=TOLERATED)
     found = advise(llama, gpu="h200", card=card(llama, result("bf16", "bf16", "bf16", 0), good, noisy))
     assert (found.recommended.keys, found.recommended.weights) == ("int8", "int8_col")
     assert found.recommended.evidence == Evidence(0.2, 0.01, 1.0, safe=False)
     assert sum(c.evidence is not None for c in found.choices) == 3
+    assert "nothing that fits is safe" in found.reason
+    safe = advise(llama, gpu="h200", card=card(llama, good, result("int8", "int8", "bf16", 0.2, kl=SAFE)))
+    assert safe.recommended.weights == "bf16"
+    assert "that is safe" in safe.reason
     bad = advise(llama, gpu="h200", card=card(llama, result("int8", "int8", "bf16", -3.0)))
     assert bad.recommended is None
     assert "less than 1 %" in bad.reason

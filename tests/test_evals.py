@@ -123,6 +123,8 @@ def test_every_format_has_its_row() -> None:
     assert {s.keys for s in rows} | {s.values for s in rows} == {n for n in KV_FORMATS if n != "fp16"}
     assert {s.weights for s in rows} == {None, *WEIGHT_FORMATS}
     assert len(set(rows)) == len(rows)
+    left = {s.keys for s in every_kv_setting(128)} - {s.keys for s in every_kv_setting(64)}
+    assert left == {"int8_g64", "int4_g64"}  # 64 neighbours are a whole head; int2_g64 saturates elsewhere than int2
     assert {pair for pair in caches().values() if pair != ("bf16", "bf16")} <= {(s.keys, s.values) for s in rows}
 
 
@@ -241,6 +243,7 @@ def test_the_report_begins_with_a_verdict() -> None:
     )
     for kl, said in ((0.0018, "safe (KL"), (0.0021, "safe or not, more text must tell (KL"), (0.0024, "not safe (KL")):
         assert f" %, {said} {kl:.1e} \u00b1 2e-04" in verdict([made[0], replace(made[1], kl_mean=kl, kl_noise=2e-4)])
+    assert cards(made)["INT4 cache"]["formats"] == "int4_g32 rotated"
     assert cards(made)["INT8 cache"]["tokens in 1 GB"] == "20,000,000 instead of 10,000,000"
     assert list(cards([made[0], made[-1]])) == ["int4_g32 weights"]
     assert "tokens in 1 GB" not in cards([made[0], made[-1]])["int4_g32 weights"]
@@ -381,7 +384,7 @@ def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.C
     small = {"TEXT": (32, 1), "QUICK_TEXT": (32, 1), "OUTLIER_TEXT": (32, 1), "TOKENS": 4}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(demo, "every_kv_setting", lambda: [Setting("int8", "int8"), Setting("int4_g32", "int4_g32")])
+    monkeypatch.setattr(demo, "every_kv_setting", lambda dim: [Setting("int8", "int8"), Setting("int4_g32", "int4_g32")])
     monkeypatch.setattr(demo, "every_weight_setting", list)
     page, records = tmp_path / "demo.html", tmp_path / "demo.jsonl"
     assert run("demo", *["--quick"] * quick, "--html", str(page), "-o", str(records)) == 0

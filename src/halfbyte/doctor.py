@@ -100,7 +100,7 @@ def _cpu() -> str:
 
     cpu = describe("cpu")
     return (
-        f"{cpu.name}, {cpu.cores} cores usable, torch uses {cpu.threads} threads, {cpu.memory_bytes / 2**30:.1f} GiB memory, "
+        f"{cpu.name}, {cpu.cores} cores usable, threads of torch: {cpu.threads}, {cpu.memory_bytes / 2**30:.1f} GiB memory, "
         f"{cpu.cache_bytes / 2**20:.0f} MiB last cache"
     )
 

@@ -16,15 +16,10 @@ from halfbyte.cli import bench, inspect, models
 from halfbyte.cli.advise import advise
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.formats import formats
+from halfbyte.cli.shared import App
 from halfbyte.errors import HalfbyteError
 
-app = typer.Typer(
-    name="halfbyte",
-    help="Low-bit KV caches and 4-bit linear layers for LLM decoding.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = App(name="halfbyte", help="Low-bit KV caches and 4-bit linear layers for LLM decoding.")
 app.command("demo")(models.demo)
 app.command("eval")(models.evaluate)
 app.command("generate")(models.generate)

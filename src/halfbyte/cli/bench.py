@@ -10,12 +10,10 @@ import typer
 
 from halfbyte.cli.bench_model import bench_model
 from halfbyte.cli.options import Formats, Impls, RunOptions, measures, run_suites, write_report
-from halfbyte.cli.shared import Where, integers, pairs, print_table, token_counts, words
+from halfbyte.cli.shared import App, Where, integers, pairs, print_table, token_counts, words
 from halfbyte.errors import InvalidArgument
 
-app = typer.Typer(
-    help="Benchmark the kernels on this machine. A result that fails its accuracy check gets no time.", no_args_is_help=True
-)
+app = App(help="Benchmark the kernels on this machine. A result that fails its accuracy check gets no time.")
 
 Files = Annotated[list[Path], typer.Argument(help="Files of records, written by --output.")]
 Against = Annotated[

@@ -23,4 +23,5 @@ def formats(
         print(json.dumps([dict(zip(HEADERS, row, strict=True)) for row in rows], indent=2))
         return
     print_table("", HEADERS, rows, text_columns=4)
+    print("Scales are fp16 where nothing is said.")
     print("What they cost: halfbyte eval MODEL --every. What fits: halfbyte advise MODEL")

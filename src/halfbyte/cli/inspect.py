@@ -97,7 +97,6 @@ def _print_estimate(e: Estimate) -> None:
     from halfbyte.memory import RESERVED
 
     head = "" if e.lm_head == "bf16" else f"{e.lm_head} lm_head, "
-    headers = ("", "16 bits", f"{e.weights} weights, {head}{e.keys} keys, {e.values} values", "ratio")
     per_token = e.plain_kv_bytes / (e.batch * e.context)
     sizes: list[tuple[str, float, float]] = [
         ("weights", e.plain_weight_bytes, e.weight_bytes),
@@ -116,11 +115,12 @@ def _print_estimate(e: Estimate) -> None:
                 ratio,
             )
         )
-    print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", headers, rows, text_columns=1)
+    print_table(f"{e.model}: {e.batch:,} x {e.context:,} tokens", ("", "16 bits", "packed", "ratio"), rows, text_columns=1)
     say = console().print
     say(
-        f"{e.parameters:,} parameters, {e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of "
-        f"{e.kv_heads} heads x {e.head_dim}. Activations come on top.",
+        f"packed: {e.weights} weights, {head}{e.keys} keys, {e.values} values. {e.parameters:,} parameters, "
+        f"{e.quantized_parameters:,} of them quantized; {e.kv_layers} layers with a cache of {e.kv_heads} heads x {e.head_dim}. "
+        "Activations come on top.",
         highlight=False,
     )
     for note in e.notes:

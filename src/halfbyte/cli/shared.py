@@ -10,16 +10,49 @@ import textwrap
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from halfbyte.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import Console
+
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    """Options of a command; a switch takes no value, but from 0.29 on typer shows <bool> behind it."""
+    for switch in (p for p in parameters if getattr(p, "is_flag", False)):
+        switch.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+class App(typer.Typer):
+    """A group of commands; their help shows switches as switches, and errors keep a plain traceback."""
+
+    def __init__(self, **options: Any) -> None:
+        names = {"help_option_names": ["-h", "--help"]}
+        super().__init__(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=names, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
+        """As `typer.Typer.command`."""
+        return super().command(name, cls=_Command, **options)
 
 
 def _answered_at_once(model: str | None) -> str | None:

@@ -141,17 +141,20 @@ def advise(
 
 
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """(choice, reason): with evidence the fewest bytes a step within `TOLERATED`; without, the library's defaults or what fits."""
+    """(choice, reason): with evidence the fewest bytes a step of what is safe, else of what is within `TOLERATED`; without, the
+    library's defaults or what fits."""
     from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
 
     fitting = [c for c in choices if c.fits]
     if not fitting:
         return None, "nothing fits: use a larger GPU, fewer sequences or a shorter context"
     if any(c.evidence for c in fitting):
-        good = [c for c in fitting if c.evidence and abs(c.evidence.change) + c.evidence.noise <= TOLERATED]
+        safe = [c for c in fitting if c.evidence and c.evidence.safe]
+        good = safe or [c for c in fitting if c.evidence and abs(c.evidence.change) + c.evidence.noise <= TOLERATED]
         if not good:
             return None, f"of what fits, nothing is measured to change perplexity by less than {TOLERATED:g} %, noise included"
-        return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step with perplexity within {TOLERATED:g} %, noise included"
+        bound = "that is safe" if safe else f"with perplexity within {TOLERATED:g} %, noise included; nothing that fits is safe"
+        return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step {bound}"
     given = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
         if (c.keys, c.values) == (KEYS, VALUES) and (given or c.weights == WEIGHTS):

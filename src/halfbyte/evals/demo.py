@@ -25,6 +25,7 @@ from halfbyte.report import Report
 #: Length and number of windows. Many short ones: a step costs its calls of operators, which a batch of windows shares. Not much
 #: shorter: keys per channel keep the last block of tokens in 16 bits.
 TEXT, QUICK_TEXT, OUTLIER_TEXT, CHUNK = (256, 12), (128, 6), (128, 4), 16
+ALIKE = "A head has 64 dims here, so int8_g64 and int4_g64 store what int8 and int4 do and have no rows."
 PROMPT = '''def merge_sorted(left, right):
     """Merge two sorted lists into one sorted list."""
     result = []
@@ -58,7 +59,12 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     model, tokenizer = load("demo")
     held = tokenizer.encode(heldout_text())
     cut = windows(held, *(QUICK_TEXT if quick else TEXT))
-    settings = [Setting(), *every_kv_setting(), *every_weight_setting(), Setting("int8", "int4_g32", "int4_g64")]
+    settings = [
+        Setting(),
+        *every_kv_setting(model.config.head_dim),
+        *every_weight_setting(),
+        Setting("int8", "int4_g32", "int4_g64"),
+    ]
     console.print(
         f"The shipped model on {cut.shape[0]} windows of {cut.shape[1]:,} held-out bytes, fed {CHUNK} at a time, in one thread. "
         "Each row reads all older keys and values from a cache of its own format."
@@ -70,7 +76,7 @@ def demo(report_path: Path, console: Console, errors: Console, quick: bool = Fal
     equal, compared = agreement(model, cut[:2, :48])
     console.print(f"\n{BY_MODEL if variants else BY_MODEL.partition(',')[0]}:")
     console.print(model_table([*results, *variants]))
-    console.print(SAFE_WORDS, highlight=False)
+    console.print(f"{SAFE_WORDS}\n{ALIKE}", highlight=False)
     for name, text in texts.items():
         console.print(Panel(Text(PROMPT + text), title=name, title_align="left"))
     same = f"With 16-bit keys and values, {equal} of {compared} greedy tokens equal those of transformers' own attention."
@@ -116,6 +122,7 @@ def _report(results: list[Quality], variants: list[Quality], texts: dict[str, st
         "Every run, the 16-bit one included, feeds the text in chunks of 16 tokens and reads all older keys and values from a "
         "cache of its own format. Arithmetic is fp32 or finer over values rounded to 16 bits. Top-1 is the share of tokens where "
         "both expect the same next byte; noise is two standard errors over tokens; seconds are of this run on this machine.",
+        ALIKE,
         same,
     )
     if variants:

@@ -1,4 +1,5 @@
-"""What the names of formats mean: one row for each format, and the formats of an evaluation in words."""
+"""What the names of formats mean: one row for each format, and the formats of an evaluation in words. Scales are fp16 where
+nothing is said."""
 
 from __future__ import annotations
 
@@ -62,5 +63,5 @@ def _scale_text(f: Format) -> str:
     group, kind = f.scale.group, f.scale.granularity
     where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or _SHARED[kind]
     extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
-    stored = f.scale.dtype.upper() if f.scale.dtype.startswith("e") else f.scale.dtype.replace("f", "fp")
-    return ", ".join([where, stored, *extras])
+    stored = {"f16": [], "f32": ["fp32"]}.get(f.scale.dtype, [f.scale.dtype.upper()])
+    return ", ".join([where, *stored, *extras])

@@ -325,15 +325,23 @@ def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
 
 def every_kv_setting(head_dim: int = 128) -> list[Setting]:
     """Each KV format for keys and values alike (per-channel keys with values of the same width), the pairs that `caches` names,
-    INT8 keys with INT4 values, and the formats whose keys a cache of heads of `head_dim` rotates by default as it does."""
+    INT8 keys with INT4 values, and the formats whose keys a cache of heads of `head_dim` rotates by default as it does. Formats
+    that store what another one does, as their groups are whole heads, are left out."""
     from halfbyte.formats import KV_FORMATS
+
+    by_head = {(f.code, f.clip) for f in KV_FORMATS.values() if f.granularity == "head"}
+    distinct = {
+        name: f
+        for name, f in KV_FORMATS.items()
+        if f.scale and not (f.granularity == "group" and f.scale.group == head_dim and (f.code, f.clip) in by_head)
+    }
 
     def values_for(fmt: Format) -> str:
         return fmt.code.name if fmt.token_block else fmt.name
 
-    alike = [Setting(name, values_for(fmt)) for name, fmt in KV_FORMATS.items() if fmt.is_quantized]
+    alike = [Setting(name, values_for(fmt)) for name, fmt in distinct.items()]
     by_default = [
-        Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in KV_FORMATS.items() if rotated(None, fmt, head_dim)
+        Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in distinct.items() if rotated(None, fmt, head_dim)
     ]
     mixed = [Setting("int8", "int4_g32"), *(Setting(*pair) for pair in caches().values() if pair != ("bf16", "bf16"))]
     return list(dict.fromkeys([*alike, *mixed, *by_default]))

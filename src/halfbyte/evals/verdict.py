@@ -42,7 +42,7 @@ def verdict(results: Sequence[Quality]) -> str:
 def cards(results: Sequence[Quality]) -> dict[str, dict[str, Cell]]:
     """The facts of each card."""
     base = results[0]
-    return {title: _facts(r, base) for title, r in chosen(results).items()}
+    return {title: _facts(title, r, base) for title, r in chosen(results).items()}
 
 
 def ratio(result: Quality, base: Quality) -> float:
@@ -52,8 +52,9 @@ def ratio(result: Quality, base: Quality) -> float:
     return base.kv_bytes_per_token / result.kv_bytes_per_token
 
 
-def _facts(result: Quality, base: Quality) -> dict[str, Cell]:
-    facts: dict[str, Cell] = {
+def _facts(title: str, result: Quality, base: Quality) -> dict[str, Cell]:
+    named: dict[str, Cell] = {} if title == result.setting.name else {"formats": result.setting.name}
+    facts = named | {
         "perplexity": f"{result.change:+.2f} % \u00b1 {result.noise:.2f} %",
         "size": f"{ratio(result, base):.2f}x smaller",
         "KL divergence": f"{result.kl_mean:.1e} nats, {_safe(result)}",
