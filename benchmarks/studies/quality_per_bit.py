@@ -35,6 +35,7 @@ from halfbyte.evals.outliers import PROFILES, Outliers
 from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.evals.text import ByteTokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.hf.quantize_model import CLIP
 from halfbyte.hf.quantize_model import KEYS as DEFAULT_KEYS
 from halfbyte.hf.quantize_model import VALUES as DEFAULT_VALUES
 from halfbyte.hf.quantize_model import WEIGHTS as DEFAULT_WEIGHTS
@@ -51,7 +52,7 @@ TEXT, QUICK_TEXT = (3, 256), (1, 128)
 #: Sizes of the plans, in bits an element, and the formats that they choose from.
 BITS, QUICK_BITS = (3.0, 3.5, 4.5, 5.5, 6.5), (4.5,)
 FORMATS = ("int8", "int8_channel", "int4", "int4_g32", "int4_channel", "int2", "int2_g32")
-DEFAULT = Setting(DEFAULT_KEYS, DEFAULT_VALUES)
+DEFAULT, OF_DEFAULT_WEIGHTS = Setting(DEFAULT_KEYS, DEFAULT_VALUES), Setting(weights=DEFAULT_WEIGHTS, clip=CLIP)
 #: Weights of four bits: each with its range as it is, and clipped by search.
 WEIGHTS = tuple(name for name, fmt in WEIGHT_FORMATS.items() if fmt.code.bits == 4)
 #: Tokens of a text with its continuation, nearly all that the shipped model has positions for; and the caches that continue it.
@@ -238,7 +239,7 @@ def _method(r: Record) -> str:
 def says(measured: Sequence[Record]) -> list[str]:
     """The default and the plans, each compared with the best uniform choice of no more bits."""
     parts, gains = [], dict[str, float]()
-    for what, op, default in (("cache", QUALITY, DEFAULT.kv), ("weights", OF_WEIGHTS, DEFAULT_WEIGHTS)):
+    for what, op, default in (("cache", QUALITY, DEFAULT.kv), ("weights", OF_WEIGHTS, formats_of(OF_DEFAULT_WEIGHTS))):
         if compared := _compared([r for r in measured if r.op == op], default):
             parts.append(f"KL of the default {what}, {default}, and of the best other choice of no more bits: {compared}.")
     for plan in (r for r in measured if r.op == BY_LAYER and r.error):

@@ -63,7 +63,7 @@ def results() -> str:
 #: The choices of the short table: a name, keys and values, or weights.
 CHOICES = (
     *((name, *formats) for name, formats in list(caches().items())[1:]),
-    ("Weights, default", WEIGHTS, ""),
+    ("Weights, default", f"{WEIGHTS} clipped", ""),
     ("Weights, fastest", "int4_g128", ""),
 )
 
@@ -71,7 +71,11 @@ CHOICES = (
 def choice() -> str:
     """Answers to 'which format': size, divergence on the shipped model and on the worst outlier variant, speed of the kernels."""
     rows = [
-        (name, f"`{keys}` keys, `{values}` values" if values else f"`{keys}`", *_choice(keys, values))
+        (
+            name,
+            f"`{keys}` keys, `{values}` values" if values else f"`{keys}`".replace(" clipped`", "`, clipped"),
+            *_choice(keys, values),
+        )
         for name, keys, values in CHOICES
     ]
     return markdown(("", "format", "smaller", "KL", "KL, outliers", "safe", "faster"), rows)
@@ -84,7 +88,8 @@ def _choice(keys: str, values: str) -> tuple[str, ...]:
     measured = {r.case: r for r in tables.study_records("quality-per-bit") if (r.op, r.formats) == (op, name)}
     plain, worst = measured[PLAIN], max(measured.values(), key=lambda r: r.error or 0.0)
     timed, case = (attention(), "batch 128 x 8,192") if values else (linear(), "8192 x 8192, 1 row")
-    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, formats.replace(" / ", "+"))]
+    kernel = formats.replace(" / ", "+").removesuffix(" clipped")
+    faster = [f"{speedup(r):.2f}x" for r in timed if (r.case, r.formats) == (case, kernel)]
     safe = safe_where([plain.error or 0.0, worst.error or 0.0]).replace("plain", "without outliers")
     kl = (f"{plain.error:.1e}", f"{worst.error:.1e}", safe)
     return f"{16 / (plain.bits or 16):.2f}x", *kl, (faster or ["not measured"])[-1]

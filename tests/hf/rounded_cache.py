@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 import halfbyte
+from halfbyte.hf.cache_layers import EmptyLayer
 from halfbyte.reference.hadamard import rotate, rotated
 
 
@@ -61,4 +56,4 @@ def _layer(kind: str) -> Any:
         return RoundedHybrid()
     if kind in ("linear_attention", "conv"):
         return LinearAttentionLayer()
-    return DummyLayer() if kind in ("moe", "mlp") else RoundedLayer()
+    return EmptyLayer() if kind in ("moe", "mlp") else RoundedLayer()

@@ -13,7 +13,7 @@ from halfbyte.evals.model import load
 from halfbyte.evals.outliers import PROFILES, with_outliers
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
-from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
+from halfbyte.hf.quantize_model import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte.nn import FusedProjections, QuantLinear
 
 
@@ -30,7 +30,7 @@ def cache(model):
 def test_a_model_alone_gets_the_best_of_both(build, prompt, greedy):
     model = hf.quantize(build("llama"))
     assert (weights(model), cache(model)) == ({WEIGHTS}, (KEYS, VALUES))
-    named = hf.quantize(build("llama"), WEIGHTS, KEYS, VALUES)
+    named = hf.quantize(build("llama"), WEIGHTS, KEYS, VALUES, clip=CLIP)
     assert torch.equal(greedy(model, prompt())[1], greedy(named, prompt())[1])
 
 
@@ -79,13 +79,18 @@ def test_a_head_that_does_not_fit_changes_nothing(build):
 
 
 @pytest.mark.parametrize("outliers", [None, *PROFILES], ids=lambda p: p.name if p else "plain")
-def test_no_uniform_cache_of_its_size_diverges_less(outliers):
+def test_no_uniform_choice_of_its_size_diverges_less(outliers):
     """Of those that come close on the plain model: as large as the default, or smaller."""
     torch.set_num_threads(1)
     model = load("demo")[0]
     model = model if outliers is None else with_outliers(model, outliers)
-    others = [Setting("int8", "int4_g32"), Setting("int8", "int4_g32", rotate_keys=True), Setting("int8_channel", "int4")]
-    settings = [Setting(), Setting(KEYS, VALUES), *others, Setting("int4_channel", "fp8"), Setting("fp8", "int4_g32")]
-    _, ours, *theirs = evaluate(model, settings, windows(list(heldout_text().encode()), 256, 3))
-    assert all(other.kv_bytes_per_token <= ours.kv_bytes_per_token for other in theirs)
-    assert all(other.kl_mean > ours.kl_mean for other in theirs)
+    caches = [Setting("int8", "int4_g32"), Setting("int8", "int4_g32", rotate_keys=True), Setting("int8_channel", "int4")]
+    caches = [Setting(KEYS, VALUES), *caches, Setting("int4_channel", "fp8"), Setting("fp8", "int4_g32")]
+    clipped = [Setting(weights=name, clip="search") for name in ("nf4", "nf4_dq")]
+    layers = [Setting(weights=WEIGHTS, clip=CLIP), Setting(weights="nvfp4"), *clipped]
+    found = evaluate(model, [Setting(), *caches, *layers], windows(list(heldout_text().encode()), 256, 3))[1:]
+    for ours, *theirs in (found[: len(caches)], found[len(caches) :]):
+        assert all(
+            (other.kv_bytes_per_token, other.weight_bytes) <= (ours.kv_bytes_per_token, ours.weight_bytes) for other in theirs
+        )
+        assert all(other.kl_mean > ours.kl_mean for other in theirs)

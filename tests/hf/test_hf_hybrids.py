@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 import halfbyte.hf as hf
 from halfbyte import memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
-from halfbyte.hf.cache_layers import HybridLayer, PackedLayer
+from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
 
 #: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.
 KINDS = ("qwen3_next", "lfm2", "nemotron_h", "zaya")
@@ -40,7 +40,7 @@ def test_layers_hold_what_they_need(family):
         == {
             "qwen3_next": ["LinearAttentionLayer", "PackedLayer"],
             "lfm2": ["LinearAttentionLayer", "PackedLayer"],
-            "nemotron_h": ["LinearAttentionLayer", "DummyLayer", "PackedLayer", "DummyLayer"],
+            "nemotron_h": ["LinearAttentionLayer", EmptyLayer.__name__, "PackedLayer", EmptyLayer.__name__],
             "zaya": ["HybridLayer", "HybridLayer"],
         }[family]
     )

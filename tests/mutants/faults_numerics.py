@@ -208,7 +208,7 @@ NUMERICS = [
     Mutant(
         "ties to the lower code",
         QUANTIZE,
-        "_nearest",
+        "_sorted_table",
         Rewrite("_c.ties == 'even'", "False"),
         tables("test_e2m1_ties_go_to_the_even_code"),
     ),

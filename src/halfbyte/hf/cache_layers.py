@@ -23,6 +23,8 @@ from halfbyte.ops.rotate_heads import rotate_heads
 
 #: A layer with a state and no attention; a transformers without it has none that are served.
 StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+#: A layer with neither. That of transformers before DummyLayer has a state, which stays empty.
+EmptyLayer: Any = getattr(cache_utils, "DummyLayer", StateLayer)
 
 
 #: What `crop` makes of a positive number: transformers 5.16 gave its argument another name and meaning.
@@ -231,7 +233,7 @@ def cache_layer(kind: str, states: int, *options: Any) -> Any:
     """A layer of a cache, by its type in the configuration. `options` as of `PackedLayer`."""
     if kind in ATTENTION:
         return HybridLayer(states, *options) if kind in STATES else PackedLayer(*options)
-    return StateLayer(number_of_states=states) if kind in STATES else cache_utils.DummyLayer()
+    return StateLayer(number_of_states=states) if kind in STATES else EmptyLayer()
 
 
 def state_bytes(layer: Any) -> int:

@@ -26,8 +26,8 @@ from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
 
 #: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
-#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md).
-WEIGHTS, KEYS, VALUES = "nvfp4", "int4_channel", "int8"
+#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md). Unclipped, nvfp4 has more than nf4.
+WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int4_channel", "int8"
 
 
 @told
@@ -49,8 +49,8 @@ def quantize(
     fuse_qkv: bool = False,
     fuse_gate_up: bool = False,
 ) -> Any:
-    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4, unless they are quantized
-    already, and a cache of int4_channel keys and int8 values.
+    """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 with clip="search", unless
+    they are quantized already, and a cache of int4_channel keys and int8 values.
 
     weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
                   norms and routers stay as they are
@@ -78,7 +78,9 @@ def quantize(
     inner = inner_model(model)
     quantized = any(isinstance(m, QuantLinear) for m in model.modules())
     if weights is keys is values is plan is lm_head is None and not (rotate_values or (quantized and (fuse_qkv or fuse_gate_up))):
-        weights, keys, values = None if quantized or _held_quantizer(inner) else WEIGHTS, KEYS, VALUES
+        keys, values = KEYS, VALUES
+        if not (quantized or _held_quantizer(inner)):
+            weights, clip = WEIGHTS, CLIP
     for name, wanted in (("fuse_qkv", fuse_qkv), ("fuse_gate_up", fuse_gate_up)):
         check(not wanted or quantized or weights is not None, f"{name}=True needs quantized weights; pass weights= as well")
     check(not isinstance(skip_modules, str), f"skip_modules={skip_modules!r} is a string; pass a tuple: ({skip_modules!r},)")

@@ -17,7 +17,7 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS, quantize
+from halfbyte.hf.quantize_model import CLIP, KEYS, VALUES, WEIGHTS, quantize
 from halfbyte.hf.weights import Target, check_fits, find_lm_head, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
 
@@ -38,7 +38,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         if not any(options.get(name) for name in ("weights", *_CACHE, "rotate_values", "lm_head")):
-            options = {**options, "weights": WEIGHTS, "keys": KEYS, "values": VALUES}
+            options = {**options, "weights": WEIGHTS, "clip": CLIP, "keys": KEYS, "values": VALUES}
         weights, self.clip, lm_head = (options.get(name) for name in ("weights", "clip", "lm_head"))
         self.rest = {name: given for name, given in options.items() if name not in (*_BY_LAYER, *_AFTER) and given}
         self.after: dict[str, Any] = {name: options.get(name) for name in _AFTER} if lm_head is not None else {}
