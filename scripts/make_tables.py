@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
-from halfbyte.checkpoints.adapters import ADAPTERS
+from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
@@ -64,7 +64,9 @@ def _cache_outcome(line: dict[str, Any]) -> str:
 
 def checkpoints() -> str:
     """What each adapter reads, in its own words."""
-    return markdown(("`quant_method`", "what loads", "becomes"), [row for adapter in ADAPTERS.values() for row in adapter.docs])
+    return markdown(
+        ("`quant_method`", "what loads", "becomes"), [row for adapter in (ADAPTERS | EXPANDED).values() for row in adapter.docs]
+    )
 
 
 def quality() -> str:
@@ -271,7 +273,7 @@ def _marked(r: Record) -> Record:
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
-    headers, rows = found.table(measured)
+    headers, rows = tables.filled(found.table(measured), found.text_columns)
     table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]
