@@ -86,9 +86,9 @@ def find_gpu(name: str | None) -> tuple[str, Datasheet]:
         known = DATASHEETS.get(datasheet_name(here.name) or "")
         return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
     wanted = "h200" if name is None else name.lower()
-    for known, sheet in DATASHEETS.items():
-        if known.replace("-", "") == wanted.replace("-", "").replace(" ", ""):
-            return known, sheet
+    for gpu, sheet in DATASHEETS.items():
+        if gpu.replace("-", "") == wanted.replace("-", "").replace(" ", ""):
+            return gpu, sheet
     try:
         size = parse_bytes(wanted if wanted[-1:].isalpha() else "", "gpu")  # a unit is needed: 24 means GB, and 4090 is a name
         return f"a GPU of {name}", Datasheet(size, None)
