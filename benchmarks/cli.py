@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,10 @@ from halfbyte.cli.bench import Against, Files, PageFile, Title
 from halfbyte.cli.options import Impls, Output, RunOptions, measures, run_suites, write_report
 from halfbyte.cli.shared import App, Json, Where, print_table, words
 from halfbyte.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from halfbyte.measure.session import Session
+    from halfbyte.measure.suite import Suite
 
 app = App(
     name="python -m benchmarks",
@@ -27,40 +32,47 @@ def main(arguments: list[str] | None = None) -> None:
     run_app(app, arguments)
 
 
+def _run(options: RunOptions, title: str, chosen: Callable[[Session], Sequence[Suite]]) -> None:
+    """Measure and show, each study and each target in a section of its own."""
+    from benchmarks.report_sections import section_of
+
+    run_suites(options, title, chosen, section_of)
+
+
 @app.command("all")
 @measures
 def run_all(options: RunOptions) -> None:
     """Everything: attention, linear layers, mixtures of experts, baselines and every study. Ctrl-C keeps what was measured."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
-    run_suites(options, "everything", suites.every, report_sections.section_of)
+    _run(options, "everything", suites.every)
 
 
 @app.command("decode")
 @measures
 def run_decode(options: RunOptions, impl: Impls = "") -> None:
     """Decode attention, appends and the host's time of a call: every case with a target."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
-    run_suites(options, "decode attention", lambda s: [suites.decode(s, words(impl))], report_sections.section_of)
+    _run(options, "decode attention", lambda s: [suites.decode(s, words(impl))])
 
 
 @app.command("linear")
 @measures
 def run_linear(options: RunOptions, impl: Impls = "") -> None:
     """Linear layers: every case with a target."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
-    run_suites(options, "linear layers", lambda s: [suites.linear(s, words(impl))], report_sections.section_of)
+    _run(options, "linear layers", lambda s: [suites.linear(s, words(impl))])
 
 
 @app.command("experts")
 @measures
 def run_experts(options: RunOptions, impl: Impls = "") -> None:
     """Mixtures of experts: 1 to 64 tokens against reading the experts that are hit, prompts against a 16-bit grouped GEMM."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
-    run_suites(options, "mixtures of experts", lambda s: [suites.experts(s, words(impl))], report_sections.section_of)
+    _run(options, "mixtures of experts", lambda s: [suites.experts(s, words(impl))])
 
 
 @app.command("qkv")
@@ -73,9 +85,9 @@ def run_qkv(
     impl: Annotated[str, typer.Option(help="Implementation of the fused projection, such as auto, triton, cpu.")] = "auto",
 ) -> None:
     """The four published variants of quantized attention, launch by launch, and one launch for q, k and v against three."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
-    run_suites(options, "q, k, v", lambda _: [suites.qkv(weights, impl)], report_sections.section_of)
+    _run(options, "q, k, v", lambda _: [suites.qkv(weights, impl)])
 
 
 @app.command("evaluate")
@@ -101,7 +113,7 @@ def run_study(
     ] = None,
 ) -> None:
     """Published tables and questions, measured again: each a table, a chart and what they show."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
     from benchmarks.studies import QUESTIONS
 
     if not names:
@@ -109,16 +121,16 @@ def run_study(
             print(f"{known:18} {asks}")
         return
     chosen = [suites.study(name) for name in dict.fromkeys(names)]
-    run_suites(options, ", ".join(dict.fromkeys(names)), lambda _: chosen, report_sections.section_of)
+    _run(options, ", ".join(dict.fromkeys(names)), lambda _: chosen)
 
 
 @app.command("overhead")
 def run_overhead(output: Output = None, device: Where = None, as_json: Json = False) -> None:
     """What one eager call costs the host, compared with Triton's own launch of a kernel. Needs a GPU."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
 
     options = RunOptions(output, device=device, as_json=as_json)
-    run_suites(options, "overhead", lambda _: [suites.overhead()], report_sections.section_of)
+    _run(options, "overhead", lambda _: [suites.overhead()])
 
 
 @app.command("baselines")
@@ -128,12 +140,12 @@ def run_baselines(
     measure: Annotated[bool, typer.Option("--measure", help="Time those that run here, and halfbyte, on three cases.")] = False,
 ) -> None:
     """The other implementations that halfbyte is measured against: which run here, and why the others do not."""
-    from benchmarks import report_sections, suites
+    from benchmarks import suites
     from benchmarks.baselines import run
     from halfbyte.device import describe
 
     if measure:
-        run_suites(options, "baselines", lambda _: [suites.baselines()], report_sections.section_of)
+        _run(options, "baselines", lambda _: [suites.baselines()])
         return
     if replace(options, device=None, as_json=False) != RunOptions():
         options_of = "--output, --quick, --filter, --threads, --kernels and --html"
