@@ -136,8 +136,9 @@ def _write(state, rows: Rows, row_index, partial_state, split, values: KVArgs, c
         tensor_scale = tl.load(values.scales).to(tl.float32)
     for j in tl.static_range(values.PARTS):
         d = tl.arange(0, values.WORDS) * values.PARTS + j
-        o = rounded((acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor, target, C.interpreted)
-        tl.store(target[:, None] + d[None, :], o, mask=rows.valid[:, None] & (d < values.DIM)[None, :])
+        o = (acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor
+        seen = rows.valid[:, None] & (d < values.DIM)[None, :]
+        tl.store(target[:, None] + d[None, :], rounded(o, target, C.interpreted), mask=seen)
 
 
 # Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
