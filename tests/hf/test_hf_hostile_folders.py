@@ -7,6 +7,8 @@ import os
 import resource
 import struct
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,44 @@ def test_large_numbers_of_real_configurations_pass(name: str, value: int, tmp_pa
     file.write_text(json.dumps({"num_hidden_layers": value}))
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
         check_configuration(file)
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (folder_guard.MAX_BYTES, lambda n: "{}" + " " * (n - 2)),
+        (folder_guard.MAX_DEPTH, lambda n: '{"a":' + "[" * (n - 1) + "]" * (n - 1) + "}"),
+        (folder_guard.MAX_CONTAINERS, lambda n: json.dumps({"a": [{}] * (n - 2)})),
+        (folder_guard.MAX_VALUES, lambda n: json.dumps({"a": [0] * (n - 2)})),
+        (4 * folder_guard.MAX_CONTAINERS, lambda n: json.dumps({"a": "[" * (n - 1)})),
+        (folder_guard.MAX_VALUES, lambda n: json.dumps({"a": "," * n})),
+        (folder_guard.MAX_COUNT, lambda n: json.dumps({"num_layers": n})),
+        (folder_guard.MAX_COUNT, lambda n: json.dumps({"num_layers": -n})),
+        (folder_guard.MAX_SIZE, lambda n: json.dumps({"hidden_size": n})),
+    ],
+    ids=["bytes", "depth", "containers", "values", "brackets", "commas", "count", "negative count", "size"],
+)
+def test_a_budget_can_be_spent_and_no_more(budget: int, text: Callable[[int], str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text(budget))
+    folder_guard.check_configuration(file)
+    file.write_text(text(budget + 1))
+    with pytest.raises(CheckpointError, match=r"at most|more than"):
+        folder_guard.check_configuration(file)
+
+
+@pytest.mark.parametrize(("tensors", "most"), [(0, 256), (256, 256), (300, 300)])
+def test_as_many_layers_as_tensors(tensors: int, most: int, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for layers in (most, most + 1):
+        file.write_text(json.dumps({"parts": [{"num_layers": layers}]}))
+        with nullcontext() if layers == most else pytest.raises(CheckpointError, match=f"describes {layers} layers"):
+            folder_guard.check_layers(file, tensors)
+
+
+def test_integers_are_shown_unless_they_are_long(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for value, shown in ((2**64 - 1, str(2**64 - 1)), (2**64, "an integer of 65 bits")):
+        file.write_text(json.dumps({"hidden_size": value}))
+        with pytest.raises(CheckpointError, match=f"is {shown}; at most"):
+            folder_guard.check_configuration(file)
