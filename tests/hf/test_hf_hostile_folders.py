@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from halfbyte.checkpoints import folder_guard
-from halfbyte.checkpoints.safetensors_files import read_header
+from halfbyte.checkpoints.safetensors_files import read_folder, read_header
 from halfbyte.errors import CheckpointError
 from halfbyte.hf.model_support import read_config
 
@@ -245,3 +245,57 @@ def test_integers_are_shown_unless_they_are_long(tmp_path: Path) -> None:
         file.write_text(json.dumps({"hidden_size": value}))
         with pytest.raises(CheckpointError, match=f"is {shown}; at most"):
             folder_guard.check_configuration(file)
+
+
+def one_tensor(name: str = "a", shape: list[int] | None = None, size: int = 1, header: int = 0) -> bytes:
+    """The beginning of a file with one tensor of bytes, whose header is filled up with spaces."""
+    entry = {"dtype": "U8", "shape": [size] if shape is None else shape, "data_offsets": [0, size]}
+    text = json.dumps({name: entry}).ljust(header).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("inside", "beyond", "size"),
+    [
+        (one_tensor(shape=[1] * 16), one_tensor(shape=[1] * 17), 1),
+        (one_tensor(shape=[0, 2**62 - 1], size=0), one_tensor(shape=[0, 2**62], size=0), 0),
+        (one_tensor(header=4_000_000), one_tensor(header=4_000_001), 1),
+        # A header of 5,000,000 bytes is an eighth of its file.
+        (one_tensor(size=34_999_992, header=5_000_000), one_tensor(size=34_999_992, header=5_000_001), 34_999_992),
+    ],
+    ids=["rank", "size", "small header", "share of a header"],
+)
+def test_a_header_can_be_as_large_as_allowed(inside: bytes, beyond: bytes, size: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for raw in (inside, beyond):
+        file.write_bytes(raw)
+        os.truncate(file, len(raw) + size)
+        with nullcontext() if raw is inside else pytest.raises(CheckpointError, match=r"no lists of sizes|its header takes"):
+            (info,) = read_header(file).values()
+            assert (info.start, info.end) == (len(raw), len(raw) + size)
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert read_header(file) == {}
+    file.write_bytes(struct.pack("<Q", 3) + b"{}")
+    with pytest.raises(CheckpointError, match="claims 3 bytes"):
+        read_header(file)
+
+
+def test_long_names_are_cut_in_what_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for name, shown in (("n" * 120, "n" * 120), ("n" * 121, "n" * 117 + "...")):
+        file.write_bytes(one_tensor(name, size=2) + b"x")
+        with pytest.raises(CheckpointError) as refusal:
+            read_header(file)
+        assert f" {shown!r} needs 2 bytes" in str(refusal.value)
+
+
+def test_a_shard_has_a_name_that_a_file_can_have(tmp_path: Path) -> None:
+    for length in (255, 256):
+        name = "n" * (length - 12) + ".safetensors"
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match="the shard is missing" if length == 255 else "not a plain file name"):
+            read_folder(tmp_path)
