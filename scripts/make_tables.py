@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import linear_targets, literature, qkv_cases, studies, targets
 from benchmarks.studies import QUESTIONS
-from halfbyte.checkpoints.adapters import ADAPTERS
+from halfbyte.checkpoints.adapters import ADAPTERS, EXPANDED
 from halfbyte.evals.legend import HEADERS, format_rows
 from halfbyte.measure import charts, compare, records, tables
 from halfbyte.measure.page import by_machine
@@ -64,7 +64,9 @@ def _cache_outcome(line: dict[str, Any]) -> str:
 
 def checkpoints() -> str:
     """What each adapter reads, in its own words."""
-    return markdown(("`quant_method`", "what loads", "becomes"), [row for adapter in ADAPTERS.values() for row in adapter.docs])
+    return markdown(
+        ("`quant_method`", "what loads", "becomes"), [row for adapter in (ADAPTERS | EXPANDED).values() for row in adapter.docs]
+    )
 
 
 def quality() -> str:

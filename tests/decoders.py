@@ -144,3 +144,11 @@ def nvfp4_modelopt(w_u8: Array, s_e4m3: Array, scale_2: ArrayLike) -> Array:
 def nvfp4_ct(w_u8: Array, s_e4m3: Array, global_scale: ArrayLike) -> Array:
     """W = e2m1 * (e4m3 / weight_global_scale)."""
     return E2M1[nib_lo_first(w_u8)] * (np.repeat(e4m3(s_e4m3), 16, -1) / np.float32(global_scale))
+
+
+def fp8_blocks(w_e4m3: Array, scale: Array, block: tuple[int, int]) -> Array:
+    """DeepSeek: each element times the factor of its block, one after the other."""
+    out = e4m3(w_e4m3)
+    for i, j in np.ndindex(out.shape):
+        out[i, j] = np.float32(out[i, j]) * np.float32(scale[i // block[0], j // block[1]])
+    return out

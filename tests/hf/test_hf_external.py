@@ -323,16 +323,6 @@ def test_damaged_experts(edit: Any, message: str, tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-@pytest.mark.parametrize("shape", [[128, 128], None])
-def test_fp8_checkpoints_say_the_detour(tmp_path, shape):
-    tiny().config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": shape, "fmt": "e4m3"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match=r"FineGrainedFP8Config\(dequantize=True\).*int8_g128"):
-        hf.load(tmp_path)
-
-
 def test_gguf_says_the_detour(tmp_path, monkeypatch):
     """A file, the folder of one (often with a config.json), and a model of the Hub, of which nothing is downloaded."""
     file = tmp_path / "model.Q4_K.gguf"

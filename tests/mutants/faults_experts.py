@@ -8,10 +8,12 @@ from mutant import Mutant, tests_of
 REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
 PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
+CALLED, FP8, EXTERNAL = "hf/called_experts.py", "checkpoints/fp8.py", "hf/external.py"
 TUNED, TABLE, SUM = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum"))
 
 experts = tests_of("test_experts.py")
 kernel = tests_of("interpreted/test_triton_experts.py")
+mixtures, fp8 = tests_of("hf/test_hf_mixtures.py"), tests_of("hf/test_hf_fp8.py")
 tuned = tests_of("emulated/test_tuned_experts.py")
 
 EXPERTS = [
@@ -161,5 +163,54 @@ EXPERTS = [
         "_shares",
         Rewrite("gl.where(_a, _s, 1)", "1"),
         tuned("test_mixtures_keep_their_promise[int8_col-64-3-40-528-gates-fp16]"),
+    ),
+    Mutant(
+        "experts are found in the rows of zeros",
+        CALLED,
+        "RowsOfAll.forward",
+        Rewrite("_r != 0", "_r == 0"),
+        mixtures("test_only_the_experts_that_are_hit_are_read"),
+    ),
+    Mutant(
+        "the expert that stands in for an identity counts",
+        CALLED,
+        "WithIdentities.forward",
+        Rewrite("_w * real", "_w"),
+        mixtures("test_logits_of_the_dequantized_model[longcat_flash-nf4]"),
+    ),
+    Mutant(
+        "only a router itself stays in 16 bits, and not its layers",
+        "hf/weights.py",
+        "_stays",
+        Rewrite("{*name.split(_d)}", "{name.split(_d)[-1]}"),
+        mixtures("test_routers_stay_with_all_of_their_layers"),
+    ),
+    Mutant(
+        "FP8 blocks are as wide as they are high",
+        FP8,
+        "BlockFp8.values",
+        Rewrite("_s.repeat_interleave(columns)", "_s.repeat_interleave(rows)"),
+        fp8("test_as_transformers_multiplies_out[qwen3-int8_col]"),
+    ),
+    Mutant(
+        "an FP8 weight of NaN is taken",
+        FP8,
+        "BlockFp8.values",
+        Rewrite("not bool(torch.isfinite(_c).all())", "False"),
+        fp8("test_what_is_wrong_is_named"),
+    ),
+    Mutant(
+        "gate projections come before up projections",
+        "hf/expert_files.py",
+        "ExpertFiles.weight",
+        Rewrite("torch.stack(_l, 1)", "torch.stack(_l, 0)"),
+        fp8("test_as_transformers_multiplies_out[qwen3_moe-int4_g32]"),
+    ),
+    Mutant(
+        "blocks that the model has are left out",
+        EXTERNAL,
+        "ExternalCheckpoint._is_dropped",
+        Rewrite("block[0] not in self._modules", "True"),
+        fp8("test_a_block_of_that_number_is_read"),
     ),
 ]

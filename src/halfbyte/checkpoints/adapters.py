@@ -20,9 +20,10 @@ from halfbyte.checkpoints.awq import Awq
 from halfbyte.checkpoints.bitsandbytes import BitsAndBytes
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
+from halfbyte.checkpoints.fp8 import BlockFp8
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.int8 import CompressedInt8
-from halfbyte.checkpoints.layer import Adapter, StoredLayer
+from halfbyte.checkpoints.layer import Adapter, Expanded, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_folder
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.tensors import QuantTensor
@@ -40,8 +41,8 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "mxfp4": GptOss,
 }
 
-#: `quant_method` of files that transformers itself expands to 16 bits -> its configuration.
-EXPANDED = {"fp8": "FineGrainedFP8Config(dequantize=True)"}
+#: `quant_method` of files whose codes no weight format has -> adapter.
+EXPANDED: dict[str, type[Expanded]] = {"fp8": BlockFp8}
 
 #: The `quant_method` of folders that halfbyte wrote, which need no adapter.
 OWN = "halfbyte"
@@ -67,25 +68,24 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the configuration and every header. Raises `CheckpointError` for damage, `Unsupported` for what no adapter reads."""
     config = read_quantization(folder)
-    own = config is not None and config["quant_method"] == OWN
-    adapter = None if config is None or own else make_adapter(config)
+    method = None if config is None else config["quant_method"]
+    own = method == OWN
+    adapter = None if config is None or own else EXPANDED[method](config) if method in EXPANDED else make_adapter(config)
     infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
     quantized = config is not None and not (own and not config.get("modules"))  # one of halfbyte may be about the cache alone
     return Checkpoint(folder, infos, quantized, adapter)
 
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
-    """The adapter for a quantization_config. Raises `Unsupported` for a method or an option of it that is not read."""
+    """What reads a quantization_config code for code. Raises `Unsupported` for a method or an option of it that is not read."""
     method = config["quant_method"]
     if isinstance(method, str) and method in EXPANDED:
         raise Unsupported(
-            f"weights quantized as {method!r} are not read as they are; expand them and quantize again: model = "
-            f"AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config={EXPANDED[method]}), then "
-            f"halfbyte.hf.quantize(model, weights='int8_g128')"
+            f"no weight format has the codes of {method!r}; round the folder to one: halfbyte.hf.load(folder, weights='int8_g128')"
         )
     if not isinstance(method, str) or method not in ADAPTERS:
         raise Unsupported(
-            f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS)}, 16-bit weights and its own format"
+            f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS | EXPANDED)}, 16-bit weights and its own format"
         )
     return ADAPTERS.get(f"{method} {config.get('format')}", ADAPTERS[method])(config)
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from halfbyte.checkpoints.safetensors_files import TensorInfo, read_tensor
-from halfbyte.errors import CheckpointError, Unsupported
+from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported
 from halfbyte.formats import Format, Shape
+from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
 
 #: What group scales come in.
@@ -107,6 +108,28 @@ class Adapter(ABC):
     def consumed(self, layer: str) -> set[str]:
         """The names of the tensors that `convert` reads, or leaves out, for this layer."""
         return {f"{layer}.{part}" for part in (*self.parts, *self.unused)}
+
+
+class Expanded(Adapter):
+    """Of codes that no weight format has: layers come as values, and are quantized again, to `into`."""
+
+    into: Format | None = None
+    clip: str | None = None
+
+    @abstractmethod
+    def values(self, layer: StoredLayer) -> torch.Tensor:
+        """The weight of a layer in float32."""
+
+    def convert(self, layer: StoredLayer) -> QuantTensor:
+        return self.quantized(layer.name, self.values(layer))
+
+    def quantized(self, name: str, values: torch.Tensor) -> QuantTensor:
+        """Values rounded to the format; an error names the layer."""
+        assert self.into is not None
+        try:
+            return quantize(values, self.into, clip=self.clip)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{name}: {error}") from error
 
 
 def setting(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:

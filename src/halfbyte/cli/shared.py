@@ -77,7 +77,7 @@ Model = Annotated[
 ]
 PlainModel = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A model of 16-bit weights: a folder, a Hub id, or 'demo'.", callback=_answered_at_once),
+    typer.Argument(metavar="MODEL", help="16-bit or FP8 weights: a folder, a Hub id, or 'demo'.", callback=_answered_at_once),
 ]
 Source = Annotated[
     str | None,

@@ -14,8 +14,10 @@ from torch import nn
 
 from halfbyte.checkpoints.adapters import open_checkpoint
 from halfbyte.checkpoints.folder_guard import check_folder, check_layers
+from halfbyte.checkpoints.layer import Expanded
 from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
+from halfbyte.formats import weight_format
 from halfbyte.hf.external import ExternalCheckpoint
 from halfbyte.hf.footprint import told
 from halfbyte.hf.model_support import model_class, read_config
@@ -23,8 +25,9 @@ from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # 
 from halfbyte.hf.quantization_config import check_options
 from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.quantizer import HalfbyteQuantizer as HalfbyteQuantizer
-from halfbyte.hf.weights import of_adapters
+from halfbyte.hf.weights import of_adapters, select
 from halfbyte.paths import new_folder
+from halfbyte.reference.quantize import check_clip
 
 #: How transformers loads a GGUF file in 16 bits.
 GGUF = (
@@ -95,7 +98,8 @@ def load(
     It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
     weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. Without keys, values or plan the cache has the formats that were saved with the model.
+    installed: docs/guides/checkpoints.md. FP8 in blocks needs weights, the format that it is rounded to.
+    Without keys, values or plan the cache has the formats that were saved with the model.
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
     check_options(options, quantize)
@@ -110,11 +114,14 @@ def load(
         )
     checkpoint = open_checkpoint(folder)
     check_layers(folder / "config.json", len(checkpoint.infos))
-    if checkpoint.quantized and weights is not None:
+    adapter, skipped = checkpoint.adapter, options.get("skip_modules", ())
+    if isinstance(adapter, Expanded):
+        _ask(adapter, folder, weights, options)
+    elif checkpoint.quantized and weights is not None:
         raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantized already; leave weights out")
     empty = _build_empty(folder, checkpoint.infos)
     try:
-        external = None if checkpoint.adapter is None else ExternalCheckpoint(checkpoint, checkpoint.adapter, empty)
+        external = None if adapter is None else ExternalCheckpoint(checkpoint, adapter, empty, skipped)
         _check_tensors(folder, empty, checkpoint.infos if external is None else external.plain)
         if external is not None:
             model, found = external.load(dtype)
@@ -127,12 +134,28 @@ def load(
     except Exception as error:  # transformers meets a damaged folder with whatever its code runs into
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     _check_complete(folder, found)
+    rest, options = weights, dict(options)
+    if isinstance(adapter, Expanded) and not select(model, skipped):  # no linear layer was in 16 bits in the files
+        rest, options["clip"] = None, options.get("clip") if options.get("lm_head") else None
     cached = any(x is not None for x in (keys, values, options.get("plan")))
-    if weights is not None or cached or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
-        quantize(model, weights, keys, values, **options)
-    elif options:
+    if rest is not None or cached or any(options.get(name) for name in ("lm_head", "rotate_values", "fuse_qkv", "fuse_gate_up")):
+        quantize(model, rest, keys, values, **options)
+    elif options and weights is None:
         raise InvalidArgument(f"{', '.join(options)}: these options belong to weights=, keys= or values=, none of which was given")
     return model
+
+
+def _ask(adapter: Expanded, folder: Path, weights: str | None, options: dict[str, Any]) -> None:
+    """Tell an adapter to what its layers are rounded again."""
+    if weights is None:
+        raise InvalidArgument(
+            f"no weight format has the codes of {folder} ({type(adapter).__name__}); name the one that its weights are rounded to, "
+            f"such as weights='int8_g128' (halfbyte quantize {folder} --weights int8_g128)"
+        )
+    if options.get("rotate_values"):
+        raise Unsupported("rotate_values changes weights before they are quantized, and these are quantized while they are read")
+    adapter.into, adapter.clip = weight_format(weights), options.get("clip")
+    check_clip(adapter.clip, adapter.into)
 
 
 #: Numbers that one element of these types may hold: 4-bit codes are packed.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.experts import stack
-from halfbyte.checkpoints.layer import Adapter, StoredLayer
+from halfbyte.checkpoints.layer import Adapter, Expanded, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.hf.mixtures import in_order, layout
@@ -50,9 +50,11 @@ class ExpertFiles:
     def weight(self, name: str, adapter: Adapter) -> QuantTensor:
         """The stack of a projection, from the layers of its experts."""
         (experts, *_), halves = self._stacks[name].shape, self._halves(name)
-        return stack(
-            name, [[adapter.convert(self.layers[name][expert, half]) for half in range(halves)] for expert in range(experts)]
-        )
+        stored = ([self.layers[name][expert, half] for half in range(halves)] for expert in range(experts))
+        if isinstance(adapter, Expanded):  # gate and up projections are rounded as one matrix
+            rows = (torch.stack([adapter.values(layer) for layer in each], 1).flatten(0, 1) for each in stored)
+            return stack(name, [[adapter.quantized(name, each)] for each in rows])
+        return stack(name, [[adapter.convert(layer) for layer in each] for each in stored])
 
     def check(self) -> None:
         """Raise unless every expert of a mixture is there, with each of its projections."""

@@ -1,0 +1,287 @@
+"""FP8 in blocks, as DeepSeek V3 and Qwen3 are released: multiplied out as transformers does it, and quantized again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers as tf
+from families import tiny_config
+from safetensors.torch import load_file, save_file
+
+import decoders
+import halfbyte.hf as hf
+from allocated import Allocated
+from fuzz import damage_config, mutate
+from halfbyte import cli
+from halfbyte.checkpoints.adapters import weight_from_tensors
+from halfbyte.checkpoints.fp8 import BlockFp8
+from halfbyte.checkpoints.layer import StoredLayer
+from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.hf.weights import packed_share
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
+BLOCK = (32, 64)
+#: What stays in 16 bits in the released files.
+PLAIN = ("lm_head", "embed_tokens", "norm", ".gate.weight")
+State = dict[str, torch.Tensor]
+
+
+def stored(weight: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, factors) of a weight [N, K], block by block."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    factors = torch.empty(math.ceil(weight.shape[0] / block[0]), math.ceil(weight.shape[1] / block[1]), dtype=dtype)
+    for i, rows in enumerate(weight.split(block[0])):
+        for j, part in enumerate(rows.split(block[1], 1)):
+            factors[i, j] = part.abs().max() / 448
+            to = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            codes[to] = (part / factors[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, factors
+
+
+def write(
+    folder: Path,
+    family: str,
+    edit: Callable[[State], object] = lambda state: None,
+    *,
+    block: tuple[int, int] = BLOCK,
+    dtype: torch.dtype = torch.float32,
+    **sizes: Any,
+) -> Path:
+    """A tiny random model as it would be released."""
+    config = tiny_config(family)
+    config.update(sizes)
+    torch.manual_seed(2)
+    tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    for name in [n for n, t in state.items() if t.ndim == 2 and not any(part in n for part in PLAIN)]:
+        state[name], state[f"{name}_scale_inv"] = stored(state[name].float(), block, dtype)
+    edit(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [*block]}
+    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": fp8}))
+    return folder
+
+
+def expanded(folder: Path) -> Any:
+    """The model in float32, multiplied out by transformers."""
+    config = tf.FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK)
+    with patch("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True):  # it is not used
+        return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).float()
+
+
+def same(a: Any, b: Any) -> None:
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys()
+    for name, t in first.items():
+        assert t.dtype is second[name].dtype, name
+        assert torch.equal(t, second[name]), name
+
+
+@pytest.mark.parametrize("fmt", ["int4_g32", "int8_col", "nvfp4", "nf4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3", "mixtral"])
+def test_as_transformers_multiplies_out(family: str, fmt: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "released", family)
+    loaded = hf.load(folder, fmt, dtype=torch.float32)
+    assert packed_share(loaded) > 0.8
+    same(loaded, hf.quantize(expanded(folder), fmt))
+    same(hf.load(hf.save(loaded, tmp_path / "own")), loaded)
+
+
+def test_options_are_those_of_quantize(tmp_path: Path, prompt: Any) -> None:
+    """Layers that are left out, experts among them, are multiplied out; what was plain in the files is quantized, too."""
+    folder = write(tmp_path / "released", "deepseek_v3")
+    options: dict[str, Any] = {"skip_modules": ("o_proj", "model.layers.1.mlp.experts"), "clip": "search", "lm_head": "int8_col"}
+    loaded = hf.load(folder, "int4_g32", dtype=torch.float32, **options)
+    same(loaded, hf.quantize(expanded(folder), "int4_g32", **options))
+    with torch.no_grad():
+        assert loaded(prompt()).logits.isfinite().all()
+    cached = hf.load(write(tmp_path / "dense", "qwen3"), "nf4", "int8", "int4_g32", fuse_qkv=True)
+    assert cached.generate(prompt(), max_new_tokens=3).shape == (2, 24)
+    assert cached.model.norm.weight.dtype is torch.bfloat16
+
+
+def keep(part: str) -> Callable[[State], None]:
+    """In 16 bits, as `modules_to_not_convert` says in some releases."""
+
+    def edit(state: State) -> None:
+        for name in [name for name in state if part in name and name.endswith("_scale_inv")]:
+            state.pop(name)
+            state[name.removesuffix("_scale_inv")] = state[name.removesuffix("_scale_inv")].to(torch.bfloat16)
+
+    return edit
+
+
+def test_layers_in_16_bits_among_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, "qwen3", keep("layers.0."))
+    same(hf.load(folder, "nf4", dtype=torch.float32), hf.quantize(expanded(folder), "nf4"))
+
+
+def test_blocks_at_the_edges_and_scales_of_16_bits(tmp_path: Path) -> None:
+    """Sizes that blocks of 128 do not divide; transformers refuses them, so layers are compared with one that goes by elements."""
+    folder = write(tmp_path, "qwen3", block=(128, 128), dtype=torch.bfloat16, hidden_size=192, intermediate_size=320)
+    tensors, adapter = load_file(folder / "model.safetensors"), BlockFp8({"weight_block_size": [128, 128]})
+    layers = [name.removesuffix(".weight_scale_inv") for name in tensors if name.endswith("_scale_inv")]
+    assert len(layers) == 14
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (3, 2)
+    loaded = hf.load(folder, "int8_col", dtype=torch.float32)
+    for name in layers[:7]:
+        codes, factors = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"].float()
+        wanted = torch.from_numpy(decoders.fp8_blocks(codes.view(torch.uint8).numpy(), factors.numpy(), (128, 128)))
+        assert torch.equal(adapter.values(StoredLayer(name, *codes.shape, tensors)), wanted)
+        assert (loaded.get_submodule(name).weight.dequantize() - wanted).abs().max() < wanted.abs().max() / 200
+
+
+def test_the_block_of_the_second_next_token_is_left_out(tmp_path: Path) -> None:
+    """DeepSeek's files hold one block more than the model; transformers leaves it out, too."""
+
+    def edit(state: State) -> None:
+        extra = {name.replace("layers.1.", "layers.61."): t.clone() for name, t in state.items() if "layers.1." in name}
+        state.update(extra)
+
+    same(hf.load(write(tmp_path / "more", "deepseek_v3", edit), "nf4"), hf.load(write(tmp_path / "plain", "deepseek_v3"), "nf4"))
+
+
+def test_a_block_of_that_number_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """A model with more blocks than DeepSeek's own has one of the number that is left out there."""
+    folder = write(tmp_path, "deepseek_v3")
+    loaded = hf.load(folder, "nf4")
+    monkeypatch.setattr(type(loaded), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    same(hf.load(folder, "nf4"), loaded)
+
+
+UP, ONE = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.experts.2.up_proj"
+
+
+def drop(name: str) -> Callable[[State], object]:
+    return lambda state: state.pop(name)
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
+    return lambda state: state.update({name: tensor})
+
+
+def spoil(name: str, value: float) -> Callable[[State], object]:
+    def edit(state: State) -> None:
+        state[name][0, 0] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("family", "edit", "message"),
+    [
+        ("qwen3", drop(f"{UP}.weight_scale_inv"), rf"{UP}.weight_scale_inv is missing; .* stored as torch.float8_e4m3fn"),
+        ("qwen3", drop(f"{UP}.weight"), rf"{UP}.weight is missing"),
+        ("qwen3", put(f"{UP}.weight", torch.zeros(128, 32).to(torch.float8_e4m3fn)), rf"{UP}.weight is float8_e4m3fn \[128, 32\]"),
+        ("qwen3", put(f"{UP}.weight", torch.zeros(128, 64)), rf"{UP}.weight is float32 .*expected float8_e4m3fn \[128, 64\]"),
+        ("qwen3", put(f"{UP}.weight_scale_inv", torch.ones(4, 2)), rf"{UP}.weight_scale_inv is float32 \[4, 2\]; .*\[4, 1\]"),
+        ("qwen3", put(f"{UP}.weight_scale_inv", torch.ones(4, 1).int()), rf"{UP}.weight_scale_inv is int32"),
+        ("qwen3", spoil(f"{UP}.weight_scale_inv", torch.nan), rf"{UP}.weight_scale_inv holds 1 scales of 4 that are not finite"),
+        ("qwen3", spoil(f"{UP}.weight", torch.nan), rf"{UP}.weight holds NaN"),
+        ("qwen3", put("model.norm.weight_scale_inv", torch.ones(1, 1)), "Qwen3ForCausalLM has no linear layer 'model.norm'"),
+        ("qwen3_moe", drop(f"{ONE}.weight_scale_inv"), r"layers.1.mlp.experts.gate_up_proj: expert 2 is missing or not quantized"),
+        ("qwen3_moe", spoil(f"{ONE}.weight", torch.nan), rf"{ONE}.weight holds NaN"),
+    ],
+)
+def test_what_is_wrong_is_named(family: str, edit: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(HalfbyteError, match=message) as caught:
+        hf.load(write(tmp_path, family, edit), "int4_g32")
+    assert isinstance(caught.value, CheckpointError | Unsupported)
+
+
+def test_no_scale_at_all_in_a_mixture(tmp_path: Path) -> None:
+    def edit(state: State) -> None:
+        for name in [name for name in state if ".experts." in name and name.endswith("_scale_inv")]:
+            del state[name]
+
+    with pytest.raises(CheckpointError, match=r"experts\.\d\.\w+_proj\.weight_scale_inv is missing"):
+        hf.load(write(tmp_path, "qwen3_moe", edit), "int4_g32")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"weight_block_size": [64, 32]}, r"weight_scale_inv is float32 \[\d, 1\]; expected float32 or .*\[\d, 2\]|expected"),
+        ({"weight_block_size": None}, r"weight_block_size='null'; halfbyte reads \[128, 128\]"),
+        ({"weight_block_size": [0, 32]}, r"weight_block_size=\[0, 32\]; expected two positive integers"),
+        ({"weight_block_size": 128}, "weight_block_size=128"),
+        ({"fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+    ],
+)
+def test_configurations(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    described = json.loads((write(tmp_path, "qwen3") / "config.json").read_text())
+    described["quantization_config"].update(entries)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises((CheckpointError, Unsupported), match=message):
+        hf.load(tmp_path, "int4_g32")
+
+
+def test_fuzzed_folders(tmp_path: Path) -> None:
+    """Damaged configurations and headers: only the library's errors."""
+    count, rng = int(os.environ.get("HALFBYTE_FUZZ", "20")), random.Random(int(os.environ.get("HALFBYTE_FUZZ_SEED", "4")))
+    folder = write(tmp_path, "qwen3")
+    good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    for i in range(count):
+        if i % 2:
+            config = json.loads(good["config.json"])
+            config["quantization_config"] = damage_config(config["quantization_config"], rng)
+            (folder / "config.json").write_text(json.dumps(config))
+        else:
+            (folder / "model.safetensors").write_bytes(
+                mutate(good["model.safetensors"][:4000], rng) + good["model.safetensors"][4000:]
+            )
+        with contextlib.suppress(HalfbyteError):
+            hf.load(folder, "int4_g32")
+        for name, content in good.items():
+            (folder / name).write_bytes(content)
+
+
+def test_the_format_must_be_named(tmp_path: Path, capsys: Any) -> None:
+    folder = write(tmp_path / "released", "qwen3")
+    with pytest.raises(InvalidArgument, match=r"no weight format has the codes of .*such as weights='int8_g128'"):
+        hf.load(folder)
+    with pytest.raises(InvalidArgument, match=r"int4_g128.*skip_modules"):
+        hf.load(folder, "int4_g128")
+    with pytest.raises(InvalidArgument, match="clip='x'"):
+        hf.load(folder, "int4_g32", clip="x")
+    with pytest.raises(Unsupported, match="rotate_values changes weights"):
+        hf.load(folder, "int4_g32", rotate_values=True)
+    with pytest.raises(Unsupported, match="no weight format has the codes of 'fp8'"):
+        weight_from_tensors({"quant_method": "fp8"}, {}, 8, 8)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["quantize", str(folder), "--weights", "nf4", "-o", str(tmp_path / "own")])
+    assert not left.value.code
+    assert "equal bit for bit" in capsys.readouterr().out
+    same(hf.load(tmp_path / "own"), hf.load(folder, "nf4", dtype=torch.bfloat16))
+
+
+def test_memory_stays_below_the_packed_size_and_one_shard(tmp_path: Path) -> None:
+    sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 6, "layer_types": None}
+    folder = write(tmp_path, "qwen3_moe", **sizes)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files: dict[str, State] = {}
+    for name, t in state.items():
+        number = 1 + int(name.split(".")[2]) // 2 if ".layers." in name else 0
+        files.setdefault(f"model-{number}.safetensors", {})[name] = t
+    for file, held in files.items():
+        save_file(held, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with Allocated() as memory:
+        loaded = hf.load(folder, "int4_g32")
+    packed = sum(t.nbytes for t in loaded.state_dict().values())
+    shard = max(sum(t.nbytes for t in held.values()) for held in files.values())
+    assert 0.9 * packed < memory.most < packed + shard
