@@ -118,6 +118,20 @@ def test_links_of_the_hubs_cache_are_followed(folder, tmp_path):
     assert hf.load(snapshot).config.model_type == "llama"
 
 
+def test_links_to_blobs_beyond_the_nearest_snapshots_are_refused(tmp_path: Path) -> None:
+    """A cache that lies in another's snapshots."""
+    outer, inner = tmp_path / "hub", tmp_path / "hub" / "snapshots" / "0123"
+    folder = inner / "snapshots" / "4567"
+    folder.mkdir(parents=True)
+    for cache, refusal in ((inner, nullcontext()), (outer, pytest.raises(CheckpointError, match="a link out of the folder"))):
+        (cache / "blobs").mkdir()
+        (cache / "blobs" / "config.json").write_text("{}")
+        (folder / "config.json").unlink(missing_ok=True)
+        (folder / "config.json").symlink_to(cache / "blobs" / "config.json")
+        with refusal:
+            folder_guard.check_folder(folder)
+
+
 def test_a_junk_tensor_does_not_pay_for_larger_layers(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "junk": torch.zeros(16 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
