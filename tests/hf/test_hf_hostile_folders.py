@@ -17,9 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from halfbyte.checkpoints import folder_guard
-from halfbyte.checkpoints.safetensors_files import read_folder, read_header
+from halfbyte.checkpoints.safetensors_files import check_scales, overflows, read_folder, read_header
 from halfbyte.errors import CheckpointError
+from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.model_support import read_config
+from halfbyte.reference.dequantize import block_scales
+from halfbyte.reference.quantize import quantize
 
 
 @pytest.fixture
@@ -313,3 +316,35 @@ def test_a_shard_has_a_name_that_a_file_can_have(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CheckpointError, match="the shard is missing" if length == 255 else "not a plain file name"):
             read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        *((name, 0.0, "1 scales that are not finite and not 0") for name in ("int4_sym_g32", "int8_g128")),
+        *(("int4_sym_g32", scale, "") for scale in (1.0, -1.0)),  # AutoRound's symmetric integers
+        *(("int4_g32", scale, "1 scales that are not finite and positive") for scale in (0.0, -1.0)),
+        ("int4_g32", 1.0, ""),
+    ],
+)
+def test_scales_that_are_believed(name: str, scale: float, message: str) -> None:
+    parts = quantize(torch.ones(3, 128), name).parts()
+    parts["scales"].view(-1)[1] = scale
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        check_scales("layer", WEIGHT_FORMATS[name], parts)
+
+
+def test_a_nested_scale_may_be_rounded_below_zero() -> None:
+    x = torch.ones(64, 64)
+    x[0], x[1] = 0, 3
+    made = quantize(x, "nf4_dq")
+    assert block_scales(made).min() < 0
+    check_scales("layer", made.format, made.parts())
+
+
+def test_the_largest_code_must_be_finite() -> None:
+    """-128 of INT8."""
+    most = torch.tensor(torch.finfo(torch.float32).max / 128)
+    assert torch.isfinite(-128 * most)
+    assert not overflows(most, WEIGHT_FORMATS["int8_g128"])
+    assert overflows(most.nextafter(torch.tensor(torch.inf)), WEIGHT_FORMATS["int8_g128"])
