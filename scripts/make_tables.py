@@ -274,7 +274,7 @@ def _marked(r: Record) -> Record:
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
-    headers, rows = found.table(measured)
+    headers, rows = tables.filled(found.table(measured), found.text_columns)
     table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]

@@ -106,8 +106,8 @@ def copied(folder: Path, to: Path, change) -> Path:
     return to
 
 
-def refused(folder: Path) -> str:
-    with pytest.raises((HalfbyteError, ValueError, RuntimeError)) as caught, engine(folder):
+def refused(folder: Path, **options: Any) -> str:
+    with pytest.raises((HalfbyteError, ValueError, RuntimeError)) as caught, engine(folder, **options):
         pass
     return str(caught.value)
 

@@ -38,8 +38,12 @@ FAMILIES = tuple(CONFIGS)
 
 @functools.cache
 def base(family: str) -> Any:
+    return made(CONFIGS[family]())
+
+
+def made(config: Any) -> Any:
+    """A random model of these sizes."""
     torch.manual_seed(7)
-    config = CONFIGS[family]()
     config.initializer_range = 0.3  # large enough that greedy text does not repeat one token
     config.eos_token_id = config.bos_token_id = None
     config.pad_token_id = 0

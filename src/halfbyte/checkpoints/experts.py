@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,10 @@ import torch
 
 from halfbyte.errors import Unsupported
 from halfbyte.tensors import QuantTensor
+
+#: A layer of one expert: its mixture, its number, its projection. What files call the projections: gate, up, down.
+EXPERT = re.compile(r"(.+)\.(\d{1,9})\.(\w+)")
+GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
 def stack(name: str, experts: Sequence[Sequence[QuantTensor]]) -> QuantTensor:

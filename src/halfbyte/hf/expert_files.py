@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.experts import stack
+from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, stack
 from halfbyte.checkpoints.layer import Adapter, Expanded, StoredLayer
 from halfbyte.checkpoints.safetensors_files import TensorInfo
 from halfbyte.errors import CheckpointError
@@ -16,10 +15,8 @@ from halfbyte.hf.mixtures import in_order, layout
 from halfbyte.hf.weights import Target
 from halfbyte.tensors import QuantTensor
 
-#: A layer of one expert; the name that files of some families have for the module that holds the experts, and the model's.
-_EXPERT, _RENAMED = re.compile(r"(.+)\.(\d{1,9})\.(\w+)"), (".block_sparse_moe.", ".mlp.")
-#: What files call the projections of an expert: gate, up, down.
-_GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+#: The name that files of some families have for the module that holds the experts, and the model's.
+_RENAMED = (".block_sparse_moe.", ".mlp.")
 
 
 class ExpertFiles:
@@ -80,12 +77,12 @@ class ExpertFiles:
 
     def _place(self, stored: str) -> tuple[str, int, int] | None:
         """(name of the projection, expert, half) of a layer of the files."""
-        found = _EXPERT.fullmatch(stored)
+        found = EXPERT.fullmatch(stored)
         if found is None:
             return None
         owner, expert, role = found[1].replace(*_RENAMED), int(found[2]), found[3]
-        half = 1 if role in _UP else 0
-        kinds = ("down_proj",) if role in _DOWN else ("gate_up_proj", "up_proj") if role in (*_GATE, *_UP) else ()
+        half = 1 if role in UP else 0
+        kinds = ("down_proj",) if role in DOWN else ("gate_up_proj", "up_proj") if role in (*GATE, *UP) else ()
         for name in (f"{base}.{kind}" for base in (owner, f"{self._prefix}.{owner}") for kind in kinds):
             if name in self._stacks:
                 return name, expert, half if self._halves(name) == 2 else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from halfbyte.formats import Format
 from halfbyte.plans.kv_codec import KVCodec, kv_codec
@@ -136,6 +137,8 @@ class DecodeSpec:
     sink_tokens: int = 0  # tokens that are read in 16 bits: the first ones, and the last
     recent_tokens: int = 0
 
+    wgmma: ClassVar[bool] = False  # whether it is the kernel for many query rows
+
     @property
     def warps_q(self) -> int:
         """Warps that share their tokens and divide the query rows, so that each holds 2048 numbers of its output at most."""
@@ -238,6 +241,8 @@ class DecodeWgmmaSpec(DecodeSpec):
 
     Warps copy runs of tokens as in `DecodeSpec`, and nothing more is divided among them by tokens.
     """
+
+    wgmma: ClassVar[bool] = True
 
     @property
     def warps_q(self) -> int:

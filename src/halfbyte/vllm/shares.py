@@ -1,4 +1,4 @@
-"""Cutting and joining stored weights [N, K]: what one rank of a tensor-parallel layer computes with."""
+"""Cutting and joining stored weights [N, K], or stacks [E, N, K]: what one rank of a tensor-parallel layer computes with."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ BY_ROW = ("codes", "scales", "offsets")
 
 
 def rows_of(weight: QuantTensor, ranges: Sequence[tuple[int, int]]) -> QuantTensor:
-    """The rows begin .. end of each of `ranges`, one after the other."""
-    if list(ranges) == [(0, weight.shape[0])]:
+    """The rows begin .. end of each of `ranges`, one after the other; of a stack, those of every expert."""
+    *experts, rows, width = weight.shape
+    if list(ranges) == [(0, rows)]:
         return weight
-    parts = weight.parts()
-    cut = {n: torch.cat([p[begin:end] for begin, end in ranges]) if n in BY_ROW else p for n, p in parts.items()}
-    return QuantTensor(weight.format, (cut["codes"].shape[0], weight.shape[1]), **cut)
+    axis = len(experts)
+    by_row = (*BY_ROW, "tensor_scale") if experts else BY_ROW
+    cut = weight.parts()
+    for name in set(by_row) & set(cut):
+        cut[name] = torch.cat([cut[name].narrow(axis, begin, end - begin) for begin, end in ranges], axis)
+    return QuantTensor(weight.format, (*experts, cut["codes"].shape[axis], width), **cut)
 
 
 def columns_of(weight: QuantTensor, begin: int, end: int, name: str) -> QuantTensor:
     """The stored columns begin .. end, without their order. Raises `Unsupported`, naming the weight, where they cut a group."""
     fmt = weight.format
     by_channel = fmt.granularity == "out_channel"
-    group = fmt.code.per_byte if by_channel else fmt.group_size(weight.shape[1])
+    group = fmt.code.per_byte if by_channel else fmt.group_size(weight.shape[-1])
     if begin % group or end % group:
         raise Unsupported(
             f"{name} ({fmt}) cannot be cut into in features {begin} to {end}: that splits groups of {group}; "
@@ -37,8 +41,10 @@ def columns_of(weight: QuantTensor, begin: int, end: int, name: str) -> QuantTen
         )
     per_column = {"codes": fmt.code.per_byte} | ({} if by_channel else {"scales": group, "offsets": group})
     parts = {n: p for n, p in weight.parts().items() if n != "perm"}
-    cut = {n: p[:, begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()}
-    return QuantTensor(fmt, (weight.shape[0], end - begin), **cut)
+    cut = {
+        n: p[..., begin // per_column[n] : end // per_column[n]].contiguous() if n in per_column else p for n, p in parts.items()
+    }
+    return QuantTensor(fmt, (*weight.shape[:-1], end - begin), **cut)
 
 
 def without_nested_scales(weight: QuantTensor) -> QuantTensor:

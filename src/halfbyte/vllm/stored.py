@@ -10,10 +10,15 @@ import torch
 from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import check_perm, check_scales
 from halfbyte.errors import CheckpointError, HalfbyteError
-from halfbyte.formats import Format
+from halfbyte.formats import Format, Shape
 from halfbyte.tensors import QuantTensor, expected_parts
 
 Found = Mapping[str, torch.Tensor]
+
+
+def parameter(part: str) -> str:
+    """The name of the parameter that catches tensors of this name below a module."""
+    return part.replace(".", "_")
 
 
 class Own(NamedTuple):
@@ -31,27 +36,27 @@ class Own(NamedTuple):
         codes = found.get("weight_codes")
         return codes is not None and {f"weight_{part}" for part in self._parts(self._shape(codes))} <= set(found)
 
-    def weight(self, found: Found, shape: tuple[int, int]) -> QuantTensor:
-        """The weight [N, K] of these tensors. Raises `CheckpointError` for a damaged one, naming it."""
-        parts = {name.removeprefix("weight_"): t for name, t in found.items() if name != "weight"}
+    def weight(self, found: Found, shape: Shape) -> QuantTensor:
+        """The weight [N, K], or the stack [E, N, K], of these tensors. Raises `CheckpointError` for a damaged one, naming it."""
+        parts = {name.removeprefix("weight_"): t for name, t in found.items() if name.startswith("weight_")}
         try:
             weight = QuantTensor(self.format, self._shape(parts["codes"]), **parts)
         except HalfbyteError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         if weight.shape != shape:
             raise CheckpointError(
-                f"{self.name} is a weight of {weight.shape[0]} x {weight.shape[1]}; vLLM expects {shape[0]} x {shape[1]}"
+                f"{self.name} is a weight of {' x '.join(map(str, weight.shape))}; vLLM expects {' x '.join(map(str, shape))}"
             )
         check_scales(self.name, self.format, weight.parts())
         if weight.perm is not None:
             check_perm(f"{self.name}.weight_perm", weight.perm)
         return weight
 
-    def _parts(self, shape: tuple[int, int]) -> Iterable[str]:
+    def _parts(self, shape: Shape) -> Iterable[str]:
         return expected_parts(self.format, shape, act_order=self.act_order)
 
-    def _shape(self, codes: torch.Tensor) -> tuple[int, int]:
-        return (codes.shape[0], codes.shape[1] * self.format.code.per_byte) if codes.ndim == 2 else (0, 0)
+    def _shape(self, codes: torch.Tensor) -> Shape:
+        return (*codes.shape[:-1], codes.shape[-1] * self.format.code.per_byte) if codes.ndim in (2, 3) else (0, 0)
 
 
 class Foreign(NamedTuple):

@@ -33,10 +33,15 @@ from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.ops.linear import linear_of_parts, projections_of_parts
 from halfbyte.tensors import QuantTensor
+from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
-from halfbyte.vllm.stored import Foreign, Own, foreign_weights
+from halfbyte.vllm.stored import Foreign, Own, foreign_weights, parameter
 
+#: What transformers and some of vLLM's models call the module that holds experts.
+RENAMED = (".mlp.", ".block_sparse_moe.")
+#: What config.json, and vLLM, call OpenAI's stacks of experts in MXFP4.
+GPT_OSS = ("mxfp4", "gpt_oss_mxfp4")
 #: Weights that one launch computes.
 MOST_PROJECTIONS = 3
 
@@ -50,7 +55,10 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, stored: Mapping[str, Own | Foreign], adapter: Adapter | None = None) -> None:
         super().__init__()
-        self.stored, self.adapter = dict(stored), adapter
+        self.adapter = adapter
+        self.stored, self.mixtures = sorted_out(stored)
+        #: What vLLM calls otherwise than transformers, whose names are those of folders of halfbyte.
+        self.renamed: dict[str, str | None] = {}
         #: The formats of the cache that a folder was saved with.
         self.cache: Mapping[str, Any] | None = None
 
@@ -83,6 +91,11 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
 
         if envs.VLLM_BATCH_INVARIANT:
             raise Unsupported("VLLM_BATCH_INVARIANT=1 is not implemented for halfbyte's linear layers; leave one of them out")
+        if config.get("quant_method") in GPT_OSS:
+            raise Unsupported(
+                "gpt-oss in its own files: vLLM reads them itself, leave --quantization out; with it, serve the folder that "
+                "halfbyte.hf.save(halfbyte.hf.load(...), folder) writes"
+            )
         if config.get("quant_method") != OWN:
             return cls({}, make_adapter(config))
         written = Written(**config)
@@ -96,23 +109,29 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         if self.adapter is None:
             return
         names = get_safetensors_params_metadata(model_name, revision=revision)
-        self.stored = dict(foreign_weights(self.adapter, names))
-        if not self.stored:
+        self.stored, self.mixtures = sorted_out(foreign_weights(self.adapter, names))
+        if not self.stored and not self.mixtures:
             raise CheckpointError(
                 f"{model_name}: no tensor is called *.{self.adapter.marker}, which every weight quantized as config.json says has"
             )
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Every tensor of the files is wanted; in names of parameters there is no dot."""
-        dotted = {part for stored in self.stored.values() if isinstance(stored, Foreign) for part in stored.held if "." in part}
-        return WeightsMapper(orig_to_new_suffix={f".{part}": f".{_parameter(part)}" for part in sorted(dotted)})
+        foreign = [stored for stored in self.stored.values() if isinstance(stored, Foreign)]
+        foreign += [one for mixture in self.mixtures.values() for stack in mixture.values() for one in stack.foreign()]
+        dotted = {part for stored in foreign for part in stored.held if "." in part}
+        suffixes = {f".{part}": f".{parameter(part)}" for part in sorted(dotted)}
+        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_substr=self.renamed) | own_stacks_mapper(
+            self.mixtures.values()
+        )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.stored = hf_to_vllm_mapper.apply_dict(self.stored)
+        self.mixtures = hf_to_vllm_mapper.apply_dict(self.mixtures)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts) and any(name.startswith(f"{prefix}.") for name in self.stored):
-            raise Unsupported(f"{prefix} has quantized experts, which vLLM computes together; halfbyte's plugin has no op for that")
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             if prefix not in self.stored:
                 return None
@@ -131,6 +150,14 @@ class HalfbyteConfig(QuantizationConfig):  # type: ignore[misc]
         if found != names:
             raise Unsupported(f"{prefix}: {found} are quantized and the rest of {names} is not; vLLM computes them together")
         return HalfbyteLinear([self.stored[name] for name in names])
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> HalfbyteExperts | None:
+        """None: in 16 bits. Folders of halfbyte have transformers' name for the module around experts."""
+        ours, theirs = RENAMED
+        if self.adapter is None and theirs in prefix:
+            self.renamed = {ours: theirs}
+        mixture = self.mixtures.get(prefix.replace(theirs, ours) if self.renamed else prefix)
+        return None if mixture is None else HalfbyteExperts(layer, prefix, mixture)
 
 
 class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
@@ -156,8 +183,8 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         for name in sorted(set().union(*held)):
             catcher = Parameter(torch.empty(sum(name in names for names in held), dtype=torch.uint8), requires_grad=False)
             set_weight_attrs(catcher, {"weight_loader": self._loader(layer, name)})
-            layer.register_parameter(_parameter(name), catcher)
-        layer.halfbyte_catchers = sorted(_parameter(name) for name in set().union(*held))
+            layer.register_parameter(parameter(name), catcher)
+        layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*held))
 
     def _forget(self, layer: Any) -> None:
         """Nothing is loaded yet."""
@@ -259,11 +286,6 @@ class HalfbyteHead(HalfbyteLinear):
         out = super().apply(layer, x, bias)
         missing = layer.num_embeddings_per_partition - out.shape[-1]
         return torch.nn.functional.pad(out, (0, missing)) if missing else out
-
-
-def _parameter(name: str) -> str:
-    """The parameter that catches the tensor of this name."""
-    return name.replace(".", "_")
 
 
 def _out_features(layer: Any) -> list[int]:

@@ -1,7 +1,8 @@
-"""What both tuned kernels of decode attention take: structs of tensors and strides, the same for few and many query rows.
+"""What both tuned kernels of decode attention take: one call, of structs of tensors and strides and of numbers.
 
 Triton specialises a kernel on integers in structs that are 1 or divisible by 16, as addresses are made of them. Other integers are
-arguments of their own (`UNSPECIALIZED`): a kernel for each value would be compiled for nothing.
+arguments of their own (`UNSPECIALIZED`), because a kernel for each value would be compiled for nothing; device code makes a `Call`
+of them all.
 """
 
 from __future__ import annotations
@@ -75,6 +76,28 @@ class Results(NamedTuple):
     lse: Any
     partial: Any
     semaphores: Any
+
+
+class Call(NamedTuple):
+    """A launch's arguments as device code passes them on. repeats: sequences of q for each of keys and values, pages apart."""
+
+    q: Queries
+    k: KV
+    v: KV
+    sequences: Sequences
+    per_head: PerHead
+    results: Results
+    sm_scale: Any
+    softcap: Any
+    window: Any
+    batch: Any
+    heads: Any
+    pages: Any
+    capacity: Any
+    repeats: Any
+    k_scale_token: Any
+    v_scale_token: Any
+    page_table_stride: Any
 
 
 class Fixed(NamedTuple):

@@ -46,14 +46,14 @@ KVArgs = NamedTuple(
 
 
 @triton.jit
-def place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE: tl.constexpr):
+def place_of(token, seen, sequence, call, PAGE: tl.constexpr):
     """Where tokens [N] are: index along the first axis of the buffers, and row, int64; and which may be read at all."""
     place = sequence
     row = token.to(tl.int64)
-    inside = token < capacity
-    if page_table is not None:
-        number = tl.load(page_table + sequence * table0 + row // PAGE * table1, mask=seen, other=0)
-        place = tl.minimum(tl.maximum(number, 0), pages - 1).to(tl.int64)  # out of range: some page, nothing beyond the pool
+    inside = token < call.capacity
+    if call.sequences.page_table is not None:
+        number = tl.load(call.sequences.page_table + sequence * call.table0 + row // PAGE * call.table1, mask=seen, other=0)
+        place = tl.minimum(tl.maximum(number, 0), call.pages - 1).to(tl.int64)  # out of range: some page, nothing beyond the pool
         row = row % PAGE
         inside = seen
     return place, row, inside

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfbyte.kernels.decode import mma, wgmma
-from halfbyte.kernels.decode.arguments import Results, arguments, fixed_of, structs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from halfbyte.kernels.decode.arguments import (
+    KV,
+    UNALIGNED,
+    UNSPECIALIZED,
+    Call,
+    PerHead,
+    Queries,
+    Results,
+    Sequences,
+    arguments,
+    fixed_of,
+    structs,
+)
+from halfbyte.kernels.decode.mma import decode_few_rows
+from halfbyte.kernels.decode.wgmma import decode_many_rows
 from halfbyte.kv_buffer import DecodeCall
 from halfbyte.plans.decode_attention import DecodePlan
-from halfbyte.plans.decode_spec import DecodeWgmmaSpec
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def decode(
+    q: Queries, keys: KV, values: KV, sequences: Sequences, per_head: PerHead, results: Results, sm_scale, softcap, window, batch,
+    heads, pages, capacity, repeats, k_scale_token, v_scale_token, page_table_stride, C: gl.constexpr,
+):  # fmt: skip
+    """One program's share of the work: work item after work item, from where its share begins to where it ends."""
+    call = Call(
+        q, keys, values, sequences, per_head, results, sm_scale, softcap, window, batch,
+        heads, pages, capacity, repeats, k_scale_token, v_scale_token, page_table_stride,
+    )  # fmt: skip
+    if C.wgmma:
+        decode_many_rows(call, C)
+    else:
+        decode_few_rows(call, C)
 
 
 def launch(call: DecodeCall, plan: DecodePlan, results: Results) -> Any:
     """Launch on the current stream, compiling if need be; returns what was compiled."""
     spec = plan.spec
-    kernel = wgmma.decode if isinstance(spec, DecodeWgmmaSpec) else mma.decode
-    return kernel[(plan.programs,)](
+    return decode[(plan.programs,)](
         *structs(*arguments(call.tensors(), results, call.options, fixed_of(call, spec))),
         num_warps=spec.warps,
         launch_pdl=spec.use_pdl,

@@ -44,12 +44,9 @@ def page_of_tile(at, tile, hi, C: gl.constexpr):
 
 
 @gluon.jit
-def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
-    """Where keys (or values) of a work item, whose first head is h, lie: addresses, page table, strides of pages and tokens.
-
-    table: the page table, its stride, the pages there are, and the sequences of q that share memory.
-    """
-    Pages, table_stride, pages, repeats = table
+def place_of(call, kv, scale_token, b, h, S: gl.constexpr, C: gl.constexpr):
+    """Where keys (or values) of a work item, whose first head is h, lie: addresses, page table, strides of pages and tokens."""
+    Pages = call.sequences.page_table
     Scales = kv.scales
     Offsets = kv.offsets
     scale_batch = kv.scale_batch
@@ -58,8 +55,8 @@ def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
     codes = h * kv.head
     scales = h * kv.scale_head
     if C.page == 0:
-        codes += (b // repeats) * kv.batch
-        scales += (b // repeats) * scale_batch
+        codes += (b // call.repeats) * kv.batch
+        scales += (b // call.repeats) * scale_batch
     if S.paired:  # in words of two, also where the one that is wanted is the second
         Scales = Scales.to(gl.pointer_type(gl.int32), bitcast=True)
         if S.offset:
@@ -70,13 +67,19 @@ def place_of(kv, scale_token, table, b, h, S: gl.constexpr, C: gl.constexpr):
         kv.codes + codes,
         kv.codes if Scales is None else Scales + scales,
         kv.codes if Offsets is None else Offsets + scales,
-        kv.codes if Pages is None else Pages + b * table_stride,
-        pages,
+        kv.codes if Pages is None else Pages + b * call.page_table_stride,
+        call.pages,
         kv.batch,
         kv.token8 * 8,
         scale_batch,
         scale_token,
     )
+
+
+@gluon.jit
+def first_head(b, head, call):
+    """A work item's first head in contiguous memory of keys or values, counted over all sequences."""
+    return (b // call.repeats).to(gl.int64) * call.heads + head
 
 
 @gluon.jit
@@ -167,7 +170,19 @@ def head_of(w, r, C: gl.constexpr):
 
 
 @gluon.jit
-def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
+def rows_of_head(q, b, head, C: gl.constexpr):
+    """Where the query rows of a work item begin, whose first KV head is `head`."""
+    return q.rows + b.to(gl.int64) * q.batch + head * (C.rows // C.queries * q.head)
+
+
+@gluon.jit
+def first_slope(call, head, C: gl.constexpr):
+    """The ALiBi slope of the first query head of a work item."""
+    return call.per_head.alibi_slopes + head * (C.rows // C.queries)
+
+
+@gluon.jit
+def load_query(first, q, S: gl.constexpr, C: gl.constexpr):
     """Query rows in the layout of mma operands, in the order of `key_operands`, as they are stored."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
     loaded = ()
@@ -176,7 +191,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, lb)))[None, None, :]
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
-        rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
+        rows = first + (head_of(w, r, C) * q.head + r % C.queries * q.token)
         for g in gl.static_range(gl.constexpr(S.sections)):
             for j in gl.static_range(gl.constexpr(S.operands)):
                 d = first_dim(S, g, j) + S.codes_per_word * (i % words) + i // words
@@ -188,7 +203,7 @@ def load_query(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, la))))[None, None, :, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, la))))[None, :, None, None]
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, la))))[:, None, None, None]
-        rows = Base + (head_of(w, r, C) * s_head + r % C.queries * s_token)
+        rows = first + (head_of(w, r, C) * q.head + r % C.queries * q.token)
         for g in gl.static_range(gl.constexpr(S.sections)):
             d = (g * S.rows + i) * S.codes_per_word + j
             x = gl.load(rows + d, mask=(r < C.rows) & (i < S.words - g * S.rows), other=0.0)

@@ -36,15 +36,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.common.compat import barrier
 from halfbyte.kernels.common.layouts import lengths_layout, mma_layout
 from halfbyte.kernels.common.shares import program_at
-from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
+from halfbyte.kernels.decode.arguments import Call
 from halfbyte.kernels.decode.loads import (
     fetch,
+    first_head,
+    first_slope,
     head_of,
     load_query,
     make_rings,
     page_of_tile,
     place_of,
     query_operands,
+    rows_of_head,
 )
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
@@ -54,27 +57,8 @@ from halfbyte.kernels.decode.tail import add_tail
 from halfbyte.kernels.decode.work_split import chunk_at, coded_keys, next_work_item, partition, visible_keys, work_item_at
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def decode(
-    q: Queries,
-    keys: KV,
-    values: KV,
-    sequences: Sequences,
-    per_head: PerHead,
-    results: Results,
-    sm_scale,
-    softcap,
-    window,
-    batch,
-    heads,
-    pages,
-    capacity,
-    repeats,  # sequences of q for each of keys and values, whose pages are not repeated
-    k_scale_token,
-    v_scale_token,
-    page_table_stride,
-    C: gl.constexpr,
-):
+@gluon.jit
+def decode_few_rows(call: Call, C: gl.constexpr):
     """One program's share of the work: work item after work item, from where its share begins to where it ends."""
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
@@ -82,30 +66,28 @@ def decode(
     k_rings = make_rings(KS, C)
     v_rings = make_rings(VS, C)
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
-    ok = at < batch
+    ok = at < call.batch
     if C.use_pdl:
         gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
         gdc_launch_dependents()
-    seen = visible_keys(at, ok, sequences, capacity, window, C)
-    total, programs, x, x_end, b, start = partition(seen, batch, heads, C)
+    seen = visible_keys(at, ok, call, C)
+    total, programs, x, x_end, b, start = partition(seen, call, C)
     program = gl.program_id(0)
     h = -1
     while x < x_end:
-        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, sequences, capacity, window, C)
+        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, call, C)
         first, limit, _, _, _ = here
         lo, hi = coded_keys(here, C)
         head = h * C.heads
         coded = hi
         if KS.scale == "channel":
-            coded = whole_blocks(sequences.lengths, b, hi, KS)
+            coded = whole_blocks(call.sequences.lengths, b, hi, KS)
 
-        table = (sequences.page_table, page_table_stride, pages, repeats)
-        k_at = place_of(keys, k_scale_token, table, b, head, KS, C)
-        v_at = place_of(values, v_scale_token, table, b, head, VS, C)
+        k_at = place_of(call, call.k, call.k_scale_token, b, head, KS, C)
+        v_at = place_of(call, call.v, call.v_scale_token, b, head, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
         # The queries first: behind the ring's requests they would wait for all of those.
-        group: gl.constexpr = C.rows // C.queries
-        loaded = load_query(q.rows + b.to(gl.int64) * q.batch + head * (group * q.head), q.head, q.token, KS, C)
+        loaded = load_query(rows_of_head(call.q, b, head, C), call.q, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, coded, hi, C)
 
@@ -117,9 +99,9 @@ def decode(
             loaded = rotate_operands(loaded, KS, C)
         operands, sums, factor = query_operands(loaded, KS, C)
         if C.softcap:
-            post_scale = sm_scale / softcap
+            post_scale = call.sm_scale / call.softcap
         else:
-            post_scale = sm_scale * 1.4426950408889634
+            post_scale = call.sm_scale * 1.4426950408889634
         if KS.offset and KS.scale == "token":
             scaled = ()
             for g in gl.static_range(gl.constexpr(KS.groups)):
@@ -127,28 +109,26 @@ def decode(
             sums = scaled
         exact_factor = factor * post_scale  # of scores over 16 bits, which know of no scale of the whole tensor
         if KS.scale == "tensor":
-            post_scale = post_scale * gl.load(keys.scales).to(gl.float32)
+            post_scale = post_scale * gl.load(call.k.scales).to(gl.float32)
         factor = factor * (post_scale * KS.step)
         r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
         position = first + r % C.queries
         w = gl.arange(0, C.kv_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
         slopes = gl.full([1, 1, C.padded_rows], 0.0, gl.float32, mma)
         if C.alibi:
-            slopes = (
-                gl.load(per_head.alibi_slopes + head * group + head_of(w, r, C), mask=r < C.rows, other=0.0) * 1.4426950408889634
-            )
+            slopes = gl.load(first_slope(call, head, C) + head_of(w, r, C), mask=r < C.rows, other=0.0) * 1.4426950408889634
         t = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
         row = w // C.heads * C.tokens + t
         # Within [lo_all, hi_all) every query sees every key, and all of them are quantized.
         lo_all = lo
         if C.window:
-            lo_all = gl.maximum(lo, first + (C.queries - window))
+            lo_all = gl.maximum(lo, first + (C.queries - call.window))
         hi_all = gl.minimum(coded, gl.minimum(limit, first + 1))
 
         if KS.scale == "channel":
             tail = gl.full([C.kv_warps, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
             if (hi > coded) & (t_begin * C.tile <= coded) & (coded < t_end * C.tile):
-                tail_at = keys.tail + ((b // repeats).to(gl.int64) * heads + head) * (KS.block * KS.words * KS.codes_per_word)
+                tail_at = call.k.tail + first_head(b, head, call) * (KS.block * KS.words * KS.codes_per_word)
                 tail = tail_scores(tail_at, coded, lo, hi, operands, factor, KS, C)
 
         state = empty_state(VS, C)
@@ -160,42 +140,41 @@ def decode(
             token = tile * C.tile + row
             if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
                 s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
-                s = adjust(s, token, position, slopes, softcap, C)
+                s = adjust(s, token, position, slopes, call.softcap, C)
                 state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
             else:
                 s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
                 if KS.scale == "channel":
                     s = gl.where(token >= coded, tail, s)
-                s = adjust(s, token, position, slopes, softcap, C)
+                s = adjust(s, token, position, slopes, call.softcap, C)
                 there = (token >= lo) & (token < hi)
                 if C.queries == 1:
                     s = gl.where(there, s, float("-inf"))
                 else:
                     visible = there & (token <= position) & (token < limit)
                     if C.window:
-                        visible = visible & (token > position - window)
+                        visible = visible & (token > position - call.window)
                     s = gl.where(visible, s, float("-inf"))
                 state = accumulate(v_rings, slot, head, s, there, state, False, VS, C)
             slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         async_copy.wait_group(0)
 
-        item = b * (heads // C.heads) + h
+        item = b * (call.heads // C.heads) + h
         m, l, z, o = state
         state = m, l, z, split_planes(o, VS, C)
         if C.tail_rows:
             if KS.scale != "tensor":
                 exact_factor = factor * (1.0 / KS.step)  # the same, without a register in the loop
-            here = visible_keys(b, True, sequences, capacity, window, C)  # once more: no register is free for it in the loop
+            here = visible_keys(b, True, call, C)  # once more: no register is free for it in the loop
             part = chunk_at(begin, here, C), chunk_at(end, here, C)
-            asked = operands, exact_factor, position, window, slopes, softcap
-            state = add_tail(state, keys.tail, values, (b // repeats).to(gl.int64) * heads + head, part, here, asked, C)
+            state = add_tail(state, call, first_head(b, head, call), part, here, (operands, exact_factor, position, slopes), C)
         merged = sum_warps(k_rings[0], state, VS, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
-            write_partial(results.partial, partial_slot(program, begin == 0), merged, VS, C)
-            whole, merged = add_partials(results, item, batch * (heads // C.heads), first_program, last_program, VS, C)
+            write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
+            whole, merged = add_partials(call, item, call.batch * (call.heads // C.heads), first_program, last_program, VS, C)
         if whole:
-            write_rows(results, per_head.sinks, values.scales, item * C.heads, head, merged, VS, C)
-        x, b, h, start = next_work_item(b, h, start, cost, end, heads // C.heads)
+            write_rows(call, item * C.heads, head, merged, VS, C)
+        x, b, h, start = next_work_item(b, h, start, cost, end, call.heads // C.heads)
         if C.reuses_ring:
             barrier()  # the next item's first requests must not overtake a warp that still reads sums from where they go

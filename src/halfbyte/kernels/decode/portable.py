@@ -25,14 +25,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.common.codes import INTERPRETED, exponent, power_of_two, rounded
-from halfbyte.kernels.decode.kv_args import TOP, KVArgs, kv_args, place_of, read
+from halfbyte.kernels.common.codes import INTERPRETED, rounded
+from halfbyte.kernels.decode.arguments import PerHead, Sequences
+from halfbyte.kernels.decode.kv_args import KVArgs, kv_args, place_of, read
+from halfbyte.kernels.decode.portable_rows import Call, Constants, Queries, Results, Rows, query_of, rows_of, share_of
 from halfbyte.kernels.decode.portable_softmax import (
     INF,
     LOG2E,
     accumulate,
     accumulate_tail,
-    operand,
     products,
     scores,
     tail_products,
@@ -43,237 +44,172 @@ from halfbyte.reference.hadamard import block_size
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
+
 # ------------------------------------------------------------------------------------------------------------ device code
 
 
 @triton.jit
-def _rotated(x, M: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Hadamard-rotate rows x, fp32 [M, D], in blocks of SIZE = 2^STEPS. Each step also turns the bits of the index by one."""
-    for _ in tl.static_range(STEPS):
-        a, b = tl.split(tl.reshape(x, (M, D // SIZE, SIZE // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (M, D))
-    return x * (SIZE**-0.5)
-
-
-@triton.jit
-def _in_parts(x, M: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
-    """Rows [M, WORDS * PARTS] as PARTS tensors [M, WORDS]."""
-    parts = (x,)
-    for bit in tl.static_range(3):
-        if 2**bit < PARTS:  # by one more bit of the dim, the lowest first
-            even = ()
-            odd = ()
-            for j in tl.static_range(len(parts)):
-                a, b = tl.split(tl.reshape(parts[j], (M, parts[j].shape[1] // 2, 2)))
-                even += (a,)
-                odd += (b,)
-            parts = even + odd
-    return parts
-
-
-@triton.jit
-def _ragged(block, bounds, sequences, tokens, group, M: tl.constexpr):
-    """Of a block of M rows its sequence (`sequences`: the padding behind them all), that one's first token and how many it has, and
-    the block's first row.
-
-    The last sequence whose first block is not behind this one. Bounds out of order lead to some sequence and to no token outside.
-    """
-    count = 0
-    for first in tl.range(0, sequences + 1, 128):
-        number = first + tl.arange(0, 128)
-        begin = tl.minimum(tl.maximum(tl.load(bounds + number, mask=number <= sequences, other=0).to(tl.int64), 0), tokens)
-        count += tl.sum(((number <= sequences) & (begin * group // M + number <= block)).to(tl.int32), 0)
-    sequence = tl.maximum(count - 1, 0)
-    begin = tl.minimum(tl.maximum(tl.load(bounds + sequence).to(tl.int64), 0), tokens)
-    end = tl.load(bounds + sequence + 1, mask=sequence < sequences, other=tokens).to(tl.int64)
-    end = tl.maximum(tl.minimum(end, tokens), begin)
-    first = tl.maximum(block - begin * group // M - sequence, 0) * M
-    return sequence.to(tl.int64), begin, (end - begin).to(tl.int32), first.to(tl.int32)
-
-
-# Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
-_UNSPECIALIZED = ["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window", "sequences", "tokens"]
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def _decode(
-    q, q0, q1, q2, q3,
-    keys: KVArgs, values: KVArgs,
-    lengths, query_start, page_table, table0, table1, pages, starts, ends, slopes, sinks,
-    bounds, sequences, tokens,  # of ragged queries: int32 [sequences + 1], and how many tokens there are
-    out, lse, partial, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
-    PAGE: tl.constexpr, ROTATE: tl.constexpr, ROTATE_STEPS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    split = tl.program_id(0) % splits
-    sequence = (tl.program_id(0) // splits // heads).to(tl.int64)
-    head = (tl.program_id(0) // splits % heads).to(tl.int64)
-    if PDL:
-        gdc_wait()  # before anything is read that an earlier kernel may still write
-        gdc_launch_dependents()
-
-    # Rows: which query of which head, and which tokens each can see.
-    first = tl.program_id(1) * M
-    padding = False
-    if bounds is not None:
-        sequence, from_token, queries, first = _ragged(sequence, bounds, sequences, tokens, group, M)
-        padding = sequence == sequences
-        sequence = tl.minimum(sequence, sequences - 1)
-    index = first + tl.arange(0, M)
-    query, query_head = index // group, head * group + index % group
-    valid = index < queries * group
-    if query_start is not None:
-        start = tl.load(query_start + sequence).to(tl.int64)
-    else:
-        start = tl.load(lengths + sequence).to(tl.int64) - queries
-    limit = tl.minimum(tl.load(lengths + sequence), capacity)
-    if bounds is not None:
-        limit = tl.where(padding, 0, limit)
-    oldest = 0
-    if ends is not None:
-        limit = tl.minimum(limit, tl.load(ends + sequence))
-    if starts is not None:
-        oldest = tl.maximum(oldest, tl.load(starts + sequence))
-    position = start + query
-    low = tl.zeros([M], tl.int32) + oldest
-    if window is not None:
-        low = tl.minimum(tl.maximum(low, position - window + 1), capacity).to(tl.int32)
-    high = tl.maximum(tl.minimum(position + 1, limit), 0).to(tl.int32)
-    lo = tl.min(tl.where(valid, low, capacity), 0)
-    hi = tl.max(tl.where(valid, high, 0), 0)
-
-    # Its own share of them, from a multiple of 16 on (of whole blocks that share scales).
-    BLOCK: tl.constexpr = keys.F.block
-    ALIGN: tl.constexpr = N if bounds is not None else BLOCK if BLOCK > 0 else 16
-    begin = lo // ALIGN * ALIGN
-    stop = hi
-    if SPLIT:
-        if chunk > 0:
-            begin, stop = tl.maximum(begin, split * chunk), tl.minimum(hi, (split + 1) * chunk)
-        else:
-            share = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), splits), N) * N
-            begin, stop = begin + split * share, tl.minimum(hi, begin + (split + 1) * share)
-    if bounds is None:
-        row_index = (sequence * heads * group + query_head) * queries + query  # [M] of [B, Hq, L]
-        rows = (tl.num_programs(0) // splits).to(tl.int64) * group * queries  # B * Hq * L
-    else:
-        row_index = from_token * heads * group + (query * heads * group + query_head)  # [M] of [T, Hq]
-        rows = tokens.to(tl.int64) * heads * group  # T * Hq
-    state = partial + rows * splits * values.DIM + (row_index * splits + split) * 2
-    if SPLIT:  # noqa: SIM102 (a constant and a condition of the device do not mix)
-        if begin >= stop:
-            tl.store(state, tl.full([M], -INF, tl.float32), mask=valid)
-            tl.store(state + 1, tl.zeros([M], tl.float32), mask=valid)
-            return
-
-    # The query in parts, brought to a power of two below fp16's limit where products take fp16: bf16 may be of any size.
-    WIDTH: tl.constexpr = keys.WORDS * keys.PARTS
-    dim = tl.arange(0, WIDTH)
-    if bounds is None:
-        pointers = q + sequence * q0 + (query_head * q1 + query.to(tl.int64) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
-    else:
-        pointers = q + (query_head * q1 + (from_token + query) * q2)[:, None] + dim.to(tl.int64)[None, :] * q3
-    x = tl.load(pointers, mask=valid[:, None] & (dim < keys.DIM)[None, :], other=0).to(tl.float32)
-    if ROTATE:
-        x = _rotated(x, M, WIDTH, ROTATE, ROTATE_STEPS)
-    scale = tl.full([M], 1.0, tl.float32) * sm_scale
-    if keys.DOT == tl.float16:  # noqa: SIM300 (an operand, not a constant)
-        e = tl.minimum(tl.maximum(exponent(tl.max(tl.abs(x), 1)), -100), 100)
-        x *= power_of_two(-e + TOP)[:, None]
-        scale *= power_of_two(e - TOP)
-    x = operand(x, keys)
-    sums = tl.sum(x.to(tl.float32), 1) / keys.UNIT
-    tail_scale = scale
-    scale *= keys.UNIT  # here once, and not on every product
-    q_parts = _in_parts(x, M, keys.WORDS, keys.PARTS)
-    if keys.F.spread == "tensor":
-        scale *= tl.load(keys.scales).to(tl.float32)
-    if softcap is None:
-        scale *= LOG2E
-        tail_scale *= LOG2E
-    slope = None
-    if slopes is not None:
-        slope = tl.load(slopes + query_head, mask=valid, other=0).to(tl.float32) * LOG2E
-
-    peak = tl.full([M], -INF, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    shift = tl.zeros([M], tl.float32)
-    acc = ()
-    for _ in tl.static_range(values.PARTS):
-        acc += (tl.zeros([M, values.WORDS], tl.float32),)
-    coded = stop
-    WINDOW: tl.constexpr = values.tail is not None
-    if WINDOW:  # sink tokens, and those from `finished` on, are read in 16 bits
-        finished = tl.maximum(tl.minimum(tl.load(lengths + sequence), capacity) - keys.RING, keys.SINKS)
-        coded = tl.minimum(stop, finished)
-    elif keys.tail is not None:  # these tokens are not quantized yet
-        finished = tl.load(lengths + sequence) // BLOCK * BLOCK
-        coded = tl.minimum(stop, finished)
-    high = tl.minimum(high, stop)
-    high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
-    begin_coded, lo_coded, low_coded = begin, lo, low
-    if keys.SINKS > 0:
-        begin_coded = tl.maximum(begin, keys.SINKS // 16 * 16)
-        lo_coded = tl.maximum(lo, keys.SINKS)
-        low_coded = tl.maximum(low, keys.SINKS)
-    for t in tl.range(begin_coded, coded, N, num_stages=STAGES):
+def _over_codes(state, query, slope, rows: Rows, share, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr):
+    """One pass over the tokens of a share that are codes: [first, end), of which rows see those from `lo`, and from `low`, on."""
+    N: tl.constexpr = C.tokens
+    q_parts, sums, scale, _ = query
+    first, end, lo, low, high = share
+    head = rows.head
+    for t in tl.range(first, end, N, num_stages=C.stages):
         token = tl.multiple_of(t, 16) + tl.arange(0, N)
-        seen = (token >= lo_coded) & (token < coded)
-        place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
+        seen = (token >= lo) & (token < end)
+        place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
         parts, factor, offset = read(place, row, seen, inside, head, N, keys, EXACT=True)
         s = products(q_parts, sums, parts, factor, offset, keys) * scale[:, None]
-        s = scores(s, token, seen, position, low_coded, high_coded, slope, softcap, SINGLE)
-        peak, total, shift, acc = accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N, values)
-    if WINDOW:
-        # Sink tokens of this share, then recent ones; an item is a block of either.
-        end_of_sinks, recent = tl.minimum(stop, keys.SINKS), tl.maximum(begin, finished)
-        of_sinks = tl.cdiv(tl.maximum(end_of_sinks - begin, 0), N)
-        for i in tl.range(0, of_sinks + tl.cdiv(tl.maximum(stop - recent, 0), N)):
-            sink = i < of_sinks
-            token = tl.where(sink, begin + i * N, recent + (i - of_sinks) * N) + tl.arange(0, N)
-            end = tl.where(sink, end_of_sinks, stop)
-            seen = (token >= lo) & (token < end)
-            row = token
-            if keys.RING > 0:
-                row = tl.where(token < keys.SINKS, token, keys.SINKS + token % keys.RING)
-            s = tail_products(q_parts, row, seen, sequence, head, M, N, keys) * tail_scale[:, None]
-            s = scores(s, token, seen, position, low, tl.minimum(high, end), slope, softcap, SINGLE)
-            peak, total, shift, acc = accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, values)
-    elif keys.tail is not None:  # noqa: SIM102
-        if stop > finished:  # at most one block of them, in exact 16-bit numbers
-            place_in_tail = tl.arange(0, BLOCK)
-            token = finished + place_in_tail
-            seen = (token >= tl.maximum(lo, begin)) & (token < stop)
-            s = tl.zeros([M, BLOCK], tl.float32)
-            for j in tl.static_range(keys.PARTS):
-                d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
-                at = keys.tail + sequence * keys.tail0 + head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
-                k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
-                s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
-            s = scores(s * scale[:, None], token, seen, position, low, high, slope, softcap, SINGLE)
-            place, row, inside = place_of(token, seen, capacity, sequence, page_table, table0, table1, pages, PAGE)
-            peak, total, shift, acc = accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, BLOCK, values)
+        s = scores(s, token, seen, rows.position, low, high, slope, call.softcap, C.single)
+        state = accumulate(s, state, place, row, seen, inside, head, N, values)
+    return state
 
+
+@triton.jit
+def _over_window(
+    state, query, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr
+):
+    """Sink tokens of this share, then those from `finished` on; an item is a block of either."""
+    M: tl.constexpr = C.rows
+    N: tl.constexpr = C.tokens
+    q_parts, _, _, scale = query
+    SINKS: tl.constexpr = keys.SINKS
+    RING: tl.constexpr = keys.RING
+    end_of_sinks, recent = tl.minimum(stop, SINKS), tl.maximum(begin, finished)
+    of_sinks = tl.cdiv(tl.maximum(end_of_sinks - begin, 0), N)
+    for i in tl.range(0, of_sinks + tl.cdiv(tl.maximum(stop - recent, 0), N)):
+        sink = i < of_sinks
+        token = tl.where(sink, begin + i * N, recent + (i - of_sinks) * N) + tl.arange(0, N)
+        end = tl.where(sink, end_of_sinks, stop)
+        seen = (token >= lo) & (token < end)
+        row = token
+        if RING > 0:
+            row = tl.where(token < SINKS, token, SINKS + token % RING)
+        s = tail_products(q_parts, row, seen, rows.sequence, rows.head, M, N, keys) * scale[:, None]
+        s = scores(s, token, seen, rows.position, rows.low, tl.minimum(high, end), slope, call.softcap, C.single)
+        state = accumulate_tail(s, state, row, seen, rows.sequence, rows.head, values)
+    return state
+
+
+@triton.jit
+def _over_unfinished(
+    state, query, slope, rows: Rows, begin, stop, finished, lo, high, keys: KVArgs, values: KVArgs, call: Call, C: tl.constexpr
+):
+    """The tokens from `finished` on, whose keys are not quantized yet: at most one block of them, in exact 16-bit numbers."""
+    M: tl.constexpr = C.rows
+    q_parts, _, scale, _ = query
+    BLOCK: tl.constexpr = keys.F.block
+    place_in_tail = tl.arange(0, BLOCK)
+    token = finished + place_in_tail
+    seen = (token >= tl.maximum(lo, begin)) & (token < stop)
+    s = tl.zeros([M, BLOCK], tl.float32)
+    for j in tl.static_range(keys.PARTS):
+        d = tl.arange(0, keys.WORDS).to(tl.int64) * keys.PARTS + j
+        at = keys.tail + rows.sequence * keys.tail0 + rows.head * keys.tail1 + place_in_tail.to(tl.int64)[:, None] * keys.tail2
+        k = tl.load(at + d[None, :] * keys.tail3, mask=seen[:, None] & (d < keys.DIM)[None, :], other=0)
+        s = tl.dot(q_parts[j].to(tl.float32), tl.trans(k.to(tl.float32)), s, input_precision="tf32")
+    s = scores(s * scale[:, None], token, seen, rows.position, rows.low, high, slope, call.softcap, C.single)
+    place, row, inside = place_of(token, seen, rows.sequence, call, C.page)
+    return accumulate(s, state, place, row, seen, inside, rows.head, BLOCK, values)
+
+
+@triton.jit
+def _write(state, rows: Rows, row_index, partial_state, split, values: KVArgs, call: Call, C: tl.constexpr):
+    """The result of a block of rows, or its partial one."""
+    peak, total, shift, acc = state
     divisor = 1.0
-    if not SPLIT:
-        tl.store(lse + row_index, (peak + tl.log2(total)) * _LN2, mask=valid)
+    if not C.split:
+        tl.store(call.results.lse + row_index, (peak + tl.log2(total)) * _LN2, mask=rows.valid)
         divisor = total
-        if sinks is not None:
-            sink = tl.load(sinks + query_head, mask=valid, other=0).to(tl.float32) * LOG2E
+        if call.per_head.sinks is not None:
+            sink = tl.load(call.per_head.sinks + rows.query_head, mask=rows.valid, other=0).to(tl.float32) * LOG2E
             divisor += tl.exp2(sink - peak)
         divisor = tl.where(peak == -INF, 1.0, divisor)[:, None]
-        target = out + row_index * values.DIM
+        target = call.results.out + row_index * values.DIM
     else:
-        tl.store(state, peak, mask=valid)
-        tl.store(state + 1, total, mask=valid)
-        target = partial + (row_index * splits + split) * values.DIM
+        tl.store(partial_state, peak, mask=rows.valid)
+        tl.store(partial_state + 1, total, mask=rows.valid)
+        target = call.results.partial + (row_index * call.splits + split) * values.DIM
     tensor_scale = 1.0
     if values.F.spread == "tensor":
         tensor_scale = tl.load(values.scales).to(tl.float32)
     for j in tl.static_range(values.PARTS):
         d = tl.arange(0, values.WORDS) * values.PARTS + j
-        o = (acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor
-        tl.store(target[:, None] + d[None, :], rounded(o, target, INTERPRETED), mask=valid[:, None] & (d < values.DIM)[None, :])
+        o = rounded((acc[j] * values.UNIT + shift[:, None]) * tensor_scale / divisor, target, C.interpreted)
+        tl.store(target[:, None] + d[None, :], o, mask=rows.valid[:, None] & (d < values.DIM)[None, :])
+
+
+# Numbers that no address is made of are not specialised on: a kernel for each would be compiled for nothing.
+_UNSPECIALIZED = ["table0", "table1", "pages", "heads", "queries", "group", "splits", "chunk", "window", "count", "tokens"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _decode(
+    q: Queries, keys: KVArgs, values: KVArgs, sequences: Sequences, per_head: PerHead, results: Results,
+    bounds, count, tokens, table0, table1, pages, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
+    C: tl.constexpr,
+):  # fmt: skip
+    """A block of rows over a share of the tokens that they see."""
+    M: tl.constexpr = C.rows
+    call = Call(
+        q, sequences, per_head, results,
+        bounds, count, tokens, table0, table1, pages, heads, queries, group, capacity, splits, chunk, sm_scale, softcap, window,
+    )  # fmt: skip
+    split = tl.program_id(0) % splits
+    sequence = (tl.program_id(0) // splits // heads).to(tl.int64)
+    head = (tl.program_id(0) // splits % heads).to(tl.int64)
+    if C.pdl:
+        gdc_wait()  # before anything is read that an earlier kernel may still write
+        gdc_launch_dependents()
+    rows, lo, hi = rows_of(sequence, head, call, C)
+    begin, stop = share_of(split, lo, hi, keys, call, C)
+    if bounds is None:
+        row_index = (rows.sequence * heads * group + rows.query_head) * queries + rows.query  # [M] of [B, Hq, L]
+        count_of_rows = (tl.num_programs(0) // splits).to(tl.int64) * group * queries  # B * Hq * L
+    else:
+        row_index = rows.from_token * heads * group + (rows.query * heads * group + rows.query_head)  # [M] of [T, Hq]
+        count_of_rows = tokens.to(tl.int64) * heads * group  # T * Hq
+    partial_state = results.partial + count_of_rows * splits * values.DIM + (row_index * splits + split) * 2
+    if C.split:  # noqa: SIM102 (a constant and a condition of the device do not mix)
+        if begin >= stop:
+            tl.store(partial_state, tl.full([M], -INF, tl.float32), mask=rows.valid)
+            tl.store(partial_state + 1, tl.zeros([M], tl.float32), mask=rows.valid)
+            return
+
+    query = query_of(rows, keys, call, C)
+    slope = None
+    if per_head.alibi_slopes is not None:
+        slope = tl.load(per_head.alibi_slopes + rows.query_head, mask=rows.valid, other=0).to(tl.float32) * LOG2E
+    acc = ()
+    peak = tl.full([M], -INF, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    shift = tl.zeros([M], tl.float32)
+    for _ in tl.static_range(values.PARTS):
+        acc += (tl.zeros([M, values.WORDS], tl.float32),)
+    state = peak, total, shift, acc
+    coded = stop
+    WINDOW: tl.constexpr = values.tail is not None
+    if WINDOW:  # sink tokens, and those from `finished` on, are read in 16 bits
+        finished = tl.maximum(tl.minimum(tl.load(sequences.lengths + rows.sequence), capacity) - keys.RING, keys.SINKS)
+        coded = tl.minimum(stop, finished)
+    elif keys.tail is not None:
+        finished = tl.load(sequences.lengths + rows.sequence) // keys.F.block * keys.F.block
+        coded = tl.minimum(stop, finished)
+    high = tl.minimum(rows.high, stop)
+    high_coded = tl.minimum(high, coded)  # a block may reach beyond the share
+    begin_coded, lo_coded, low_coded = begin, lo, rows.low
+    if keys.SINKS > 0:
+        begin_coded = tl.maximum(begin, keys.SINKS // 16 * 16)
+        lo_coded = tl.maximum(lo, keys.SINKS)
+        low_coded = tl.maximum(rows.low, keys.SINKS)
+    state = _over_codes(state, query, slope, rows, (begin_coded, coded, lo_coded, low_coded, high_coded), keys, values, call, C)
+    if WINDOW:
+        state = _over_window(state, query, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
+    elif keys.tail is not None:  # noqa: SIM102
+        if stop > finished:
+            state = _over_unfinished(state, query, slope, rows, begin, stop, finished, lo, high, keys, values, call, C)
+    _write(state, rows, row_index, partial_state, split, values, call, C)
 
 
 @triton.jit(do_not_specialize=["splits", "queries", "query_heads"])
@@ -340,15 +276,18 @@ def launch(call: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.T
     if bounds is not None:
         sequences, tokens = len(lengths), queries
         grid = ((tokens * group // tiles.block_rows + sequences + 1) * keys.heads * tiles.splits, 1)
+    constants = Constants(
+        page=0 if page_table is None else page, rotate=rotate, rotate_steps=rotate.bit_length() - 1,
+        single=queries == 1 and bounds is None, split=split, rows=tiles.block_rows, tokens=tiles.block_tokens,
+        stages=tiles.num_stages, pdl=tiles.pdl, interpreted=INTERPRETED,
+    )  # fmt: skip
     _decode[grid](
-        q, *q.stride(), kv_args(keys, q.dtype), kv_args(values, q.dtype),
-        lengths, query_start, page_table, *((0, 0) if page_table is None else page_table.stride()), pages,
-        options.starts, options.ends, options.alibi_slopes, None if split else options.sinks, bounds, sequences, tokens,
-        out, lse, workspace, keys.heads, queries, group, capacity, tiles.splits, tiles.chunk,
-        options.sm_scale, options.softcap, options.window,
-        PAGE=0 if page_table is None else page, ROTATE=rotate, ROTATE_STEPS=rotate.bit_length() - 1,
-        SINGLE=queries == 1 and bounds is None, SPLIT=split, M=tiles.block_rows, N=tiles.block_tokens, STAGES=tiles.num_stages,
-        PDL=tiles.pdl, INTERPRETED=INTERPRETED, num_warps=tiles.num_warps, **pdl,
+        Queries(q, *q.stride()), kv_args(keys, q.dtype), kv_args(values, q.dtype),
+        Sequences(lengths, query_start, page_table, options.starts, options.ends),
+        PerHead(options.alibi_slopes, None if split else options.sinks), Results(out, lse, workspace),
+        bounds, sequences, tokens, *((0, 0) if page_table is None else page_table.stride()), pages,
+        keys.heads, queries, group, capacity, tiles.splits, tiles.chunk, options.sm_scale, options.softcap, options.window,
+        constants, num_warps=tiles.num_warps, **pdl,
     )  # fmt: skip
     if split:
         _combine[(batch * query_heads * queries,)](

@@ -61,8 +61,9 @@ def scores(s, token, seen, position, low, high, slope, softcap, SINGLE: tl.const
 
 
 @triton.jit
-def accumulate(s, peak, total, shift, acc, place, row, seen, inside, head, N: tl.constexpr, x: KVArgs):
+def accumulate(s, state, place, row, seen, inside, head, N: tl.constexpr, x: KVArgs):
     """One step of the online softmax over scores s [M, N] and the values of the same tokens."""
+    peak, total, shift, acc = state
     parts, factor, offset = read(place, row, seen, inside, head, N, x)
     ranked = s
     if x.FACTOR:
@@ -106,8 +107,9 @@ def tail_products(q, row, seen, sequence, head, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def accumulate_tail(s, peak, total, shift, acc, row, seen, sequence, head, x: KVArgs):
+def accumulate_tail(s, state, row, seen, sequence, head, x: KVArgs):
     """`accumulate` over rows [N] of the tail of values: as tokens whose f is near their largest number, c being their numbers."""
+    peak, total, shift, acc = state
     largest = tl.max(tl.abs(_tail_part(row, seen, sequence, head, 0, x)), 1)
     for j in tl.static_range(1, x.PARTS):
         largest = tl.maximum(largest, tl.max(tl.abs(_tail_part(row, seen, sequence, head, j, x)), 1))

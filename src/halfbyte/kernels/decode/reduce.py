@@ -134,27 +134,28 @@ def split_planes(o, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(results, Sinks, VScale, first, head, state, S: gl.constexpr, C: gl.constexpr):
+def write_rows(call, first, head, state, S: gl.constexpr, C: gl.constexpr):
     """Write the rows of a work item. first: its first head, counted over all sequences; `head`: in its own."""
     for e in gl.static_range(gl.constexpr(C.heads)):
         m, l, v = state[e]
-        _write_head(results, Sinks, VScale, first + e, head + e, m, l, v, S, C)
+        _write_head(call, first + e, head + e, m, l, v, S, C)
 
 
 @gluon.jit
-def _write_head(results, Sinks, VScale, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
+def _write_head(call, item, head, m, l, v, S: gl.constexpr, C: gl.constexpr):
     """Divide by the softmax's sum, sinks included, and write the rows of a KV head and their log-sum-exp."""
+    results = call.results
     R: gl.constexpr = C.padded_rows
     r = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, sum_layout(S, C))))[None, :, None]
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
     gl.store(results.lse + item.to(gl.int64) * C.rows + r, lse, mask=r < C.rows)
-    if Sinks is not None:
+    if call.per_head.sinks is not None:
         heads: gl.constexpr = C.rows // C.queries
-        sink = gl.load(Sinks + head * heads + r // C.queries, mask=r < C.rows, other=0.0)
+        sink = gl.load(call.per_head.sinks + head * heads + r // C.queries, mask=r < C.rows, other=0.0)
         l += gl.exp2(sink * 1.4426950408889634 - m)
     scale = 1.0 / gl.where(l == 0.0, 1.0, l)
     if S.scale == "tensor":
-        scale = scale * gl.load(VScale).to(gl.float32)
+        scale = scale * gl.load(call.v.scales).to(gl.float32)
     dims: gl.constexpr = S.rows * S.operands
     size: gl.constexpr = S.words * S.codes_per_word
     for g in gl.static_range(gl.constexpr(S.sections)):
@@ -310,13 +311,14 @@ def _last_of(Semaphore, count):
 
 
 @gluon.jit
-def add_partials(results, item, items, first, last, S: gl.constexpr, C: gl.constexpr):
+def add_partials(call, item, items, first, last, S: gl.constexpr, C: gl.constexpr):
     """Whoever of programs first..last is the last to have written its partial result of a work item adds all of them up.
 
     Many are added in two steps: the last of `C.reduce_fanin` neighbours to arrive adds theirs, puts the sum in place of the first
     of them, and only then counts in at the item. Arrival decides who adds, and never in which order.
     Returns (whether this program has the whole item, and for each head its m, l and values).
     """
+    results = call.results
     program = gl.program_id(0)
     state = _nothing(S, C)
     semaphore = item

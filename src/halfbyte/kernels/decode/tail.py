@@ -184,16 +184,17 @@ def _in_units(o, codes: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def add_tail(state, KTail, values, item, part, visible, asked, C: gl.constexpr):
+def add_tail(state, call, item, part, visible, scoring, C: gl.constexpr):
     """The state of a work item plus a part of its tail: chunks part[0] .. part[1].
 
-    item: its first head, counted over all sequences; visible: what `visible_keys` returns; asked: operands of queries, what their
-    products are multiplied by, positions, window, slopes, softcap.
+    item: its first head, counted over all sequences; visible: what `visible_keys` returns; scoring: operands of queries, what
+    their products are multiplied by, positions, slopes.
     """
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
-    q, factor, position, window, slopes, softcap = asked
-    K = KTail + item * (C.tail_rows * KS.words * KS.codes_per_word)
+    q, factor, position, slopes = scoring
+    values = call.v
+    K = call.k.tail + item * (C.tail_rows * KS.words * KS.codes_per_word)
     V = values.tail + item * (C.tail_rows * VS.words * VS.codes_per_word)
     seen = visible[2], visible[3], visible[4]
     unit = 1.0
@@ -206,8 +207,8 @@ def add_tail(state, KTail, values, item, part, visible, asked, C: gl.constexpr):
         k, k_scale = _scaled(_load(K, chunk, seen, True, KS, C), True, KS, C)
         _, token, there = _rows_at(chunk, seen, gl.SliceLayout(2, mma_layout(C)), C)
         token = gl.expand_dims(token, 2)
-        s = adjust(_scores(k, q, KS, C) * (k_scale * factor), token, position, slopes, softcap, C)
-        s = _masked(s, token, gl.expand_dims(there, 2), visible[1], position, window, C)
+        s = adjust(_scores(k, q, KS, C) * (k_scale * factor), token, position, slopes, call.softcap, C)
+        s = _masked(s, token, gl.expand_dims(there, 2), visible[1], position, call.window, C)
         if C.numbers > 1024:
             barrier()  # else the assembler loads values next to keys, and registers do not hold both
         v, v_scale = _scaled(_load(V, chunk, seen, False, VS, C), False, VS, C)

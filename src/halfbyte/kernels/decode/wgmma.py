@@ -11,7 +11,7 @@ of the values, p 2^e is what multiplies, and m the maximum of s + e. So any size
 as in eager attention over a dequantized cache. What remains for each score is a maximum, an exponential and an addition.
 
 Products with the values of a tile run while the next tile is read and unpacked, those with the keys while further codes are asked
-for. Work items, shares of programs, partial results and their sums are those of decode/mma.py, and so are the arguments.
+for. Work items, shares of programs, partial results and their sums are those of decode/mma.py, and so is the call.
 """
 
 # ruff: noqa: RUF005, SIM108, E741
@@ -33,8 +33,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.common.compat import barrier, view
 from halfbyte.kernels.common.layouts import PLAIN, lengths_layout, sum_layout
 from halfbyte.kernels.common.shares import program_at
-from halfbyte.kernels.decode.arguments import KV, UNALIGNED, UNSPECIALIZED, PerHead, Queries, Results, Sequences
-from halfbyte.kernels.decode.loads import fetch, make_rings, page_of_tile, place_of
+from halfbyte.kernels.decode.arguments import Call
+from halfbyte.kernels.decode.loads import fetch, first_slope, make_rings, page_of_tile, place_of, rows_of_head
 from halfbyte.kernels.decode.reduce import add_partials, partial_slot, write_partial, write_rows
 from halfbyte.kernels.decode.rotation import rotate_rows
 from halfbyte.kernels.decode.softmax import adjust
@@ -97,27 +97,8 @@ def _whole(memory, m, l, o, C: gl.constexpr):
     return ((top, total, values),)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def decode(
-    q: Queries,
-    keys: KV,
-    values: KV,
-    sequences: Sequences,
-    per_head: PerHead,
-    results: Results,
-    sm_scale,
-    softcap,
-    window,
-    batch,
-    heads,
-    pages,
-    capacity,
-    repeats,  # sequences of q for each of keys and values, whose pages are not repeated
-    k_scale_token,
-    v_scale_token,
-    page_table_stride,
-    C: gl.constexpr,
-):
+@gluon.jit
+def decode_many_rows(call: Call, C: gl.constexpr):
     """One program's share of the work: work item after work item, from where its share begins to where it ends."""
     KS: gl.constexpr = C.keys
     VS: gl.constexpr = C.values
@@ -129,23 +110,21 @@ def decode(
     k_tile = gl.allocate_shared_memory(gl.float16, [C.tile, C.dim], OPERAND)
     v_tiles = gl.allocate_shared_memory(gl.float16, [2, C.tile, C.dim], OPERAND)
     at = 0 if C.batch == 1 else gl.arange(0, C.batch, layout=lengths_layout(C))
-    ok = at < batch
+    ok = at < call.batch
     if C.use_pdl:
         gdc_wait()  # lengths, queries, pages and the newest token may come from the kernel before
         gdc_launch_dependents()
-    seen = visible_keys(at, ok, sequences, capacity, window, C)
-    total, programs, x, x_end, b, start = partition(seen, batch, heads, C)
+    seen = visible_keys(at, ok, call, C)
+    total, programs, x, x_end, b, start = partition(seen, call, C)
     program = gl.program_id(0)
     h = -1
     while x < x_end:
-        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, sequences, capacity, window, C)
+        here, h, start, cost, begin, end, t_begin, t_end = work_item_at(x, x_end, b, h, start, call, C)
         first, limit, lo, hi, _ = here
-        table = (sequences.page_table, page_table_stride, pages, repeats)
-        k_at = place_of(keys, k_scale_token, table, b, h, KS, C)
-        v_at = place_of(values, v_scale_token, table, b, h, VS, C)
+        k_at = place_of(call, call.k, call.k_scale_token, b, h, KS, C)
+        v_at = place_of(call, call.v, call.v_scale_token, b, h, VS, C)
         page = page_of_tile(k_at, t_begin, hi, C)
-        group: gl.constexpr = C.rows // C.queries
-        loaded = load_rows(q.rows + b.to(gl.int64) * q.batch + h * (group * q.head), q.head, q.token, KS, C)
+        loaded = load_rows(rows_of_head(call.q, b, h, C), call.q, KS, C)
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, hi, hi, C)
         first_program = program_at(start, programs, total)
@@ -154,11 +133,11 @@ def decode(
         if C.rotate:
             loaded = rotate_rows(loaded, KS, C)
         if C.softcap:
-            post_scale = sm_scale / softcap
+            post_scale = call.sm_scale / call.softcap
         else:
-            post_scale = sm_scale * 1.4426950408889634
+            post_scale = call.sm_scale * 1.4426950408889634
         if KS.scale == "tensor":
-            post_scale = post_scale * gl.load(keys.scales).to(gl.float32)
+            post_scale = post_scale * gl.load(call.k.scales).to(gl.float32)
         # A factor of scores is not negative: the maximum of what it multiplies is that of the scores.
         factor = gl.abs(post_scale) * store_queries(q_tile, loaded, gl.where(post_scale < 0.0, -1.0, 1.0), KS, C)
         if KS.scale == "token":
@@ -169,12 +148,12 @@ def decode(
         position = first + r % C.queries
         slopes = gl.full([R, 1], 0.0, gl.float32, mma)
         if C.alibi:
-            slopes = gl.load(per_head.alibi_slopes + h * group + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
+            slopes = gl.load(first_slope(call, h, C) + r // C.queries, mask=r < C.rows, other=0.0) * 1.4426950408889634
         t = gl.arange(0, C.tile, layout=gl.SliceLayout(0, mma))[None, :]
         # Within [lo_all, hi_all) every query sees every key.
         lo_all = lo
         if C.window:
-            lo_all = gl.maximum(lo, first + (C.queries - window))
+            lo_all = gl.maximum(lo, first + (C.queries - call.window))
         hi_all = gl.minimum(hi, gl.minimum(limit, first + 1))
 
         m = gl.full([R], -3.0e38, gl.float32, gl.SliceLayout(1, mma))
@@ -199,12 +178,12 @@ def decode(
             scale = factor * power_of_two(k_read[0])
             token = tile * C.tile + t
             if C.alibi or C.softcap:
-                s = adjust(s * scale, token, position, slopes, softcap, C)
+                s = adjust(s * scale, token, position, slopes, call.softcap, C)
                 scale = 1.0
             if (tile * C.tile < lo_all) | (tile * C.tile + C.tile > hi_all):
                 visible = (token >= lo) & (token < hi) & (token <= position) & (token < limit)
                 if C.window:
-                    visible = visible & (token > position - window)
+                    visible = visible & (token > position - call.window)
                 s = gl.where(visible, s * scale, float("-inf"))
                 scale = 1.0
             weights, kept, m, l = _softmax(s, scale, v_read[0], m, l, C)
@@ -214,13 +193,13 @@ def decode(
         o = warpgroup_mma_wait(0, deps=[o])
         barrier()  # all products are done, and their memory is free
 
-        item = b * heads + h
+        item = b * call.heads + h
         merged = _whole(v_tiles, m, l, o, C)
         whole = (begin == 0) & (end == cost)
         if not whole:
-            write_partial(results.partial, partial_slot(program, begin == 0), merged, VS, C)
-            whole, merged = add_partials(results, item, batch * heads, first_program, last_program, VS, C)
+            write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
+            whole, merged = add_partials(call, item, call.batch * call.heads, first_program, last_program, VS, C)
         if whole:
-            write_rows(results, per_head.sinks, values.scales, item, h, merged, VS, C)
-        x, b, h, start = next_work_item(b, h, start, cost, end, heads)
+            write_rows(call, item, h, merged, VS, C)
+        x, b, h, start = next_work_item(b, h, start, cost, end, call.heads)
         barrier()  # the next item's queries and first requests must not overtake a warp that still reads this one's

@@ -223,13 +223,13 @@ def _multiply_add(a, b, c):
 
 
 @gluon.jit
-def load_rows(Base, s_head, s_token, S: gl.constexpr, C: gl.constexpr):
+def load_rows(rows, q, S: gl.constexpr, C: gl.constexpr):
     """Query rows as they are stored, [rows, dims]; row r is query r % L of head r // L of those that share a KV head."""
     layout: gl.constexpr = query_layout(S, C)
     r = gl.arange(0, C.padded_rows, layout=gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, C.dim, layout=gl.SliceLayout(0, layout))[None, :]
     mask = (r < C.rows) & (d < S.words * S.codes_per_word)
-    return gl.load(Base + (r // C.queries * s_head + r % C.queries * s_token) + d, mask=mask, other=0.0)
+    return gl.load(rows + (r // C.queries * q.head + r % C.queries * q.token) + d, mask=mask, other=0.0)
 
 
 @gluon.jit

@@ -19,10 +19,11 @@ ITEM_COST = gl.constexpr(8)
 
 
 @gluon.jit
-def visible_keys(b, ok, sequences, capacity, window, C: gl.constexpr):
+def visible_keys(b, ok, call, C: gl.constexpr):
     """(first query's position, end of the keys, [lo, hi): the keys that any query sees, first recent token), of sequence(s) b."""
+    sequences = call.sequences
     length = gl.load(sequences.lengths + b, mask=ok, other=0)
-    limit = gl.minimum(gl.maximum(length, 0), capacity)
+    limit = gl.minimum(gl.maximum(length, 0), call.capacity)
     recent = limit
     if C.tail_rows:
         recent = gl.maximum(limit - C.recent_tokens, C.sink_tokens)
@@ -36,7 +37,7 @@ def visible_keys(b, ok, sequences, capacity, window, C: gl.constexpr):
     if sequences.starts is not None:
         lo = gl.maximum(lo, gl.load(sequences.starts + b, mask=ok, other=0))
     if C.window:
-        lo = gl.maximum(lo, first - window + 1)
+        lo = gl.maximum(lo, first - call.window + 1)
     return first, limit, gl.minimum(lo, hi), hi, recent
 
 
@@ -74,18 +75,18 @@ def _add(x, y):
 
 
 @gluon.jit
-def partition(keys, batch, heads, C: gl.constexpr):
+def partition(keys, call, C: gl.constexpr):
     """(all work, the programs that share it, my share [x, x_end), the sequence that x lies in, where that begins).
 
     keys: what `visible_keys` returns for all sequences.
     """
     program = gl.program_id(0)
-    costs = _tiles_and_cost(keys, C)[2] * (heads // C.heads)
+    costs = _tiles_and_cost(keys, C)[2] * (call.heads // C.heads)
     if C.batch == 1:
         total = costs
     else:
         every = gl.arange(0, C.batch, layout=lengths_layout(C))
-        costs = gl.where(every < batch, costs, 0)
+        costs = gl.where(every < call.batch, costs, 0)
         total = gl.sum(costs, axis=0)  # not the last of `ends`: what follows from it need not wait for the scan
         ends = gl.associative_scan(costs, 0, _add)
     programs = gl.minimum(gl.num_programs(0), gl.maximum(total // TILE_COST, 1))
@@ -94,7 +95,7 @@ def partition(keys, batch, heads, C: gl.constexpr):
     b = program * 0
     start = program * 0
     if C.batch > 1:
-        before = (ends <= x) & (every < batch)
+        before = (ends <= x) & (every < call.batch)
         b = gl.sum(before.to(gl.int32), axis=0)
         start = gl.max(gl.where(before, ends, 0), axis=0)
     return total, programs, x, x_end, b, start
@@ -115,13 +116,13 @@ def chunk_at(position, keys, C: gl.constexpr):
 
 
 @gluon.jit
-def work_item_at(x, x_end, b, h, start, sequences, capacity, window, C: gl.constexpr):
+def work_item_at(x, x_end, b, h, start, call, C: gl.constexpr):
     """The work item that position x lies in, in sequence b, and what of it is this program's, whose share ends at x_end.
 
     h < 0: not known yet, and `start` is where the sequence begins. Returns what `visible_keys` does; the item's number in its
     sequence, where it begins and what it costs; this program's part of that, [begin, end), and its tiles, [t_begin, t_end).
     """
-    keys = visible_keys(b, True, sequences, capacity, window, C)
+    keys = visible_keys(b, True, call, C)
     tile0, tiles, cost = _tiles_and_cost(keys, C)
     if h < 0:
         h = quotient(x - start, cost)
