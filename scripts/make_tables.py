@@ -139,19 +139,18 @@ CHART = "docs/performance/attention.svg"
 
 
 def all_bars() -> str:
-    """Every target with what was measured, and the 16-bit baselines."""
-    measured = gpu_records()
-    if not measured:
-        return NOTHING
-    rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
-    left = len(targets.TARGETS) - sum(len(r.bars) for r in measured)
-    missing = f"; {left} more are not in these records" if left > 0 else ""
-    return f"{where_text(measured)} {tables.count_text(measured)}{missing}.\n\n{markdown(targets.HEADERS, rows)}"
+    """Every target with what was measured, and the 16-bit baselines, machine by machine."""
+    told = []
+    for of_machine in by_machine(every_gpu_record()).values():
+        if measured := targets.latest(of_machine):
+            rows = [[case_name(cell).replace("\n", "<br>") for cell in row] for row in targets.table_rows(measured)]
+            told.append(f"{where_text(measured)} {tables.count_text(measured)}.\n\n{markdown(targets.HEADERS, rows)}")
+    return "\n\n".join(told) or NOTHING
 
 
 def gpu_records() -> list[Record]:
-    """The last record of each case that has bars."""
-    return targets.latest(every_gpu_record())
+    """The last record of each case that has bars, on the machine with most records."""
+    return targets.latest(max(by_machine(every_gpu_record()).values(), key=len, default=[]))
 
 
 def every_gpu_record() -> list[Record]:
@@ -274,7 +273,7 @@ def _marked(r: Record) -> Record:
 
 def _study_text(name: str, measured: Sequence[Record]) -> list[str]:
     found = studies.study(name)
-    headers, rows = found.table(measured)
+    headers, rows = tables.filled(found.table(measured), found.text_columns)
     table = markdown(headers, [[case_name(cell.removeprefix(f"{name}, ")).replace("\n", "<br>") for cell in row] for row in rows])
     said = found.says(measured)
     told = [" ".join([where_text(measured), *_notes(measured, " ".join(said))]), *said]

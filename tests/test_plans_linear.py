@@ -138,6 +138,7 @@ def test_three_weights_share_a_launch() -> None:
         ("int4_col", 4096, 4096, 1, "per-channel zero points"),
         ("int4_sym_col", 4096, 4104, 1, "not a multiple of 16"),
         ("int4_g128", 4096, 128, 1, "2-byte copies"),
+        ("int4_g128", 131, 1280, 1, "an odd N"),
         ("int4_g64", 4096, 2880, 1, "2-byte copies"),
     ],
 )

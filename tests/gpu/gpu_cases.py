@@ -389,11 +389,19 @@ def build(case: Case, device: str) -> Call:
     if v.page is not None:
         keys, values, table = paged(keys, values, lengths, v.page, case.seed)
     keys, values = (mapped(p, lambda t: laid_out(t, v.layout)) for p in (keys, values))
-    bare = (keys, values) if not sum(v.exact) else (replace(p, tail=None, sink_tokens=0) for p in (keys, values))
-    cache = hb.KVCache.from_buffers(*bare, lengths, page_table=table, rotate_keys="rotate" in v.options)
-    cache.keys, cache.values = keys, values  # memory of an engine has no window
+    cache = wrapped(keys, values, lengths, table, "rotate" in v.options)
     q = (normal(rows[0], v.queries, case.heads * v.group, v.dim) * case.q_scale).to(dtype).transpose(1, 2)
     return Call(q if case.seed % 2 else q.contiguous(), cache, _options(case, normal, lengths))
+
+
+def wrapped(
+    keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_table: torch.Tensor | None, rotate_keys: bool
+) -> hb.KVCache:
+    """A cache of these buffers. Memory of an engine has no tokens in 16 bits, so that they come in afterwards."""
+    bare = (p if p.format.token_block else replace(p, tail=None, sink_tokens=0) for p in (keys, values))
+    cache = hb.KVCache.from_buffers(*bare, lengths, page_table=page_table, rotate_keys=rotate_keys)
+    cache.keys, cache.values = keys, values
+    return cache
 
 
 def _options(case: Case, normal: Callable[..., torch.Tensor], lengths: torch.Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from gpu_cases import Call, Case, Variant, build, same_stores
+from gpu_cases import Call, Case, Variant, build, same_stores, wrapped
 from gpu_place import PLACE
 
 import halfbyte as hb
@@ -32,7 +32,7 @@ MARKED = [
     Case(Variant("int4", "int8_g32", group=8, queries=5, page=16), 2, (300, 65, 0)),
     Case(Variant("fp8", "int4_g64", group=8, queries=16, layout="BTHD", options=ALL), 1, (513, 129)),
 ]
-#: Formats of the weights (three: q, k and v), rows, K, type of x: splits and large tiles, odd N, K that no step divides.
+#: Formats of the weights (three: q, k and v), rows, K, type of x: splits and large tiles, K that no step divides.
 PRODUCTS = [
     (("int4_g128",), 1, 1280, torch.bfloat16),
     (("int4_sym_g32",), 17, 1056, torch.float16),
@@ -45,7 +45,7 @@ PRODUCTS = [
     (("nf4", "fp4_bnb", "int4_col"), 300, 320, torch.bfloat16),
 ]
 #: The same of the tuned kernel for up to 16 rows, which must take them: streams that share scales, with few and with many slots for
-#: them, warps that share a stream, zero points, no scales, ends of K within a step.
+#: them, warps that share a stream, zero points, no scales, ends of K within a step, rows of scales 2 bytes off a multiple of 4.
 FEW = [
     (("nf4",), 1, 1280, torch.bfloat16),
     (("nf4",), 1, 8192, torch.bfloat16),
@@ -53,6 +53,7 @@ FEW = [
     (("int4_sym_g128",), 16, 2048, torch.bfloat16),
     (("mxfp4",), 2, 1280, torch.bfloat16),
     (("int8_col",), 3, 208, torch.float16),
+    (("int4_g128",), 2, 1280, torch.bfloat16),
 ]
 
 
@@ -66,10 +67,12 @@ def moved(t: torch.Tensor | None, device: str) -> torch.Tensor | None:
 
 def on_device(call: Call, device: str) -> Call:
     """The same call elsewhere."""
-    planes = (KVBuffer(p.format, *(moved(t, device) for t in p.tensors())) for p in (call.cache.keys, call.cache.values))  # type: ignore[arg-type]
     cache = call.cache
-    table = moved(cache.page_table, device)
-    there = hb.KVCache.from_buffers(*planes, cache.lengths.to(device), page_table=table, rotate_keys=cache.rotate_keys)
+    keys, values = (
+        KVBuffer(p.format, *(moved(t, device) for t in p.tensors()), sink_tokens=p.sink_tokens)  # type: ignore[arg-type]
+        for p in (cache.keys, cache.values)
+    )
+    there = wrapped(keys, values, cache.lengths.to(device), moved(cache.page_table, device), cache.rotate_keys)
     options: dict[str, Any] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.options.items()}
     return Call(call.q.to(device), there, options)
 
@@ -97,11 +100,11 @@ def append(case: Case) -> str:
     return "" if same_stores(caches[1], caches[0]) else "stores other bytes than on a CPU"
 
 
-def product(names: tuple[str, ...], rows: int, width: int, dtype: torch.dtype, impl: str) -> str:
-    """What is wrong with products of 131 features, in words."""
+def product(names: tuple[str, ...], rows: int, width: int, dtype: torch.dtype, impl: str, features: int = 131) -> str:
+    """What is wrong with products of so many features, in words."""
     rng = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, width, generator=rng).to(dtype)
-    weights = [hb.quantize(torch.randn(131, width, generator=rng), name) for name in names]
+    weights = [hb.quantize(torch.randn(features, width, generator=rng), name) for name in names]
     there = tuple(w.to(PLACE.device) for w in weights)
     if len(there) == 1:
         outs: tuple[torch.Tensor, ...] = (hb.linear(x.to(PLACE.device), there[0], impl=impl),)
@@ -122,9 +125,9 @@ def main() -> int:
         for what, why in (*((impl, attention(case, impl)) for impl in PLACE.impls), ("append", append(case))):
             failures += bool(why)
             print(f"{what}: {why or 'ok'}: {case.variant.keys}, {case.variant.values}, {case.variant.dim}")
-    few = [] if PLACE.dry else [(call, "gluon") for call in FEW]  # without a GPU there is no such kernel
-    for call, impl in [*((call, impl) for call in PRODUCTS for impl in PLACE.impls), *few]:
-        why = product(*call, impl)
+    few = [] if PLACE.dry else [(call, "gluon", 134) for call in FEW]  # without a GPU there is no such kernel
+    for call, impl, features in [*((call, impl, 131) for call in PRODUCTS for impl in PLACE.impls), *few]:
+        why = product(*call, impl, features)
         failures += bool(why)
         print(f"{impl}: {why or 'ok'}: linear, {call}")
     PLACE.sync()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sanitize
 import torch
 from gpu_cases import Call, Case, Variant, build, junk, mapped, poisoned, simple, stored, token_axis, with_scale
 from gpu_place import PLACE
@@ -306,3 +307,7 @@ def test_a_prompt_does_not_read_what_is_not_written(impl: str) -> None:
         except (Unsupported, InvalidArgument):
             continue
         assert not (why := call.wrong(*result)), f"{keys}, {values}: {why}"
+
+
+def test_what_compute_sanitizer_watches_runs() -> None:
+    assert sanitize.main() == 0

@@ -41,6 +41,8 @@ CASES = {
     "ct nvfp4": "qwen2_moe",
     "modelopt nvfp4": "deepseek_v3",
     "quark mxfp4": "glm4_moe",
+    "gptq v2": "longcat_flash",
+    "ct int4": "llama4_text",
 }
 
 
@@ -73,7 +75,7 @@ def write(folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.
     state = {name: t.clone() for name, t in model.state_dict().items()}
     gate, up, down, owner = NAMES.get(family, PLAIN)
     for seed, (name, target) in enumerate(targets(model).items()):
-        if "lm_head" in name or name.rpartition(".")[2] in ROUTERS:
+        if "lm_head" in name or ROUTERS & {*name.split(".")}:
             continue
         if not target.projection:
             made = draw(kind, *target.shape, seed)
@@ -94,7 +96,8 @@ def write(folder: Path, family: str, kind: str, edit: Callable[[dict[str, torch.
                 stored = f"{name.rpartition('.')[0]}.{expert}.{role}".replace(".mlp.", owner)
                 state |= {f"{stored}.{part}": t for part, t in made.tensors.items()}
             stacked.append(torch.cat([torch.from_numpy(part.values) for part in parts]))
-        getattr(target.owner, target.projection).data = torch.stack(stacked)
+        values = torch.stack(stacked)
+        getattr(target.owner, target.projection).data = values.mT.contiguous() if family == "llama4_text" else values
     state = {name.replace(".mlp.", owner) if ".gate." in name else name: t for name, t in state.items()}
     edit(state)
     model.config.save_pretrained(folder)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from families import tiny_config
 from tiny_models import CONFIGS, LLAMA
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -32,6 +33,14 @@ DESCRIBED: dict[str, Any] = {
         **LLAMA, residual_multiplier=0.22, attention_multiplier=0.1, embedding_multiplier=3.0, logits_scaling=2.0
     ),
     "olmo2": lambda: tf.Olmo2Config(**LLAMA),
+    "olmo3": lambda: tf.Olmo3Config(**LLAMA, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3_text": lambda: tf.Gemma3TextConfig(
+        **{**LLAMA, "num_hidden_layers": 3},
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        tie_word_embeddings=False,
+    ),
+    **{name: functools.partial(tiny_config, name) for name in ("seed_oss", "dots1", "mixtral", "qwen2_moe", "qwen3_moe")},
     "smollm3": lambda: tf.SmolLM3Config(**{**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}, no_rope_layer_interval=2),
     "phi3 partial": lambda: tf.Phi3Config(**LLAMA, pad_token_id=0, partial_rotary_factor=0.5),
     "llama biases": lambda: tf.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
@@ -218,6 +227,7 @@ LAUNCHES = {
     "gemma2": (60, 9, 8),
     "qwen3": (52, 9, 6),
     "olmo2": (54, 10, 9),
+    "gemma3_text": (80, 9, 8),
 }
 
 

@@ -66,7 +66,8 @@ def same(a: Any, b: Any) -> None:
 def test_logits_of_the_dequantized_model(family: str, fmt: str, prompt: Any) -> None:
     model, plain = hf.quantize(tiny_model(family), weights=fmt), tiny_model(family)
     kept = (".experts.gate_up_proj", ".experts.down_proj", "_linear.weight")
-    experts = sum(p.numel() for name, p in plain.named_parameters() if p.ndim == 3 and name.endswith(kept))
+    read = {"longcat_flash": 4}.get(family)  # it has rows for experts that return their input
+    experts = sum(p[:read].numel() for name, p in plain.named_parameters() if p.ndim == 3 and name.endswith(kept))
     assert experts == sum(layer.weight.codes.numel() * layer.format.code.per_byte for layer in stacked(model)) > 0
     assert packed_share(model) > 0.8
     assert any(isinstance(m, Called | SortedExperts) for m in model.modules()) is (family in CALLED)

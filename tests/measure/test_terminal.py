@@ -21,6 +21,7 @@ from halfbyte.evals.quality import Quality, Setting, every_kv_setting, every_wei
 from halfbyte.measure import progress  # noqa: E402
 from halfbyte.measure.records import read_all  # noqa: E402
 from halfbyte.measure.report_sections import by_section  # noqa: E402
+from halfbyte.measure.tables import filled  # noqa: E402
 from halfbyte.measure.terminal import show_table  # noqa: E402
 
 
@@ -86,6 +87,14 @@ def test_the_table_of_formats_fits() -> None:
     shown = lines(FORMAT_HEADERS, format_rows(), 4, None)
     assert max(map(len, shown)) <= 80
     assert [line.split()[0] for line in shown if line[0] not in " f─" or line.startswith("fp")] == [row[0] for row in format_rows()]
+
+
+def test_numbers_that_no_row_has_get_no_column() -> None:
+    rows = [("a", "", "", "1", ""), ("b", "", "", "", "2")]
+    assert filled((("case", "kernel", "registers", "us", "GB/s"), rows), 2) == (
+        ["case", "kernel", "us", "GB/s"],
+        [["a", "", "1", ""], ["b", "", "", "2"]],
+    )
 
 
 def test_lines_of_a_cell_stay_lines() -> None:

@@ -49,17 +49,17 @@ class Description(NamedTuple):
     after_mlp: str | None = None
 
 
+_PLAIN = ["Dots1", "Granite", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"]
+_OLMO = Description("exact", None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GEMMA = Description(
+    "offset", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 #: By the class of a block, among transformers' own.
 FAMILIES = {
-    **{
-        f"{family}DecoderLayer": Description("rounded")
-        for family in ("Granite", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3")
-    },
+    **{f"{family}DecoderLayer": Description("rounded") for family in _PLAIN},
     "GptOssDecoderLayer": Description("exact"),
-    "Olmo2DecoderLayer": Description("exact", None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "Gemma2DecoderLayer": Description(
-        "offset", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    ),
+    **dict.fromkeys(("Olmo2DecoderLayer", "Olmo3DecoderLayer"), _OLMO),
+    **dict.fromkeys(("Gemma2DecoderLayer", "Gemma3DecoderLayer"), _GEMMA),
 }
 #: Classes of activations that `gated` knows.
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
@@ -249,23 +249,29 @@ def _project(x: Rows, layers: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 class _Tables:
-    """cos and sin of a step as `append` takes them, made once for all blocks."""
+    """cos and sin of a step as `append` takes them, made once for all blocks.
 
-    of: torch.Tensor | None = None
-    made: Rope | None = None
+    Two pairs are held, as layers with a window may rotate at another base (Gemma 3).
+    """
+
+    held: tuple[tuple[torch.Tensor, Rope], ...] = ()
 
     def __call__(self, embeddings: Rope, batch: int, dim: int) -> Rope:
         """float32 [B, L, D/2], or [L, D/2] where all sequences are alike, from cos and sin [1 or B, L, D or D/2]."""
-        if self.made is None or self.of is not embeddings[0]:
-            cos, sin = (t[..., : dim // 2].float().contiguous() for t in embeddings)
-            self.of, self.made = embeddings[0], (cos, sin) if len(cos) == batch else (cos[0], sin[0])
-        return self.made
+        for of, made in self.held:
+            if of is embeddings[0]:
+                return made
+        cos, sin = (t[..., : dim // 2].float().contiguous() for t in embeddings)
+        made = (cos, sin) if len(cos) == batch else (cos[0], sin[0])
+        self.held = (*self.held[-1:], (embeddings[0], made))
+        return made
 
 
 def _rotary_dim(model: Any) -> int:
-    """How many dimensions of a head are rotated; 0 where that is not known."""
-    frequencies = getattr(getattr(model, "rotary_emb", None), "inv_freq", None)
-    return 0 if frequencies is None else 2 * len(frequencies)
+    """How many dimensions of a head are rotated; 0 where that is not known, or differs between layers."""
+    buffers = model.rotary_emb.named_buffers() if hasattr(model, "rotary_emb") else ()
+    found = {2 * len(frequencies) for name, frequencies in buffers if name.endswith("inv_freq")}
+    return found.pop() if len(found) == 1 else 0
 
 
 def _heads_of(module: Any, kind: str, tables: _Tables, rotary_dim: int) -> _Heads | None:

@@ -47,25 +47,29 @@ def projections(module: Any) -> tuple[str, str] | None:
 
 
 def stack_shape(module: Any, name: str) -> Shape:
-    """[experts, out features, in features] of a projection that is not quantized yet."""
-    experts, *matrix = getattr(module, name).shape
+    """[experts, out features, in features] of a projection that is not quantized yet.
+
+    LongCat's first projection has rows for its identities, too, which nothing reads.
+    """
+    (_, *matrix), both = getattr(module, name).shape, (getattr(module, each) for each in projections(module) or ())
+    experts = min(len(stack) for stack in both if isinstance(stack, torch.Tensor))
     return (experts, *(reversed(matrix) if layout(module).is_transposed else matrix))
 
 
-def quantize_stack(module: Any, name: str, fmt: Format, clip: str | None) -> QuantExperts:
+def quantize_stack(module: Any, name: str, experts: int, fmt: Format, clip: str | None) -> QuantExperts:
     """One projection of a mixture, quantized; gate and up rows alternate."""
 
     def order(piece: torch.Tensor) -> torch.Tensor:
         return in_order(module, name, piece.mT if layout(module).is_transposed else piece)
 
     bias = in_order(module, name, getattr(module, f"{name}_bias").detach()) if layout(module).has_bias else None
-    return QuantExperts.from_stack(getattr(module, name), fmt, bias, clip=clip, order=order)
+    return QuantExperts.from_stack(getattr(module, name)[:experts], fmt, bias, clip=clip, order=order)
 
 
-def empty_stack(module: Any, name: str, fmt: Format, act_order: bool) -> QuantExperts:
+def empty_stack(module: Any, name: str, shape: Shape, fmt: Format, act_order: bool) -> QuantExperts:
     """A projection for a checkpoint to be loaded into."""
     bias_dtype = getattr(module, f"{name}_bias").dtype if layout(module).has_bias else None
-    return QuantExperts.empty(stack_shape(module, name), fmt, bias_dtype, act_order=act_order)
+    return QuantExperts.empty(shape, fmt, bias_dtype, act_order=act_order)
 
 
 def in_order(module: Any, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Target:
 
     def quantized(self, fmt: Format, clip: str | None) -> QuantLayer:
         if self.projection:
-            return quantize_stack(self.owner, self.projection, fmt, clip)
+            return quantize_stack(self.owner, self.projection, self.shape[0], fmt, clip)
         if is_sorted(self.owner):
             return SortedExperts.from_stack(self.owner.weight, fmt, clip=clip)  # type: ignore[arg-type]
         return QuantLinear.from_linear(self.owner, fmt, clip=clip)
@@ -65,7 +65,7 @@ class Target:
     def empty(self, fmt: Format, act_order: bool = False) -> QuantLayer:
         """What a checkpoint is loaded into."""
         if self.projection:
-            return empty_stack(self.owner, self.projection, fmt, act_order)
+            return empty_stack(self.owner, self.projection, self.shape, fmt, act_order)
         bias, kind = getattr(self.owner, "bias", None), SortedExperts if is_sorted(self.owner) else QuantLinear
         return kind.empty(self.shape, fmt, None if bias is None else bias.dtype, act_order=act_order)
 

@@ -85,7 +85,11 @@ def _sections(report: Report, measured: Sequence[Record], where: str, section_of
         report.heading(f"{section.title}{where}")
         asked = [f"{section.asks[:1].upper()}{section.asks[1:]}."] if section.asks else []
         try:
-            said, drawn, (headers, rows) = section.says(mine), section.charts(mine), section.table(mine)
+            said, drawn, (headers, rows) = (
+                section.says(mine),
+                section.charts(mine),
+                tables.filled(section.table(mine), section.text_columns),
+            )
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # well-formed, but not as these are written here
             raise InvalidArgument(
                 f"the records of {section.title!r} cannot be shown ({type(error).__name__}: {error}); "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from halfbyte.measure import figures
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Session
-from halfbyte.measure.tables import HEADERS, Table, count_text, table_rows
+from halfbyte.measure.tables import HEADERS, Table, count_text, filled, table_rows
 
 
 def _nothing(measured: Sequence[Record]) -> Sequence[str]:
@@ -74,7 +74,7 @@ def show(session: Session, section: Section) -> None:
     measured = session.records
     if not measured or session.options.json:
         return
-    headers, rows = section.table(measured)
+    headers, rows = filled(section.table(measured), section.text_columns)
     session.show_table(f"{section.title} on {session.device.name}", headers, rows, section.text_columns)
     for r in measured:
         if r.note:

@@ -35,7 +35,7 @@ def _read(x: tl.tensor, out: tl.tensor, full: tl.tensor, words: tl.tensor, BLOCK
     for block in range(first, full, tl.num_programs(0)):
         total += tl.load(x + block * BLOCK + lanes, eviction_policy="evict_first")
     if first == 0:
-        rest = full * BLOCK + lanes
+        rest = (first + full) * BLOCK + lanes  # in 64 bits as well: `full` has 32
         total += tl.load(x + rest, mask=rest < words, other=0)
     tl.store(out + first, tl.sum(total.to(tl.int64), 0))
 

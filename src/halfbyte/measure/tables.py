@@ -12,6 +12,13 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 HEADERS = ("case", "formats", "implementation", "time (ms)", "vs 16-bit", "of roofline", "error", "GB/s", "p10 - p90")
 
 
+def filled(table: Table, text_columns: int) -> Table:
+    """A table without columns of numbers that no row has, such as those that only a GPU gives."""
+    headers, rows = table
+    kept = [i for i in range(len(headers)) if i < text_columns or any(row[i] for row in rows)]
+    return [headers[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
 def table_rows(measured: Iterable[Record]) -> list[tuple[str, ...]]:
     """The rows of the table, as text. "vs 16-bit" is the time over that of the fastest 16-bit one of the run: below 1 is faster."""
     measured = list(measured)

@@ -132,8 +132,6 @@ def tuned_experts(
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
     assert isinstance(spec, ExpertsMmaSpec)
-    if features % 2 and (spec.odd_scales or spec.odd_zeros):
-        return f"experts of {features} rows of {width // spec.weights[0].group} scales, which are not aligned for 2-byte copies"
     columns, steps = -(-features // spec.tile), -(-width // spec.step)
     if most * columns * steps >= 2**24 or experts >= 2**19 or experts * features >= 2**31:
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"

@@ -47,6 +47,8 @@ def gluon_linear(
     spec, per_sm = next(((spec, n) for made, n in tried if (spec := staged(made, n, capability))), (None, 0))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
+    if any(n % 2 for n in features) and (spec.odd_scales or spec.odd_zeros):
+        return f"an odd N with {width // weight.group} scales an output channel, which are not aligned for 4-byte copies"
     tiles = sum(-(-n // spec.tile) for n in features)
     steps = -(-width // spec.step)
     programs = fewest_programs(tiles, steps, num_sms, per_sm)
