@@ -144,6 +144,10 @@ def test_a_card_of_another_model_is_refused(llama: str, tmp_path: Path) -> None:
         advise(other, card=card(llama, result("int8", "int8", "bf16", 0)))
 
 
+def test_a_gpu_may_be_written_as_its_maker_does(llama: str) -> None:
+    assert [advise(llama, gpu=name).gpu for name in ("rtx4090", "RTX 4090", "A100-80GB")] == ["rtx-4090", "rtx-4090", "a100-80gb"]
+
+
 @pytest.mark.parametrize("gpu", ["24", "4090", "abacus", ""])
 def test_a_gpu_is_a_name_or_a_size_with_its_unit(llama: str, gpu: str) -> None:
     with pytest.raises(InvalidArgument, match=r"a100-80gb.* or a size of memory such as 24GB"):

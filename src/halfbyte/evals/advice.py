@@ -86,8 +86,9 @@ def find_gpu(name: str | None) -> tuple[str, Datasheet]:
         known = DATASHEETS.get(datasheet_name(here.name) or "")
         return here.name, Datasheet(here.memory_bytes, None if known is None else known.bytes_per_second)
     wanted = "h200" if name is None else name.lower()
-    if wanted in DATASHEETS:
-        return wanted, DATASHEETS[wanted]
+    for gpu, sheet in DATASHEETS.items():
+        if gpu.replace("-", "") == wanted.replace("-", "").replace(" ", ""):
+            return gpu, sheet
     try:
         size = parse_bytes(wanted if wanted[-1:].isalpha() else "", "gpu")  # a unit is needed: 24 means GB, and 4090 is a name
         return f"a GPU of {name}", Datasheet(size, None)

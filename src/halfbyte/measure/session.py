@@ -304,4 +304,4 @@ class Session:
     def say(self, text: str) -> None:
         """Print a line, unless only JSON is wanted."""
         if not self.options.json:
-            self._out.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._out.print(text, markup=False, highlight=False)
