@@ -5,3 +5,20 @@ from __future__ import annotations
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+from types import SimpleNamespace
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_lang = interpreter._patch_lang
+#: A function that sees the language and, as Triton's own device functions do, its core.
+_SEES_ALL = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+
+def _patch_lang_once(fn: object) -> object:
+    """Triton patches its language for a launch, and again for each call of a device function in it: 40 % of the time."""
+    return _patch_lang(_SEES_ALL) if tl.core.is_builtin(tl.load) else interpreter._LangPatchScope()
+
+
+interpreter._patch_lang = _patch_lang_once
