@@ -18,6 +18,7 @@ from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer, new_kv_bu
 from halfbyte.ops._decode_problem import problem_of
 from halfbyte.ops.append import append_
 from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.linear import linear
 from halfbyte.paging import PagedKVCache
 from halfbyte.plans.decode_attention import DecodePlan, gluon_plan
 from halfbyte.reference import attention as reference
@@ -283,3 +284,12 @@ def test_compiled_code_appends_by_slot() -> None:
             torch.equal(a, b) for a, b in zip(expected.tensors(), got.tensors(), strict=True) if a is not None and b is not None
         )
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("fmt", ["int4_g32", "nf4_dq", "nvfp4"])
+def test_compiled_code_multiplies_by_the_parts_of_a_weight(fmt: str) -> None:
+    """`linear_of_parts` gives the bits of `linear`, traced as one graph."""
+    weight, x, bias = quantize(torch.randn(48, 64), fmt), torch.randn(3, 64), torch.randn(48)
+    parts = [*weight.parts().values()]
+    compiled = torch.compile(lambda x: engine.linear_of_parts(x, parts, bias, fmt), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), linear(x, weight, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from engines import SHIPPED, TEXT
 
+import halfbyte.vllm
 from halfbyte.engine import PageLayout
 from halfbyte.vllm.names import backend_name
 
@@ -137,3 +139,16 @@ def test_the_log_tells_how_many_blocks_there_are(server: Server) -> None:
     assert told is not None
     ours, plain = (int(n.replace(",", "")) for n in told.groups())
     assert ours / plain == pytest.approx(2 * 64 * 4 / PageLayout("int8", "int4_g32", 64).token_head_bytes, rel=1e-2)
+
+
+def test_registering_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has a line for each new backend; those who do not use halfbyte's need not read 145 of them."""
+    from vllm.v1.attention.backends import registry
+
+    seen: list[logging.LogRecord] = []
+    monkeypatch.setattr(registry.logger, "level", logging.INFO)
+    monkeypatch.setattr(registry.logger, "handle", seen.append)
+    monkeypatch.setattr("halfbyte.vllm.names.backend_names", lambda: ["HALFBYTE_OF_A_TEST"])
+    halfbyte.vllm.register()
+    assert "HALFBYTE_OF_A_TEST" in registry.AttentionBackendEnum.__members__
+    assert not seen

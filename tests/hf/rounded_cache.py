@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import halfbyte
-from halfbyte.hf.cache_layers import EmptyLayer
+from halfbyte.hf.cache_layers import EmptyLayer, StateLayer
 from halfbyte.reference.hadamard import rotate, rotated
 
 
@@ -36,7 +37,11 @@ def _rounded(new: torch.Tensor, name: str, fmt_name: str) -> torch.Tensor:
     return rotate(halfbyte.dequantize(halfbyte.quantize(rotate(new.float()), fmt))).to(new.dtype)
 
 
-class RoundedHybrid(RoundedLayer, LinearAttentionAndFullAttentionLayer):
+#: What transformers without it has no layers for.
+_Both: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
+
+
+class RoundedHybrid(RoundedLayer, _Both):
     """Of a layer that has a state as well."""
 
 
@@ -55,5 +60,5 @@ def _layer(kind: str) -> Any:
     if "hybrid" in kind:
         return RoundedHybrid()
     if kind in ("linear_attention", "conv"):
-        return LinearAttentionLayer()
+        return StateLayer()
     return EmptyLayer() if kind in ("moe", "mlp") else RoundedLayer()

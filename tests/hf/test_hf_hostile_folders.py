@@ -7,6 +7,8 @@ import os
 import resource
 import struct
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte.hf as hf
 from halfbyte.checkpoints import folder_guard
-from halfbyte.checkpoints.safetensors_files import read_header
+from halfbyte.checkpoints.safetensors_files import check_scales, overflows, read_folder, read_header
 from halfbyte.errors import CheckpointError
+from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.hf.model_support import read_config
+from halfbyte.reference.dequantize import block_scales
+from halfbyte.reference.quantize import quantize
 
 
 @pytest.fixture
@@ -116,6 +121,20 @@ def test_links_of_the_hubs_cache_are_followed(folder, tmp_path):
     assert hf.load(snapshot).config.model_type == "llama"
 
 
+def test_links_to_blobs_beyond_the_nearest_snapshots_are_refused(tmp_path: Path) -> None:
+    """A cache that lies in another's snapshots."""
+    outer, inner = tmp_path / "hub", tmp_path / "hub" / "snapshots" / "0123"
+    folder = inner / "snapshots" / "4567"
+    folder.mkdir(parents=True)
+    for cache, refusal in ((inner, nullcontext()), (outer, pytest.raises(CheckpointError, match="a link out of the folder"))):
+        (cache / "blobs").mkdir()
+        (cache / "blobs" / "config.json").write_text("{}")
+        (folder / "config.json").unlink(missing_ok=True)
+        (folder / "config.json").symlink_to(cache / "blobs" / "config.json")
+        with refusal:
+            folder_guard.check_folder(folder)
+
+
 def test_a_junk_tensor_does_not_pay_for_larger_layers(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "junk": torch.zeros(16 << 20, dtype=torch.float16)}, folder / "model.safetensors", {"format": "pt"})
@@ -202,3 +221,130 @@ def test_large_numbers_of_real_configurations_pass(name: str, value: int, tmp_pa
     file.write_text(json.dumps({"num_hidden_layers": value}))
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
         check_configuration(file)
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (folder_guard.MAX_BYTES, lambda n: "{}" + " " * (n - 2)),
+        (folder_guard.MAX_DEPTH, lambda n: '{"a":' + "[" * (n - 1) + "]" * (n - 1) + "}"),
+        (folder_guard.MAX_CONTAINERS, lambda n: json.dumps({"a": [{}] * (n - 2)})),
+        (folder_guard.MAX_VALUES, lambda n: json.dumps({"a": [0] * (n - 2)})),
+        (4 * folder_guard.MAX_CONTAINERS, lambda n: json.dumps({"a": "[" * (n - 1)})),
+        (folder_guard.MAX_VALUES, lambda n: json.dumps({"a": "," * n})),
+        (folder_guard.MAX_COUNT, lambda n: json.dumps({"num_layers": n})),
+        (folder_guard.MAX_COUNT, lambda n: json.dumps({"num_layers": -n})),
+        (folder_guard.MAX_SIZE, lambda n: json.dumps({"hidden_size": n})),
+    ],
+    ids=["bytes", "depth", "containers", "values", "brackets", "commas", "count", "negative count", "size"],
+)
+def test_a_budget_can_be_spent_and_no_more(budget: int, text: Callable[[int], str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text(budget))
+    folder_guard.check_configuration(file)
+    file.write_text(text(budget + 1))
+    with pytest.raises(CheckpointError, match=r"at most|more than"):
+        folder_guard.check_configuration(file)
+
+
+@pytest.mark.parametrize(("tensors", "most"), [(0, 256), (256, 256), (300, 300)])
+def test_as_many_layers_as_tensors(tensors: int, most: int, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for layers in (most, most + 1):
+        file.write_text(json.dumps({"parts": [{"num_layers": layers}]}))
+        with nullcontext() if layers == most else pytest.raises(CheckpointError, match=f"describes {layers} layers"):
+            folder_guard.check_layers(file, tensors)
+
+
+def test_integers_are_shown_unless_they_are_long(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for value, shown in ((2**64 - 1, str(2**64 - 1)), (2**64, "an integer of 65 bits")):
+        file.write_text(json.dumps({"hidden_size": value}))
+        with pytest.raises(CheckpointError, match=f"is {shown}; at most"):
+            folder_guard.check_configuration(file)
+
+
+def one_tensor(name: str = "a", shape: list[int] | None = None, size: int = 1, header: int = 0) -> bytes:
+    """The beginning of a file with one tensor of bytes, whose header is filled up with spaces."""
+    entry = {"dtype": "U8", "shape": [size] if shape is None else shape, "data_offsets": [0, size]}
+    text = json.dumps({name: entry}).ljust(header).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("inside", "beyond", "size"),
+    [
+        (one_tensor(shape=[1] * 16), one_tensor(shape=[1] * 17), 1),
+        (one_tensor(shape=[0, 2**62 - 1], size=0), one_tensor(shape=[0, 2**62], size=0), 0),
+        (one_tensor(header=4_000_000), one_tensor(header=4_000_001), 1),
+        # A header of 5,000,000 bytes is an eighth of its file.
+        (one_tensor(size=34_999_992, header=5_000_000), one_tensor(size=34_999_992, header=5_000_001), 34_999_992),
+    ],
+    ids=["rank", "size", "small header", "share of a header"],
+)
+def test_a_header_can_be_as_large_as_allowed(inside: bytes, beyond: bytes, size: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for raw in (inside, beyond):
+        file.write_bytes(raw)
+        os.truncate(file, len(raw) + size)
+        with nullcontext() if raw is inside else pytest.raises(CheckpointError, match=r"no lists of sizes|its header takes"):
+            (info,) = read_header(file).values()
+            assert (info.start, info.end) == (len(raw), len(raw) + size)
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert read_header(file) == {}
+    file.write_bytes(struct.pack("<Q", 3) + b"{}")
+    with pytest.raises(CheckpointError, match="claims 3 bytes"):
+        read_header(file)
+
+
+def test_long_names_are_cut_in_what_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for name, shown in (("n" * 120, "n" * 120), ("n" * 121, "n" * 117 + "...")):
+        file.write_bytes(one_tensor(name, size=2) + b"x")
+        with pytest.raises(CheckpointError) as refusal:
+            read_header(file)
+        assert f" {shown!r} needs 2 bytes" in str(refusal.value)
+
+
+def test_a_shard_has_a_name_that_a_file_can_have(tmp_path: Path) -> None:
+    for length in (255, 256):
+        name = "n" * (length - 12) + ".safetensors"
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match="the shard is missing" if length == 255 else "not a plain file name"):
+            read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        *((name, 0.0, "1 scales that are not finite and not 0") for name in ("int4_sym_g32", "int8_g128")),
+        *(("int4_sym_g32", scale, "") for scale in (1.0, -1.0)),  # AutoRound's symmetric integers
+        *(("int4_g32", scale, "1 scales that are not finite and positive") for scale in (0.0, -1.0)),
+        ("int4_g32", 1.0, ""),
+    ],
+)
+def test_scales_that_are_believed(name: str, scale: float, message: str) -> None:
+    parts = quantize(torch.ones(3, 128), name).parts()
+    parts["scales"].view(-1)[1] = scale
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        check_scales("layer", WEIGHT_FORMATS[name], parts)
+
+
+def test_a_nested_scale_may_be_rounded_below_zero() -> None:
+    x = torch.ones(64, 64)
+    x[0], x[1] = 0, 3
+    made = quantize(x, "nf4_dq")
+    assert block_scales(made).min() < 0
+    check_scales("layer", made.format, made.parts())
+
+
+def test_the_largest_code_must_be_finite() -> None:
+    """-128 of INT8."""
+    most = torch.tensor(torch.finfo(torch.float32).max / 128)
+    assert torch.isfinite(-128 * most)
+    assert not overflows(most, WEIGHT_FORMATS["int8_g128"])
+    assert overflows(most.nextafter(torch.tensor(torch.inf)), WEIGHT_FORMATS["int8_g128"])

@@ -27,7 +27,7 @@ RECORDS = Path(__file__).parents[2] / "results" / "trust.jsonl"
 #: Files below src/halfbyte, with what must notice a fault in them.
 TESTS = {
     "cpu/codes.py": ("test_cpu_attention.py", "test_cpu_linear.py"),
-    "cpu/decode_attention.py": ("test_cpu_attention.py", "test_trust_determinism.py"),
+    "cpu/decode_attention.py": ("test_cpu_attention.py", "test_attention_varlen.py", "test_trust_determinism.py"),
     "cpu/linear.py": ("test_cpu_linear.py", "test_trust_linear.py"),
     "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
     "paging.py": ("test_paging.py", "test_cache.py"),

@@ -151,9 +151,10 @@ def projections(
 
 
 def linear_of_parts(x: torch.Tensor, parts: list[torch.Tensor], bias: torch.Tensor | None, fmt: str) -> torch.Tensor:
-    """`linear` as compiled code calls it: with the tensors of a weight, `QuantTensor.parts().values()`, and its format's name.
+    """`linear` as compiled code calls it: with the tensors of a weight, `[*QuantTensor.parts().values()]`, and its format's name.
 
-    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
+    x [..., K] times the weight [N, K] plus bias [N] gives [..., N]. Every traced object or property becomes a guard that is
+    re-evaluated on each call, so there are none, and nothing is checked: `linear` does that.
     """
     y: torch.Tensor = _linear_op(x, parts, bias, fmt, _level("linear", "auto", x))
     return y

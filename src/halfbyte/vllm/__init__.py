@@ -8,6 +8,9 @@ vLLM calls `register`, the entry point of its group vllm.general_plugins, in eac
 from __future__ import annotations
 
 import copyreg
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from halfbyte.errors import warn_once
@@ -32,14 +35,26 @@ def register() -> None:
     from halfbyte.vllm import on_cpu
     from halfbyte.vllm.weights import HalfbyteConfig
 
-    for name in backend_names():
-        if name not in AttentionBackendEnum.__members__:
-            register_backend(name, f"halfbyte.vllm.backend.{name}")
+    with _quiet(logging.getLogger(register_backend.__module__)):  # a line for each pair of formats, in each process
+        for name in backend_names():
+            if name not in AttentionBackendEnum.__members__:
+                register_backend(name, f"halfbyte.vllm.backend.{name}")
     copyreg.pickle(AttentionBackendEnum, _reduced)
     for name in on_cpu.REPLACED:
         register_backend(AttentionBackendEnum[name], f"halfbyte.vllm.on_cpu.{name}")
     if OWN not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(OWN)(HalfbyteConfig)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Warnings and errors only."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _reduced(backend: Any) -> tuple[Any, tuple[str]]:

@@ -46,13 +46,13 @@ class OwnStack(NamedTuple):
     def tensors(self, bias: bool) -> dict[str, int]:
         """Parameter -> how many tensors it catches."""
         parts = self.stored.tensors(1) - {"weight"} | ({"bias"} if bias else set())
-        return {f"{PACKED}{self.projection}_{part}": 1 for part in parts}
+        return {f"{PACKED}{PROJECTIONS[self.projection]}_{part}": 1 for part in parts}
 
     def foreign(self) -> Iterable[Foreign]:
         return ()
 
     def key(self, caught_by: str, expert: int, shard: str) -> str:
-        return caught_by.removeprefix(f"{PACKED}{self.projection}_")
+        return caught_by.removeprefix(f"{PACKED}{PROJECTIONS[self.projection]}_")
 
     def complete(self, found: Mapping[Any, torch.Tensor]) -> bool:
         return self.stored.complete(found)
@@ -127,9 +127,10 @@ def own_stacks_mapper(mixtures: Iterable[Mixture]) -> WeightsMapper:
     stacks = [stack.stored.name for mixture in mixtures for stack in mixture.values() if isinstance(stack, OwnStack)]
     if not stacks:
         return WeightsMapper()
-    parts = re.compile(rf"\.experts\.({'|'.join(PROJECTIONS)})\.(\w+)$")
-    stops = re.compile(rf"^({'|'.join(map(re.escape, stacks))})$")
-    return WeightsMapper(orig_to_new_regex={stops: None, parts: rf".experts.{INNER}.{PACKED}\1_\2"})
+    renamed: dict[re.Pattern[str], str | None] = {re.compile(rf"^({'|'.join(map(re.escape, stacks))})$"): None}
+    for ours, theirs in PROJECTIONS.items():
+        renamed[re.compile(rf"\.experts\.{ours}\.(\w+)$")] = rf".experts.{INNER}.{PACKED}{theirs}_\1"
+    return WeightsMapper(orig_to_new_regex=renamed)
 
 
 class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
