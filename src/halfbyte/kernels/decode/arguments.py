@@ -79,7 +79,7 @@ class Results(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A launch's arguments as device code passes them on. repeats: sequences of q for each of keys and values, pages apart."""
+    """A launch's arguments as device code passes them on. repeats: sequences of q for each of keys and values, pages separately."""
 
     q: Queries
     k: KV

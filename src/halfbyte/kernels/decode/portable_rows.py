@@ -16,7 +16,7 @@ from halfbyte.kernels.decode.portable_softmax import LOG2E, operand
 Queries = namedtuple("Queries", "rows batch head token dim")
 #: [B, Hq, L, Dv], fp32 [B, Hq, L], and fp32 for splits (`workspace_floats`).
 Results = namedtuple("Results", "out lse partial")
-#: A launch's arguments, keys and values apart, as device code passes them on; table0 and table1 are strides of the page table.
+#: A launch's arguments, keys and values separately, as device code passes them on; table0 and table1 are strides of the page table.
 #: Ragged queries have `bounds`, int32 [count + 1], of so many sequences, and so many `tokens`.
 Call = namedtuple(
     "Call",
@@ -30,7 +30,7 @@ Rows = namedtuple("Rows", "sequence head from_token queries query query_head val
 
 @dataclass(frozen=True)
 class Constants:
-    """What the kernel is compiled for, beside its formats. rows, tokens: of a block."""
+    """What the kernel is compiled for, next to its formats. rows, tokens: of a block."""
 
     page: int
     rotate: int
