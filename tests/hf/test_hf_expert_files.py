@@ -233,6 +233,7 @@ RELEASED = {
 @pytest.mark.filterwarnings("ignore:.*stay in 16 bits")
 @pytest.mark.parametrize("family", RELEASED)
 def test_a_load_tells_bytes_and_peak_once(family: str, tmp_path: Path, capfd: Any) -> None:
+    tf.utils.logging.enable_progress_bar()  # an evaluation in this process may have turned them off
     make, options = RELEASED[family]
     make(tmp_path / "released")
     while_loading = {"quantization_config": hf.HalfbyteConfig(**options)} if options else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, Shape, weight_format
@@ -20,9 +21,11 @@ from halfbyte.nn import QuantLayer, QuantLinear
 #: Small layers that choose experts: they stay in 16 bits, a wrong choice costs more than they weigh.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "weights_proj"})
 
-
 #: Small layers that a model multiplies by itself, without calling them (Mamba).
 UNCALLED = frozenset({"dt_proj"})
+
+#: Seconds before a progress bar shows.
+_PATIENCE = 3.0
 
 
 def linear_size(module: Any) -> tuple[int, int] | None:
@@ -160,7 +163,7 @@ def quantize_modules(
         asked |= {name: (target, fmt) for name, target in find_lm_head(model, fmt).items()}
     check_loaded({name: target for name, (target, _) in asked.items()})
     made: dict[Target, QuantLayer] = {}
-    for name, (target, fmt) in asked.items():
+    for name, (target, fmt) in logging.tqdm(asked.items(), desc="Quantizing", unit=" weights", delay=_PATIENCE):
         if target not in made:
             made[target] = quantized(name, target, fmt, clip)
     if lm_head is not None:
