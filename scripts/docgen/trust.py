@@ -25,7 +25,9 @@ def version_table() -> str:
     for name, corner in of_tests("trust", "versions", "CORNERS").items():
         figure = ("not run", "", "")
         if mine := _records(f"versions: {name}"):
-            figure = f"{mine[-1]['count']:,}", str(len(mine[-1]["failures"])), _where(mine[-1]["environment"])
+            last, files = mine[-1], len(mine[-1]["tests"])
+            part = "" if last["tests"] == ["tests"] else f" in {files} of the suite's files"
+            figure = f"{last['count']:,}{part}", str(len(last["failures"])), _where(last["environment"])
         lines.append((name, corner.python, corner.torch, corner.transformers, corner.triton, corner.when, *figure))
     head = ("corner", "Python", "torch", "transformers", "Triton", "by", "passed", "failed", "last run")
     return str(tables.markdown(head, lines))
