@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.layer import SCALE_TYPES, Expanded, StoredLayer, only, setting
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, Unsupported
 
 
 class BlockFp8(Expanded):
@@ -38,7 +38,7 @@ class BlockFp8(Expanded):
         only(config, "expert_dtype", ("fp8",), "fp8", name)
         block = setting(config, "weight_block_size", list, None)
         if block is None:
-            only({"weight_block_size": "null"}, "weight_block_size", ([128, 128],), None, name)
+            raise Unsupported(f"{name} without weight_block_size; halfbyte reads scales of blocks, such as [128, 128]")
         if len(block) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in block):
             raise CheckpointError(f"quantization_config has weight_block_size={repr(block)[:80]}; expected two positive integers")
         self.block: tuple[int, int] = (block[0], block[1])

@@ -18,7 +18,6 @@ import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.utils import set_weight_attrs
 
 from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, stack
 from halfbyte.errors import CheckpointError, Unsupported
@@ -27,7 +26,7 @@ from halfbyte.ops.experts_linear import experts_of_parts
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, rows_of, without_nested_scales
-from halfbyte.vllm.stored import Foreign, Own, parameter
+from halfbyte.vllm.stored import Foreign, Own, catcher, counted, parameter
 
 #: The projections of a mixture as folders of halfbyte call them, and vLLM.
 PROJECTIONS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -165,9 +164,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         layer.halfbyte_catchers = {}
         for index, stored in enumerate(self.stacks):
             for name, count in stored.tensors(self.moe.has_bias).items():
-                catcher = Parameter(torch.empty(count, dtype=torch.uint8), requires_grad=False)
-                set_weight_attrs(catcher, {"weight_loader": self._loader(layer, index, name)})
-                layer.register_parameter(name, catcher)
+                layer.register_parameter(name, catcher(count, self._loader(layer, index, name)))
                 layer.halfbyte_catchers[name] = index
         if isinstance(self.stacks[0], OwnStack):
             layer.load_weights = _load_weights_of(layer)
@@ -190,9 +187,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
             expert_id: int = 0,
             return_success: bool = False,
         ) -> bool | None:
-            if param.is_meta:  # vLLM counts elements, and loads once they are all there
-                param[:1].copy_(param[:1])
-            else:
+            if not counted(param):
                 self._catch(there(), index, stored.key(name, expert_id, shard_id), param.device, loaded_weight)
             return True if return_success else None
 

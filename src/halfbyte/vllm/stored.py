@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.nn import Parameter
+from vllm.model_executor.utils import set_weight_attrs
 
 from halfbyte.checkpoints.layer import Adapter, StoredLayer
 from halfbyte.checkpoints.safetensors_files import check_perm, check_scales
@@ -19,6 +21,20 @@ Found = Mapping[str, torch.Tensor]
 def parameter(part: str) -> str:
     """The name of the parameter that catches tensors of this name below a module."""
     return part.replace(".", "_")
+
+
+def catcher(count: int, loader: Callable[..., bool | None]) -> Parameter:
+    """A parameter for `count` tensors of the files, each of which vLLM gives to `loader`."""
+    made = Parameter(torch.empty(count, dtype=torch.uint8), requires_grad=False)
+    set_weight_attrs(made, {"weight_loader": loader})
+    return made
+
+
+def counted(param: Parameter) -> bool:
+    """Whether vLLM only counts the elements of a tensor's parameter, before it loads them all at once (`reload_weights`)."""
+    if param.is_meta:
+        param[:1].copy_(param[:1])
+    return bool(param.is_meta)
 
 
 class Own(NamedTuple):

@@ -24,7 +24,6 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVP
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from halfbyte.checkpoints.adapters import OWN, make_adapter
@@ -36,7 +35,7 @@ from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.experts import HalfbyteExperts, own_stacks_mapper, sorted_out
 from halfbyte.vllm.options import check_saved
 from halfbyte.vllm.shares import columns_of, merged, rows_of, without_nested_scales
-from halfbyte.vllm.stored import Foreign, Own, foreign_weights, parameter
+from halfbyte.vllm.stored import Foreign, Own, catcher, counted, foreign_weights, parameter
 
 #: What transformers and some of vLLM's models call the module that holds experts.
 RENAMED = (".mlp.", ".block_sparse_moe.")
@@ -181,9 +180,8 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         self._forget(layer)
         held = [stored.tensors(input_size) for stored in self.stored]
         for name in sorted(set().union(*held)):
-            catcher = Parameter(torch.empty(sum(name in names for names in held), dtype=torch.uint8), requires_grad=False)
-            set_weight_attrs(catcher, {"weight_loader": self._loader(layer, name)})
-            layer.register_parameter(parameter(name), catcher)
+            made = catcher(sum(name in names for names in held), self._loader(layer, name))
+            layer.register_parameter(parameter(name), made)
         layer.halfbyte_catchers = sorted(parameter(name) for name in set().union(*held))
 
     def _forget(self, layer: Any) -> None:
@@ -196,9 +194,7 @@ class HalfbyteLinear(LinearMethodBase):  # type: ignore[misc]
         there = weakref.ref(layer)
 
         def load(param: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
-            if param.is_meta:  # vLLM counts elements, and loads once they are all there
-                param[:1].copy_(param[:1])
-            else:
+            if not counted(param):
                 shard = getattr(loaded, "shard_id", None) if shard_id is None else shard_id
                 self._catch(there(), name, param.device, loaded, shard)
 
