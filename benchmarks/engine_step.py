@@ -176,10 +176,10 @@ class Packed:
     def append(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         append_slots(k, v, *self.buffers, slots)
 
-    def attend(self) -> torch.Tensor:
+    def attend(self, deterministic_batch: bool = False) -> torch.Tensor:
         out = torch.empty_like(self.step.q)
         for rows, starts, longest, view in self.parts:
-            attention_varlen(self.step.q[rows], view, starts, longest, out=out[rows])
+            attention_varlen(self.step.q[rows], view, starts, longest, out=out[rows], deterministic_batch=deterministic_batch)
         return out
 
     def decode(self) -> torch.Tensor:

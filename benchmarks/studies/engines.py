@@ -1,8 +1,9 @@
 """Study `engines`: the attention of an engine's step over packed pages, beside vLLM's own kernels.
 
 A layer of Llama-3-8B. "step" appends the new tokens by slot and attends, "attention" leaves the append out; both run what the vLLM
-plugin runs: requests that decode in one call, the chunk of a prompt in another. vLLM's kernels store 16 bits, INT8 or INT4 with a
-scale per token and head, as "int8" and "int4" of halfbyte do; see `benchmarks.baselines.vllm_kernels` for where they come from.
+plugin runs: requests that decode in one call, the chunk of a prompt in another; with `deterministic_batch` as well, which vLLM asks
+for by VLLM_BATCH_INVARIANT. vLLM's kernels store 16 bits, INT8 or INT4 with a scale per token and head, as "int8" and "int4" of
+halfbyte do; see `benchmarks.baselines.vllm_kernels` for where they come from.
 torch in 16 bits reads contiguous memory instead of pages. Host times are those of eager calls; an engine with CUDA graphs pays only
 `build`, once a step.
 """
@@ -47,7 +48,7 @@ CASES = (
     Requests(1, 1024),
 )
 QUICK, CPU = CASES[:2], (Requests(2, 96), Requests(2, 40, prompt=24, past=30))
-STEP, ATTENTION, DECODE = "step", "attention", "decode_attention"
+STEP, ATTENTION, DECODE, INVARIANT = "step", "attention", "decode_attention", "attention, deterministic_batch"
 
 
 def jobs(session: Session) -> list[Job]:
@@ -80,7 +81,9 @@ class StepJob:
     def _measure(
         self, session: Session, step: Step, make: Callable[[], Packed | VllmCache], library: str, formats: str
     ) -> list[Record]:
-        names = [STEP, ATTENTION] + [DECODE] * (library == "halfbyte" and not self.requests.prompt)
+        names = [STEP, ATTENTION]
+        if library == "halfbyte":
+            names += [DECODE] * (not self.requests.prompt) + [INVARIANT]
         names = [name for name in names if session.wants(self.name, formats, f"{library} {name}")]
         if not names:
             return []
@@ -137,7 +140,12 @@ def _way(name: str, step: Step) -> Callable[[Any], torch.Tensor]:
         cache.append(step.k, step.v, step.slots)
         return cache.attend()
 
-    return {STEP: whole, ATTENTION: lambda cache: cache.attend(), DECODE: lambda cache: cache.decode()}[name]
+    return {
+        STEP: whole,
+        ATTENTION: lambda cache: cache.attend(),
+        DECODE: lambda cache: cache.decode(),
+        INVARIANT: lambda cache: cache.attend(deterministic_batch=True),
+    }[name]
 
 
 def _judge(step: Step, cache: Cache) -> Callable[[Any], Accuracy]:
@@ -273,7 +281,7 @@ def drawn(measured: Sequence[Record]) -> list[str]:
 
 
 def says(measured: Sequence[Record]) -> list[str]:
-    """Against vLLM at the same bits, against decode_attention, and on the host."""
+    """Against vLLM at the same bits, against decode_attention and itself with deterministic_batch, and on the host."""
     told = []
     against = {f: found for f in FORMATS if (found := faster(measured, STEP, f"vllm {STEP}", f))}
     if against:
@@ -281,6 +289,8 @@ def says(measured: Sequence[Record]) -> list[str]:
         told.append(f"Append and attention of a step run {' and '.join(parts)} as vLLM's kernels at the same bits.")
     if found := faster(measured, ATTENTION, f"halfbyte {DECODE}"):
         told.append(f"Over a batch that decodes, attention_varlen is {_range(found)} times as fast as decode_attention.")
+    if found := faster(measured, ATTENTION, f"halfbyte {INVARIANT}"):
+        told.append(f"With deterministic_batch attention takes {_range(found)} times as long.")
     host = [r for r in measured if r.op == HOST and r.seconds]
     if host:
         each = "; ".join(f"{r.implementation} {us(r.seconds)} us ({r.case.rpartition(', ')[2]})" for r in host)

@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("requests", [Requests(2, 20), MIXED])
 def test_it_runs_on_a_cpu(requests: Requests) -> None:
     measured = session(pattern="int4|sdpa$").run([engines.StepJob(requests)])
-    ours = [engines.STEP, engines.ATTENTION] + [engines.DECODE] * (not requests.prompt)
+    ours = [engines.STEP, engines.ATTENTION] + [engines.DECODE] * (not requests.prompt) + [engines.INVARIANT]
     expected = [(formats, f"halfbyte {part}") for formats in engines.FORMATS[1:] for part in ours]
     assert [(r.formats, r.implementation) for r in measured] == [*expected, ("bf16", "torch sdpa")]
     assert all(r.seconds and r.error is not None and not r.refused for r in measured)
@@ -54,9 +54,21 @@ def test_it_runs_on_a_cpu(requests: Requests) -> None:
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Packed.attend
     monkeypatch.setattr(Packed, "attend", lambda self: 1.05 * right(self))
-    wrong = session(pattern="halfbyte attention").run([engines.StepJob(MIXED)])
+    wrong = session(pattern="halfbyte attention$").run([engines.StepJob(MIXED)])
     assert [r.seconds for r in wrong] == [None] * len(engines.FORMATS)
     assert "exceeds the allowed" in wrong[0].refused
+
+
+def test_what_is_said_of_deterministic_batch_ran_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    right = engine_step.attention_varlen
+    monkeypatch.setattr(
+        engine_step, "attention_varlen", lambda *args, **kw: asked.append(kw["deterministic_batch"]) or right(*args, **kw)
+    )
+    for name, expected in ((engines.ATTENTION, {False}), (engines.INVARIANT, {True})):
+        asked.clear()
+        assert session(pattern=f"int8 halfbyte {name}$").run([engines.StepJob(MIXED)])
+        assert set(asked) == expected
 
 
 def test_a_step_stores_its_tokens() -> None:
@@ -102,6 +114,7 @@ def test_sources_without_the_kernels_are_named(tmp_path, monkeypatch: pytest.Mon
 def test_how_it_is_told() -> None:
     here, measured = session(), list[Record]()
     times = {"halfbyte step": 2e-4, "halfbyte attention": 1.9e-4, "halfbyte decode_attention": 1.9e-4, "vllm step": 6e-4}
+    times |= {f"halfbyte {engines.INVARIANT}": 3.8e-4}
     for formats in ("int8", "int4"):
         for name, seconds in times.items():
             blank = Record(engines.OP, {"B": 64}, formats, name, 10**6, here.environment, case="engines, 64 x 8,192")
@@ -117,6 +130,7 @@ def test_how_it_is_told() -> None:
         "Append and attention of a step run 3.00 times as fast in int8 and 3.00 times as fast in int4 as vLLM's kernels at the "
         "same bits.",
         "Over a batch that decodes, attention_varlen is 1.00 times as fast as decode_attention.",
+        "With deterministic_batch attention takes 2.00 times as long.",
         "Host time of eager calls: build 20.0 us (decode).",
     ]
     assert "64 x 8,192, int8" in engines.drawn(measured)[0]

@@ -46,8 +46,8 @@ def main(checkout: str, *options: str) -> int:
         raise SystemExit(f"{checkout}: no source tree of vLLM; it lacks {TESTS}")
     here = str(Path(__file__).absolute().parent)
     os.chdir(checkout)
-    sys.path[:0] = [os.getcwd(), here]
-    plugins = f"--noconftest -p {Path(__file__).stem} -p no:cacheprovider"
+    sys.path += [os.getcwd(), here]  # behind the installed vLLM, which is to be tested
+    plugins = f"--noconftest -p {Path(__file__).stem} -p no:cacheprovider --import-mode=append"
     options = ("-k", APPLY, *options)
     return int(pytest.main([TESTS, "--rootdir", ".", "-c", os.devnull, *plugins.split(), "-q", "-W", "ignore", *options]))
 
