@@ -1,5 +1,5 @@
-"""`python -m benchmarks experts`: mixtures of experts, both projections: decoding against reading the experts that are hit, and
-prompts against a grouped GEMM in 16 bits.
+"""`python -m benchmarks experts`: mixtures of experts, both projections: decoding against reading the experts that are hit and, in
+MXFP4, against Triton's own kernel; prompts against a grouped GEMM in 16 bits.
 
 Tokens choose their experts at random. Bytes are those of the experts that are hit, each once. All calls of a case use the same
 ids; each has a copy of the stack, more of them than the L2 cache holds. On a CPU one small mixture.
@@ -7,7 +7,7 @@ ids; each has a copy of the stack, more of them than the L2 cache holds. On a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,23 +15,25 @@ import torch
 import torch.nn.functional as F
 
 import halfbyte
-from benchmarks.targets import Target, judge
+from benchmarks.baselines import triton_experts
+from benchmarks.targets import Figures, Target, judge
+from halfbyte.errors import Unsupported
 from halfbyte.formats import weight_format
 from halfbyte.measure.checks import Accuracy, linear_accuracy
 from halfbyte.measure.linear import copies_of
 from halfbyte.measure.records import Record, with_timing
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
-from halfbyte.measure.trials import Outcome, Trial, one_by_one
+from halfbyte.measure.trials import Outcome, Trial, one_by_one, reason
 from halfbyte.plans import plan
 from halfbyte.reference.experts import Activation, ExpertsCall, expert_values, experts_linear, hit
 from halfbyte.tensors import QuantTensor
 
 TOKENS, PROMPTS = (1, 4, 16, 64), (512, 2048, 8192)
-#: Shares of the roofline by number of tokens; and how many times faster than 16 bits a prompt must be.
-BARS, PROMPT_BAR = {1: 0.85, 4: 0.85, 16: 0.7}, 1.0
-#: The 16-bit peer of prompts.
-GROUPED = "grouped GEMM"
+#: Shares of the roofline by number of tokens; how many times faster than Triton's kernel those are, and a prompt than 16 bits.
+BARS, TRITON_BAR, PROMPT_BAR = {1: 0.85, 4: 0.85, 16: 0.7}, 1.5, 1.0
+#: The 16-bit peer of prompts, and that of MXFP4 where it cannot be had.
+GROUPED, TRITON = "grouped GEMM", "triton_kernels"
 #: Weights that are drawn and quantized at a time.
 _PIECE = 1 << 26
 
@@ -126,43 +128,71 @@ class ProjectionJob:
         return ExpertsCall(x, stack, ids, gates, bias, None if self.down else layer.activation)
 
     def _case(self, session: Session, call: ExpertsCall, impls: Sequence[str]) -> Iterator[Record]:
-        """The records of one number of tokens: the peer's, if it is a prompt, and ours."""
+        """The records of one number of tokens: those of peers, and ours."""
         (experts, n, k), (tokens, top_k), found = call.weight.shape, call.ids.shape, len(hit(call))
         nbytes, name, case = call.weight.nbytes * found // experts, self.layer.formats, self.case(tokens)
         copies = max(2, session.copies(nbytes))
-        stacks = copies_of(call.weight, copies)
-        judge_one = one_by_one(promise(call))
+        stacks, promised = copies_of(call.weight, copies), promise(call)
+        judge_one = one_by_one(promised)
         trials = {
             impl: Trial(f"{self.name} {impl}", Work([partial(_run, call._replace(weight=w), impl) for w in stacks]), judge_one)
             for impl in impls
         }
+        peers: dict[str, Trial] = {}
+        others: dict[str, Outcome] = {}
         if tokens in self.layer.prompts:
-            trials[GROUPED] = Trial(f"{self.name} {GROUPED}", Work([partial(grouped, call, _values(call))]), judge_one)
+            peers[GROUPED] = Trial(f"{self.name} {GROUPED}", Work([partial(grouped, call, _values(call))]), judge_one)
+        elif name == "mxfp4" and session.device.kind == "cuda":
+            try:
+                peers = in_triton(self.name, call, copies, promised)
+            except Exception as error:
+                others[TRITON] = Outcome(refused=reason(error))
         shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
         blank = Record(self.op, shape, name, "", nbytes, session.environment, case=case)
         warm = "" if is_cold(copies, nbytes, session.device.cache_bytes) else ", partly from cache"
-        outcomes = session.time(trials)
-        peer = outcomes.pop(GROUPED, None)
-        if peer is not None:
-            yield _finished(session, replace(blank, formats="bf16", implementation=GROUPED), peer, "", None)
-        for impl, outcome in outcomes.items():
-            yield _finished(session, replace(blank, implementation=f"halfbyte {impl}"), outcome, warm, peer)
+        outcomes = session.time(peers | trials)
+        others |= {peer: outcomes[peer] for peer in peers}
+        for peer, outcome in others.items():
+            r = replace(blank, formats="bf16" if peer == GROUPED else name, implementation=peer)
+            yield _finished(session, r, outcome, "" if peer == GROUPED else warm, {})
+        for impl in trials:
+            yield _finished(session, replace(blank, implementation=f"halfbyte {impl}"), outcomes[impl], warm, others)
 
 
-def _finished(session: Session, r: Record, outcome: Outcome, warm: str, peer: Outcome | None) -> Record:
-    """The record with its time, or why it has none, and with its bar."""
+def in_triton(name: str, call: ExpertsCall, copies: int, promised: Callable[[torch.Tensor], Accuracy]) -> dict[str, Trial]:
+    """Triton's own kernel in each of its ways. Raises where it cannot be had."""
+    if missing := triton_experts.missing():
+        raise Unsupported(missing)
+    made = triton_experts.Experts(call, copies)
+    judge_one = one_by_one(lambda out: promised(made.result(out)))
+    return {way.name: Trial(f"{name} {way.name}", Work(made.calls(way)), judge_one) for way in triton_experts.WAYS}
+
+
+def _finished(session: Session, r: Record, outcome: Outcome, warm: str, others: Mapping[str, Outcome]) -> Record:
+    """The record with its time, or why it has none; ours with its bar, beside peers."""
     timing, bars = outcome.timing, _bars(r)
     if timing is None or outcome.accuracy is None:
         return replace(r, refused=f"{r.case} {r.implementation}: {outcome.refused}", bars=judge(bars, {}))
     r = with_timing(r, replace(timing, method=timing.method + warm), outcome.accuracy)
-    if r.implementation == GROUPED:
+    if not r.implementation.startswith("halfbyte"):
         return r
     r = session.against_roofline(r)
-    share: float | None = None if NOT_CAPTURED in r.method else r.roof_share
-    if peer is not None and peer.timing is not None:
-        r = replace(r, peer=GROUPED, peer_seconds=peer.timing.median)
-    faster = r.peer_seconds / r.seconds if r.peer_seconds and r.seconds else None
-    return replace(r, bars=judge(bars, {"roof_share": share, "times_16_bit": faster}))
+    captured = {peer: o.timing for peer, o in others.items() if o.timing and NOT_CAPTURED not in o.timing.method}
+    seconds = {peer: timing.median for peer, timing in captured.items()}
+    if GROUPED in seconds:
+        r = replace(r, peer=GROUPED, peer_seconds=seconds.pop(GROUPED))
+    return replace(r, bars=judge(bars, figures(r, min(seconds.values(), default=None))))
+
+
+def figures(r: Record, triton: float | None) -> Figures:
+    """What the bars ask for; `triton`: seconds of Triton's own kernel. Times that are not those of a graph are not judged."""
+    if not r.seconds or NOT_CAPTURED in r.method:
+        return {}
+    return {
+        "roof_share": r.roof_share,
+        "times_16_bit": r.peer_seconds / r.seconds if r.peer_seconds else None,
+        "times_4_bit": triton / r.seconds if triton else None,
+    }
 
 
 def _bars(r: Record) -> list[Target]:
@@ -171,7 +201,8 @@ def _bars(r: Record) -> list[Target]:
         return []
     tokens = r.shape["T"]
     if tokens in BARS:
-        return [Target(r.case, r.formats, "roof_share", BARS[tokens])]
+        triton = [Target(r.case, r.formats, "times_4_bit", TRITON_BAR)] if r.formats == "mxfp4" else []
+        return [Target(r.case, r.formats, "roof_share", BARS[tokens]), *triton]
     return [Target(r.case, r.formats, "times_16_bit", PROMPT_BAR)] if tokens > max(TOKENS) else []
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks import experts_cases
+from benchmarks.baselines import triton_experts
 from halfbyte.device import describe
+from halfbyte.errors import InvalidArgument
+from halfbyte.measure.records import Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.reference.experts import ExpertsCall
 
@@ -57,3 +62,25 @@ def test_layers_on_a_gpu() -> None:
     jobs = experts_cases.jobs(["auto", "triton"], "cuda")
     assert len({job.name for job in jobs}) == 2 * len(experts_cases.LAYERS)
     assert len(experts_cases.jobs(["auto"], "cuda", quick=True)) == 2
+
+
+def test_mxfp4_is_held_against_tritons_own_kernel() -> None:
+    """The fastest of its ways, where there is a time of one and ours is that of a graph."""
+    blank = Record(
+        "experts_linear", {"T": 4}, "mxfp4", "halfbyte auto", 1, session().environment, case="4 tokens", method="cuda graph"
+    )
+    assert [(bar.quantity, bar.bound) for bar in experts_cases._bars(blank)] == [("roof_share", 0.85), ("times_4_bit", 1.5)]
+    ours = replace(blank, seconds=2e-6)
+    assert experts_cases.figures(ours, 4e-6)["times_4_bit"] == pytest.approx(2.0)
+    assert experts_cases.figures(ours, None)["times_4_bit"] is None
+    assert not experts_cases.figures(replace(ours, method="cuda, not captured (why)"), 4e-6)
+    assert len({way.name for way in triton_experts.WAYS}) == len(triton_experts.WAYS)
+
+
+def test_a_folder_without_tritons_kernel_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_KERNELS", raising=False)
+    assert "TRITON_KERNELS names no folder" in triton_experts.missing()
+    monkeypatch.setenv("TRITON_KERNELS", str(tmp_path))
+    assert triton_experts.missing() == ""
+    with pytest.raises(InvalidArgument, match=r"lacks .*matmul_ogs\.py.*; expected the folder of the package triton_kernels"):
+        triton_experts.package()
