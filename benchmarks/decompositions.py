@@ -16,6 +16,7 @@ import torch
 from halfbyte.device import Device, resident_blocks
 from halfbyte.errors import Unsupported
 from halfbyte.plans.linear import gluon_linear
+from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.settings import interpreted, pair_launches
 from halfbyte.tensors import QuantTensor
 
@@ -113,18 +114,10 @@ class Halfbyte:
         from halfbyte.kernels.linear.ring import weights_of
 
         n, k = stored[0].shape
-        plan = gluon_linear(
-            [(stored[0].format, n)],
-            m=x.shape[0],
-            width=k,
-            dtype="bf16",
-            num_sms=device.sm_count or 1,
-            capability=device.capability or (0, 0),
-            use_pdl=pair_launches(),
-        )
+        plan = gluon_linear(LinearProblem(((stored[0].format, n),), x.shape[0], k, "bf16"), device.gpu, pair_launches())
         if isinstance(plan, str):
             raise Unsupported(plan)
-        slots = (device.sm_count or 1) * plan.programs_per_sm
+        slots = device.gpu.num_sms * plan.programs_per_sm
         count = {"data-parallel": plan.tiles, "split-k": plan.tiles * cut.splits, "stream-k": slots}[cut.kind]
         if count > plan.tiles * plan.steps:
             raise Unsupported(f"{count} programs for {plan.tiles} tiles of {plan.steps} steps")

@@ -18,7 +18,7 @@ import torch
 import halfbyte
 from benchmarks.tuning_choices import linear_choices
 from benchmarks.tuning_store import Store
-from halfbyte.device import Device
+from halfbyte.device import GPU
 from halfbyte.formats import weight_format
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused
 from halfbyte.measure.linear import copies_of, promise
@@ -26,9 +26,9 @@ from halfbyte.measure.records import Record
 from halfbyte.measure.session import Candidate, Case, Session, reason
 from halfbyte.measure.timing import NOT_CAPTURED, Effort, paired_launches
 from halfbyte.ops import by_plan
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
-from halfbyte.plans.tuning_cache import LinearProblem, TunedEntry
+from halfbyte.plans.tuning_cache import TunedEntry
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 
 #: How much is measured of every choice, and of those that are left.
@@ -75,17 +75,14 @@ class LinearTuning:
     def name(self) -> str:
         return f"{','.join(map(str, self.features))} x {self.width}, {self.rows} row{'s' * (self.rows > 1)}"
 
-    def planned(self, device: Device, quick: bool) -> Planned:
+    def planned(self, gpu: GPU, quick: bool) -> Planned:
         """Its problem with all plans."""
-        num_sms, capability = facts_of(device)
-        weights = [(weight_format(self.formats), n) for n in self.features]
-        problem = LinearProblem.of(weights, self.rows, self.width, "bf16")
-        size: dict[str, Any] = {"m": self.rows, "width": self.width, "dtype": "bf16"}
-        first = tuned_linear(weights, **size, num_sms=num_sms, capability=capability, use_pdl=True)
+        weights = tuple((weight_format(self.formats), n) for n in self.features)
+        where = LinearProblem(weights, self.rows, self.width, "bf16"), gpu
+        first = tuned_linear(*where, use_pdl=True)
         if isinstance(first, str):
-            return Planned(problem, {}, first)
-        where = (self.features, self.width, num_sms, capability)
-        return Planned.of(problem, {c: with_linear_choice(first, c, *where) for c in linear_choices(first, *where)}, quick)
+            return Planned(where[0], {}, first)
+        return Planned.of(where[0], {c: with_linear_choice(first, c, *where) for c in linear_choices(first, *where)}, quick)
 
     def measure(self, session: Session) -> Iterator[Record]:
         """The analytic plan's record, and the tuned one's where there is one."""
@@ -123,11 +120,6 @@ def _judge_of(judges: Sequence[Callable[[torch.Tensor], Accuracy]]) -> Judge:
     return judge
 
 
-def facts_of(device: Device) -> tuple[int, tuple[int, int]]:
-    """(multiprocessors, compute capability)."""
-    return device.sm_count or 1, device.capability or (0, 0)
-
-
 # --------------------------------------------------------------------------------------------------------------- measuring
 
 
@@ -140,7 +132,7 @@ def _tuned(
 ) -> Iterator[Record]:
     """Measure one problem and store what was found; the records of the analytic plan and of what beats it."""
     session.free()
-    planned = job.planned(session.device, session.options.quick)
+    planned = job.planned(session.device.gpu, session.options.quick)
     refused, notes, records = planned.refused and f"the tuned kernels do not run it: {planned.refused}", list[str](), {}
     try:
         records = {} if refused else _timed(session, job, shape, planned, ready, notes)

@@ -97,11 +97,11 @@ def _jobs(
 
 
 def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
-    from benchmarks.tune import HEADERS, facts_of, left_out, says, table_rows
+    from benchmarks.tune import HEADERS, left_out, says, table_rows
     from halfbyte.measure.precompile import compile_ahead
 
-    planned = [job.planned(session.device, session.options.quick) for job in jobs]
-    compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), facts_of(session.device)[1])
+    planned = [job.planned(session.device.gpu, session.options.quick) for job in jobs]
+    compile_ahead(((one.problem, plan) for one in planned for plan in one.plans.values()), session.device.gpu.capability)
     session.run(jobs)
     if not session.options.json:
         session.show_table(f"plans on {session.device.name}", HEADERS, table_rows(session.records), text_columns=2)
@@ -117,16 +117,15 @@ def _run(session: Session, jobs: Sequence[LinearTuning], store: Store) -> None:
 def _list(jobs: Sequence[LinearTuning], quick: bool) -> None:
     """What would be measured on the GPU here, else on an H200."""
     from halfbyte.cli.inspect import this_gpu
-    from halfbyte.device import Device, gpu_count
+    from halfbyte.device import gpu_count
 
-    name, num_sms, capability = this_gpu()
-    gpu = Device("cuda", name, 0, 0, 0, 0, 0, capability, num_sms)
+    gpu = this_gpu()
     planned = [(job, job.planned(gpu, quick)) for job in jobs]
     for job, one in planned:
         print(f"{job.name}, {job.formats}: {one.refused or f'{len(one.plans)} choices'}")
     kernels = {(type(one.problem), plan.spec) for _, one in planned for plan in one.plans.values()}
     choices = sum(len(one.plans) for _, one in planned)
-    where = f"{name}{'' if gpu_count() else '; there is no GPU here'}"
+    where = f"{gpu.name}{'' if gpu_count() else '; there is no GPU here'}"
     print(f"{len(planned)} problems, {choices} choices, {len(kernels)} kernels to compile, for {where}")
 
 

@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
+from halfbyte.device import GPU
 from halfbyte.plans.linear import even_programs, fewest_programs
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
-from halfbyte.plans.tuning_space import (
-    CHUNKS,
-    STAGES,
-    TILES,
-    WGMMA_CHUNKS,
-    LinearChoice,
-    with_linear_choice,
-)
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
+from halfbyte.plans.tuning_space import CHUNKS, STAGES, TILES, WGMMA_CHUNKS, LinearChoice, with_linear_choice
 
 #: How many choices of a problem are measured.
 MOST_CHOICES = 24
 
 
-def linear_choices(
-    plan: LinearPlan, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
-) -> list[LinearChoice]:
+def linear_choices(plan: LinearPlan, problem: LinearProblem, gpu: GPU) -> list[LinearChoice]:
     """Choices worth measuring, that of the plan first: its shape and its neighbours', each cut in several ways."""
     first = linear_choice(plan)
-    shapes = list(_linear_shapes(plan, first, features, width, num_sms, capability))
+    shapes = list(_linear_shapes(plan, first, problem, gpu))
     found = [first]
     for shape in (first, *shapes):
-        made = with_linear_choice(plan, replace(shape, programs=1), features, width, num_sms, capability)
+        made = with_linear_choice(plan, replace(shape, programs=1), problem, gpu)
         assert isinstance(made, LinearPlan), made
-        slots = num_sms * shape.blocks
-        counts = [fewest_programs(made.tiles, made.steps, num_sms, shape.blocks), slots]
+        slots = gpu.num_sms * shape.blocks
+        counts = [fewest_programs(made.tiles, made.steps, gpu.num_sms, shape.blocks), slots]
         counts.append(even_programs(made.tiles, made.steps, slots))
         if made.tiles <= 2 * slots:  # one tile each, or as many equal parts of each as fill the GPU once or twice
             parts = [made.tiles * n for n in range(1, 9)]
             counts += [n for n in parts if 0.5 * slots <= n <= 2 * slots][: None if shape is first else 2]
         for count in counts:
             choice = replace(shape, programs=count)
-            if isinstance(with_linear_choice(plan, choice, features, width, num_sms, capability), LinearPlan):
+            if isinstance(with_linear_choice(plan, choice, problem, gpu), LinearPlan):
                 found.append(choice)
     return list(dict.fromkeys(found))[:MOST_CHOICES]
 
 
-def _linear_shapes(
-    plan: LinearPlan, first: LinearChoice, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
-) -> Iterator[LinearChoice]:
+def _linear_shapes(plan: LinearPlan, first: LinearChoice, problem: LinearProblem, gpu: GPU) -> Iterator[LinearChoice]:
     """Other shapes of tile, chunk and programs at once, each with as many stages as fit."""
     few = isinstance(plan.spec, LinearSpec)
     tiles = TILES[plan.spec.warps_m] if isinstance(plan.spec, LinearSpec) else (first.tile,)
@@ -55,7 +45,7 @@ def _linear_shapes(
             continue  # pieces of 64 bytes of a row were the slowest of all
         for stages in STAGES if few else range(8, 2, -1):
             shape = LinearChoice(tile, chunk, stages, blocks, 1)
-            if isinstance(with_linear_choice(plan, shape, features, width, num_sms, capability), LinearPlan):
+            if isinstance(with_linear_choice(plan, shape, problem, gpu), LinearPlan):
                 yield shape
                 break
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from halfbyte.errors import InvalidArgument
 from halfbyte.paths import write_whole
-from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, LinearProblem, Table, TunedEntry, check_gpu, key_of, read
+from halfbyte.plans.linear_spec import LinearProblem
+from halfbyte.plans.tuning_cache import VERSION, DamagedPlans, Table, TunedEntry, check_gpu, key_of, read
 
 
 def write(file: Path, table: Table) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from halfbyte import KVCache
+from halfbyte.device import H200
 from halfbyte.ops import _decode_on_gpu, _library, _linear_on_gpu, launch_cache
 from halfbyte.ops import append as append_op
 from halfbyte.ops import decode_attention as attention_op
 from halfbyte.ops import linear as linear_op
+from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 
 
@@ -96,8 +98,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     gpu = Gpu()
 
-    def plan(weights: Any, m: int, width: int, dtype: str, device: Any, use_pdl: bool) -> Any:
-        return tuned_linear(weights, m=m, width=width, dtype=dtype, use_pdl=use_pdl, num_sms=132, capability=(9, 0))
+    def plan(problem: LinearProblem, device: Any, use_pdl: bool) -> Any:
+        return tuned_linear(problem, H200, use_pdl)
 
     watch_launches(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: gpu.jit(kernel, *args, **kwargs))

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.linear import async_copy, ring, sync
 from halfbyte.kernels.linear.ring import Weights
 from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearSpec
+from halfbyte.plans.linear_spec import LinearProblem, LinearSpec
 from machine.arithmetic import Array
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
@@ -30,7 +31,7 @@ WIDTHS |= {"int8_col": 2256, "int8_g128": 2304, "nf4": 2240, "mxfp4": 2176, "nvf
 def planned(name: str, rows: int, n: int) -> LinearSpec:
     """For two weights of n / 2 rows."""
     weight = (WEIGHT_FORMATS[name], n // 2)
-    found = gluon_linear([weight, weight], m=rows, width=WIDTHS[name], dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
+    found = gluon_linear(LinearProblem((weight, weight), rows, WIDTHS[name], "bf16"), H200, use_pdl=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, LinearSpec)
     return found.spec

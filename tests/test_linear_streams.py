@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear import sync
 from halfbyte.plans.linear import _scale_slots, gluon_linear
-from halfbyte.plans.linear_spec import LinearSpec
+from halfbyte.plans.linear_spec import LinearProblem, LinearSpec
 from machine.inline import Threads, on_block
 from machine.memory import SHARED
 
@@ -153,7 +154,7 @@ KEPT = [
 def kept(stages: int, slots: int, rows: int = 1) -> LinearSpec:
     """A plan with so many stages, and with slots for the scales of so many steps."""
     weight = WEIGHT_FORMATS["int4_sym_g128"]
-    found = gluon_linear([(weight, 8192)], m=rows, width=8192, dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True)
+    found = gluon_linear(LinearProblem(((weight, 8192),), rows, 8192, "bf16"), H200, use_pdl=True)
     assert not isinstance(found, str), found
     assert isinstance(found.spec, LinearSpec)
     return replace(found.spec, stages=stages, scale_slots=slots)

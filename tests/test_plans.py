@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte import plans
+from halfbyte.device import GPU, H200
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
@@ -31,9 +32,8 @@ from halfbyte.plans.decode_spec import DecodeWgmmaSpec, KVSpec, padded
 from halfbyte.plans.explain import explanation, linear_explanation
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_portable import EXACT_ROWS, LinearTiles, folds_exactly, linear_tiles
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 
-H200 = (132, (9, 0))
 LAYER = DecodeProblem(
     *("bf16", 8, 8, 4, 1, 128, 128, 8192, "int8", "int4_g32", 0, True, False, False, False),
     deterministic_batch=False,
@@ -152,21 +152,21 @@ def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
 
 
 def test_explain_tells_of_blocks() -> None:
-    facts = explanation(2, 32, 8, 128, 8192, 100, "int8", "int4_g32", 0, "bf16", False, *H200)
+    facts = explanation(2, 32, 8, 128, 8192, 100, "int8", "int4_g32", 0, "bf16", False, H200)
     assert facts["blocks"].startswith("4 a sequence, of 32 new tokens, 128 query rows")
     assert "many query rows" in facts["kernel"]
-    assert "blocks" not in explanation(2, 32, 8, 128, 8192, 32, "int8", "int4_g32", 0, "bf16", False, *H200)
+    assert "blocks" not in explanation(2, 32, 8, 128, 8192, 32, "int8", "int4_g32", 0, "bf16", False, H200)
 
 
 def test_explain_tells_of_sinks_and_recent_tokens() -> None:
-    facts = explanation(128, 8, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    facts = explanation(128, 8, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, H200, window=(64, 256))
     assert facts["kernel"].startswith("gluon")
     assert facts["window"] == "64 sink tokens and 256 recent ones in 16 bits, 21.0 MB"
     assert facts["tail"].startswith("5 chunks of 64 tokens in 16 bits")
-    facts = explanation(128, 8, 1, 128, 8192, 5, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    facts = explanation(128, 8, 1, 128, 8192, 5, "int4", "int4", 0, "bf16", False, H200, window=(64, 256))
     assert facts["blocks"].startswith("2 a sequence, of 4 new tokens, 32 query rows")
     assert facts["kernel"].startswith("gluon")
-    facts = explanation(128, 33, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, *H200, window=(64, 256))
+    facts = explanation(128, 33, 1, 128, 8192, 1, "int4", "int4", 0, "bf16", False, H200, window=(64, 256))
     assert "the tuned kernel reads them for 32 query rows" in facts["not gluon"]
 
 
@@ -427,25 +427,25 @@ def test_levels_are_named_where_they_are_explained() -> None:
 
 def test_an_explanation_says_which_kernel_and_why() -> None:
     sizes = (8, 32, 8, 128, 8192, 1, "int8", "int4_g32", 0, "bf16")
-    facts = explanation(*sizes, False, *H200)
+    facts = explanation(*sizes, False, H200)
     assert facts["kernel"].startswith("gluon")
     assert "64 work items" in facts["work"]
-    facts = explanation(*sizes, True, *H200)
+    facts = explanation(*sizes, True, H200)
     assert facts["kernel"].startswith("triton")
     assert "deterministic_batch" in facts["not gluon"]
     assert "1024 tokens each" in facts["splits"]
     with pytest.raises(InvalidArgument, match="heads=7/3"):
-        explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
+        explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, H200)
     with pytest.raises(InvalidArgument, match="dim=0"):
-        explanation(1, 6, 3, 0, 64, 1, "int8", "int8", 0, "bf16", False, *H200)
+        explanation(1, 6, 3, 0, 64, 1, "int8", "int8", 0, "bf16", False, H200)
 
 
 def explained(features: tuple[int, ...], rows: int, *weights: str, width: int = 4096) -> dict[str, str]:
-    return linear_explanation(features, width, weights, rows, "bf16", *H200)
+    return linear_explanation(features, width, weights, rows, "bf16", H200)
 
 
 def test_an_explanation_names_the_kernel_for_many_rows() -> None:
-    facts = explanation(8, 32, 8, 128, 8192, 16, "int8", "int4_g32", 0, "bf16", False, *H200)
+    facts = explanation(8, 32, 8, 128, 8192, 16, "int8", "int4_g32", 0, "bf16", False, H200)
     assert facts["kernel"].endswith("wgmma for many query rows")
     assert facts["tile"] == "64 tokens: 4 warps of 16 of 64 query rows"
 
@@ -456,9 +456,7 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     assert facts["partial sums"] == "none"
     assert "data-parallel" in facts["schedule"]
     assert "13.17 MB" in facts["bytes"]  # 6144 * 4096 / 2 of codes, 3 bytes for each 128
-    plan = gluon_linear(
-        [(WEIGHT_FORMATS["int4_g128"], 6144)], m=1, width=4096, dtype="bf16", num_sms=132, capability=(9, 0), use_pdl=True
-    )
+    plan = gluon_linear(LinearProblem(((WEIGHT_FORMATS["int4_g128"], 6144),), 1, 4096, "bf16"), H200, use_pdl=True)
     assert isinstance(plan, LinearPlan)
     assert facts["programs"].startswith(f"{plan.programs}, ")
     assert f"{plan.spec.shared_bytes / 1024:.0f} KB" in facts["ring"]
@@ -466,7 +464,7 @@ def test_an_explanation_of_a_product_follows_its_plan() -> None:
     facts = explained((4096, 1024, 1024), 64, "int4_g64", "nf4", "nvfp4")
     assert facts["kernel"].startswith("triton")
     assert "different formats" in facts["not gluon"]
-    tiles = linear_tiles([(WEIGHT_FORMATS["int4_g64"], 6144)], m=64, width=4096, num_sms=132)
+    tiles = portable("int4_g64", 6144, 64)
     assert facts["programs"] == f"{96 * tiles.splits} for 96 tiles"
     assert "nvfp4 [1024, 4096]" in facts["work"]
 
@@ -500,16 +498,23 @@ def test_an_explanation_of_no_product_is_refused(
     with pytest.raises(InvalidArgument, match="groups of 128"):
         explained((8,), 1, "int4_g128", width=4100)
     with pytest.raises(InvalidArgument, match="sms=0"):
-        linear_explanation((8,), 128, ("nf4",), 1, "bf16", 0, (9, 0))
+        linear_explanation((8,), 128, ("nf4",), 1, "bf16", H200._replace(num_sms=0))
 
 
 # ------------------------------------------------------------------------------------------- the portable kernel of `linear`
 
 
 def portable(
-    name: str = "int4_g128", n: int = 4096, rows: int = 1, width: int = 4096, num_sms: int = 132, **more: Any
+    name: str = "int4_g128",
+    n: int = 4096,
+    rows: int = 1,
+    width: int = 4096,
+    num_sms: int = 132,
+    capability: tuple[int, int] = (8, 0),
+    row_invariant: bool = False,
 ) -> LinearTiles:
-    return linear_tiles([(WEIGHT_FORMATS[name], n)], m=rows, width=width, num_sms=num_sms, **more)
+    problem = LinearProblem(((WEIGHT_FORMATS[name], n),), rows, width, "bf16")
+    return linear_tiles(problem, GPU("", num_sms, capability), row_invariant)
 
 
 @given(
@@ -524,7 +529,7 @@ def test_the_splits_of_a_product_cover_its_columns(
     weights: list[tuple[Format, int]], rows: int, width: int, num_sms: int, capability: tuple[int, int], invariant: bool
 ) -> None:
     """All of them, none twice, and no split without any; exact sums never mix groups that have scales of their own."""
-    t = linear_tiles(weights, m=rows, width=width, num_sms=num_sms, capability=capability, row_invariant=invariant)
+    t = linear_tiles(LinearProblem(tuple(weights), rows, width, "bf16"), GPU("", num_sms, capability), invariant)
     steps = -(-width // t.block_k)
     assert (t.splits - 1) * t.share < steps <= t.splits * t.share
     assert t.splits <= 32

@@ -8,24 +8,28 @@ import pytest
 import torch
 
 from halfbyte import quantize
+from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.packing import unpack_codes
 from halfbyte.plans import toolchain
 from halfbyte.plans.codebooks import unit_of_codebook
 from halfbyte.plans.linear import gluon_linear, shares
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES
 
-H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 #: Shared memory of a multiprocessor, and what the driver takes of it for each block.
 EVERYTHING = {(8, 0): 164 << 10, (8, 9): 100 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
 DRIVER = 1024
 
 
 def planned(name: str, n: int | tuple[int, ...], k: int, rows: int = 1, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
+    return gluon_linear(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
+
+
+def problem(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str) -> LinearProblem:
     features = n if isinstance(n, tuple) else (n,)
-    return gluon_linear([(WEIGHT_FORMATS[name], one) for one in features], m=rows, width=k, dtype=dtype, **(H200 | device))
+    return LinearProblem(tuple((WEIGHT_FORMATS[name], one) for one in features), rows, k, dtype)
 
 
 def tuned(*args: Any, **more: Any) -> LinearPlan:
@@ -155,8 +159,8 @@ def test_scales_two_bytes_off_a_multiple_of_four() -> None:
 
 
 def test_formats_are_not_mixed_and_old_gpus_refused() -> None:
-    mixed = [(WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)]
-    assert "different formats" in str(gluon_linear(mixed, m=1, width=4096, dtype="bf16", **H200))
+    mixed = (WEIGHT_FORMATS["nf4"], 64), (WEIGHT_FORMATS["mxfp4"], 64)
+    assert "different formats" in str(gluon_linear(LinearProblem(mixed, 1, 4096, "bf16"), H200, use_pdl=True))
     assert "compute capability 7.5" in str(planned("nf4", 64, 4096, capability=(7, 5)))
     assert not tuned("nf4", 64, 4096, capability=(8, 0)).spec.use_pdl
 
@@ -243,8 +247,7 @@ def test_the_bits_of_e2m1_are_the_number(dtype: str, torch_dtype: torch.dtype, s
 
 
 def on_hopper(name: str, n: int | tuple[int, ...], k: int, rows: int, dtype: str = "bf16", **device: Any) -> LinearPlan | str:
-    features = n if isinstance(n, tuple) else (n,)
-    return tuned_linear([(WEIGHT_FORMATS[name], one) for one in features], m=rows, width=k, dtype=dtype, **(H200 | device))
+    return tuned_linear(problem(name, n, k, rows, dtype), H200._replace(**device), use_pdl=True)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

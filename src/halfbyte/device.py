@@ -173,6 +173,11 @@ class Device:
         """The device as torch names it."""
         return torch.device("cpu") if self.index is None else torch.device(self.kind, self.index)
 
+    @property
+    def gpu(self) -> GPU:
+        """What plans look at."""
+        return GPU(self.name, self.sm_count or 1, self.capability or (0, 0))
+
 
 def describe(device: torch.device | str | int | None = None) -> Device:
     """Describe `device`; None takes the current GPU if there is one, else the CPU."""
@@ -186,10 +191,7 @@ def describe(device: torch.device | str | int | None = None) -> Device:
 
 def gpu(index: int) -> GPU:
     """What plans look at in GPU number `index`; -1: in Triton's interpreter."""
-    if index < 0:
-        return INTERPRETER
-    found = describe(f"cuda:{index}")
-    return GPU(found.name, found.sm_count or 1, found.capability or (0, 0))
+    return INTERPRETER if index < 0 else describe(f"cuda:{index}").gpu
 
 
 def gpu_count() -> int:

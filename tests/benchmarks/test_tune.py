@@ -17,7 +17,7 @@ from benchmarks import cli, tune
 from benchmarks.tuning_choices import MOST_CHOICES, linear_choice, linear_choices
 from benchmarks.tuning_store import Store, write
 from halfbyte.cli import app as halfbyte_app
-from halfbyte.device import describe, sm_shared_memory
+from halfbyte.device import GPU, H200, describe, sm_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.measure import precompile
@@ -46,14 +46,17 @@ from halfbyte.plans.tuning_cache import (
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
 
-H200: dict[str, Any] = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
 INT4 = WEIGHT_FORMATS["int4_sym_g128"]
 
 
 def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearPlan:
-    found = tuned_linear([(WEIGHT_FORMATS[name], n) for n in features], m=rows, width=width, dtype="bf16", **H200)
+    found = tuned_linear(problem_of(name, features, width, rows), H200, use_pdl=True)
     assert isinstance(found, LinearPlan), found
     return found
+
+
+def problem_of(name: str, features: tuple[int, ...], width: int, rows: int) -> LinearProblem:
+    return LinearProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), rows, width, "bf16")
 
 
 # ------------------------------------------------------------------------------------------------------------------ choices
@@ -63,12 +66,12 @@ def analytic(name: str, features: tuple[int, ...], width: int, rows: int) -> Lin
 @pytest.mark.parametrize("name", ["int4_sym_g128", "int4_g32", "int8_col", "nf4", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("features", "width"), [((4096,), 4096), ((4096, 1024, 1024), 4096), ((57344,), 8192), ((40,), 512)])
 def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
-    plan = analytic(name, features, width, rows)
-    choices = linear_choices(plan, features, width, 132, (9, 0))
+    plan, problem = analytic(name, features, width, rows), problem_of(name, features, width, rows)
+    choices = linear_choices(plan, problem, H200)
     assert choices[0] == linear_choice(plan)
     assert len(choices) == len(set(choices)) <= MOST_CHOICES
     for choice in choices:
-        made = with_linear_choice(plan, choice, features, width, 132, (9, 0))
+        made = with_linear_choice(plan, choice, problem, H200)
         assert isinstance(made, LinearPlan), made
         assert linear_choice(made) == choice
         assert made.programs_per_sm * (made.spec.shared_bytes + BLOCK_BYTES) <= sm_shared_memory((9, 0))
@@ -84,7 +87,7 @@ def test_choices_of_products_are_plans(name: str, rows: int, features: tuple[int
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 200])
 def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
     plan = analytic(name, (6144,), 4096, rows)
-    assert with_linear_choice(plan, linear_choice(plan), [6144], 4096, 132, (9, 0)) == plan
+    assert with_linear_choice(plan, linear_choice(plan), problem_of(name, (6144,), 4096, rows), H200) == plan
 
 
 @pytest.mark.parametrize(
@@ -107,15 +110,15 @@ def test_the_plan_s_own_choice_gives_the_plan(name: str, rows: int) -> None:
 def test_illegal_choices_are_refused(changed: dict[str, int]) -> None:
     plan = analytic("int4_sym_g128", (4096,), 4096, 1)
     choice = replace(linear_choice(plan), **changed)
-    assert isinstance(with_linear_choice(plan, choice, [4096], 4096, 132, (9, 0)), str)
+    assert isinstance(with_linear_choice(plan, choice, problem_of("int4_sym_g128", (4096,), 4096, 1), H200), str)
 
 
 def test_warp_groups_have_choices_of_their_own() -> None:
-    plan = analytic("int4_sym_g128", (8192,), 8192, 32)
+    plan, problem = (made("int4_sym_g128", (8192,), 8192, 32) for made in (analytic, problem_of))
     wide = linear_choice(plan)
     for changed in ({"tile": 64}, {"blocks": 2}, {"chunk": 128}, {"stages": 2}):
-        assert isinstance(with_linear_choice(plan, replace(wide, **changed), [8192], 8192, 132, (9, 0)), str)
-    narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), [8192], 8192, 132, (9, 0))
+        assert isinstance(with_linear_choice(plan, replace(wide, **changed), problem, H200), str)
+    narrow = with_linear_choice(plan, replace(wide, chunk=256, stages=4, programs=128), problem, H200)
     assert isinstance(narrow, LinearPlan)
     assert (narrow.spec.chunk, narrow.spec.stages, narrow.steps, narrow.split_tiles) == (256, 4, 32, 64)
 
@@ -132,33 +135,34 @@ def table(problem: LinearProblem, choice: LinearChoice | None) -> Table:
 
 
 def asked(rows: int, known: Table, weights: tuple[int, ...] = (4096,), half: str = "bf16") -> tuple[LinearPlan | str, str]:
-    return linear_plan([(INT4, n) for n in weights], m=rows, width=4096, dtype=half, **H200, table=known)
+    return linear_plan(LinearProblem(tuple((INT4, n) for n in weights), rows, 4096, half), H200, True, known)
 
 
 def test_a_table_decides() -> None:
     plan = analytic("int4_sym_g128", (4096,), 4096, 4)
-    choice = next(c for c in linear_choices(plan, [4096], 4096, 132, (9, 0)) if c.tile != plan.spec.tile)
-    known = table(LinearProblem.of([(INT4, 4096)], 4, 4096, "bf16"), choice)
+    problem = LinearProblem(((INT4, 4096),), 4, 4096, "bf16")
+    choice = next(c for c in linear_choices(plan, problem, H200) if c.tile != plan.spec.tile)
+    known = table(problem, choice)
     made, source = asked(4, known)
     assert isinstance(made, LinearPlan)
     assert linear_choice(made) == choice != linear_choice(plan)
     assert source == "tuned for NVIDIA H200 (plans.json, 2026-11-22): 4.00 us where the analytic plan took 5.00"
     assert asked(3, known)[0] == made  # 3 and 4 rows are one variant of the kernel
-    rows = {given: LinearProblem.of([(INT4, 4096)], given, 4096, "bf16").rows for given in (1, 9, 17, 64, 65, 130, 192)}
+    rows = {given: json.loads(key_of(problem._replace(rows=given)))["rows"] for given in (1, 9, 17, 64, 65, 130, 192)}
     assert rows == {1: 1, 9: 16, 17: 32, 64: 64, 65: 128, 130: 192, 192: 192}
     for other in (asked(2, known), asked(5, known), asked(4, known, half="fp16"), asked(4, known, (4096, 1024, 1024))):
         assert other[1] == "analytic (no entry for this problem, of 1 for NVIDIA H200)"
 
 
 def test_a_table_may_say_that_the_analytic_plan_is_best() -> None:
-    made, source = asked(1, table(LinearProblem.of([(INT4, 4096)], 1, 4096, "bf16"), None))
+    made, source = asked(1, table(LinearProblem(((INT4, 4096),), 1, 4096, "bf16"), None))
     assert made == analytic("int4_sym_g128", (4096,), 4096, 1)
     assert source == "analytic (nothing else was faster: plans.json, 2026-11-22)"
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
     """A table edited by hand, or of an older kernel."""
-    problem = LinearProblem.of([(INT4, 4096)], 1, 4096, "bf16")
+    problem = LinearProblem(((INT4, 4096),), 1, 4096, "bf16")
     plan = analytic("int4_sym_g128", (4096,), 4096, 1)
     made, source = asked(1, table(problem, replace(linear_choice(plan), programs=4096)))
     assert made == plan
@@ -226,7 +230,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 CHOICE = LinearChoice(64, 256, 3, 2, 192)
-PROBLEM, OTHER = (LinearProblem.of([(INT4, 4096)], m, 4096, "bf16") for m in (1, 8))
+PROBLEM, OTHER = (LinearProblem(((INT4, 4096),), m, 4096, "bf16") for m in (1, 8))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -320,12 +324,11 @@ def test_shipped_tables_are_legal() -> None:
     for file in files:
         found = read(file)
         assert shipped_plans(found.gpu) == file
-        gpu = {"num_sms": found.num_sms, "capability": (9, 0), "use_pdl": True}
         for key, one in found.entries.items():
             fields = json.loads(key)
-            weights = [(WEIGHT_FORMATS[name], n) for name, n in fields["weights"]]
-            given = {"m": fields["rows"], "width": fields["width"], "dtype": fields["half"]}
-            source = linear_plan(weights, **given, **gpu, table=found)[1]
+            weights = tuple((WEIGHT_FORMATS[name], n) for name, n in fields["weights"])
+            problem = LinearProblem(weights, fields["rows"], fields["width"], fields["half"])
+            source = linear_plan(problem, GPU("", found.num_sms, (9, 0)), True, found)[1]
             assert source.startswith("analytic (nothing else" if one.choice is None else "tuned for"), source
 
 
@@ -334,7 +337,7 @@ def test_shipped_tables_are_legal() -> None:
 
 def test_explain_says_where_the_plan_is_from(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     gpu = "NVIDIA H200"
-    facts = linear_explanation([4096], 4096, ["int4_sym_g128"], 1, "bf16", 132, (9, 0))
+    facts = linear_explanation([4096], 4096, ["int4_sym_g128"], 1, "bf16", H200)
     assert facts["plan"] == "analytic (no plans are stored for a GPU that is described by numbers)"
 
     write(own_plans(gpu), Table(gpu, 132, {key_of(PROBLEM): entry(CHOICE)}))
@@ -385,7 +388,7 @@ def store_at(path: Path) -> Store:
 def test_the_fastest_choice_is_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_at(home / "found.json")
     jobs = [tune.LinearTuning((256, 64, 64), 256, "int4_sym_g128", rows, store) for rows in (1, 4)]
-    planned = [job.planned(session.device, True) for job in jobs]
+    planned = [job.planned(session.device.gpu, True) for job in jobs]
     fast = [list(one.plans)[3] for one in planned]
     monkeypatch.setattr(FakeSampler, "FAST", fast)
     session.run(jobs)
@@ -407,7 +410,7 @@ def test_the_fastest_choice_is_stored(session: Session, home: Path, monkeypatch:
 def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice that would be the fastest gives a wrong number; one more gives other bits for a copy of the weight."""
     job = tune.LinearTuning((256,), 256, "int4_sym_g128", 1, store_at(home / "found.json"))
-    choices = list(job.planned(session.device, True).plans)
+    choices = list(job.planned(session.device.gpu, True).plans)
     seen: list[LinearChoice] = []
 
     def run(x: torch.Tensor, weights: list[halfbyte.QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
@@ -428,7 +431,7 @@ def test_a_wrong_result_is_never_stored(session: Session, home: Path, monkeypatc
 def test_a_graph_that_goes_wrong_is_not_stored(session: Session, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was timed is judged as well: here the fast choice is right until it is timed."""
     job = tune.LinearTuning((256,), 256, "int4_sym_g128", 1, store_at(home / "found.json"))
-    fast = list(job.planned(session.device, True).plans)[1]
+    fast = list(job.planned(session.device.gpu, True).plans)[1]
     monkeypatch.setattr(FakeSampler, "FAST", [fast])
     monkeypatch.setattr(FakeSampler, "run", lambda self: [[fn()[0] + (self.seconds < 5e-6)] for fn in self.fns])
     session.run([job])
@@ -490,7 +493,7 @@ def test_an_interrupt_keeps_what_was_found(session: Session, home: Path, monkeyp
 
 
 def test_two_processes_that_tune_at_once_keep_the_entries_of_both(home: Path) -> None:
-    file, problems = home / "plans" / "gpu.json", [replace(PROBLEM, rows=2**n) for n in range(6)]
+    file, problems = home / "plans" / "gpu.json", [PROBLEM._replace(rows=2**n) for n in range(6)]
     one, other = (store_at(file) for _ in range(2))  # both have read the file before either has written
     one.add(problems[0], entry(CHOICE))
     other.add(problems[1], entry(None))
@@ -537,15 +540,13 @@ def test_what_is_compiled_ahead_is_what_a_launch_compiles() -> None:
     jobs = [
         *(tune.LinearTuning((4096, 1024, 1024), 4096, "mxfp4", rows, store_at(Path())) for rows in (4, 32)),
     ]
-    for one in (job.planned(device, True) for job in jobs):
+    for one in (job.planned(device.gpu, True) for job in jobs):
         for plan in one.plans.values():
             found = list(precompile.configurations(one.problem, plan, (9, 0)))
             assert [c.name.split()[-1] for c in found] in (["linear"], ["order", "linear"])
             assert all(c.options["launch_pdl"] for c in found)
-    problem, plan = LinearProblem.of([(INT4, 4096)], 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
-    bare, biased = (
-        list(precompile.configurations(one, plan, (9, 0)))[-1] for one in (problem, precompile.BiasedProblem(**vars(problem)))
-    )
+    problem, plan = LinearProblem(((INT4, 4096),), 4, 4096, "bf16"), analytic("int4_sym_g128", (4096,), 4096, 4)
+    bare, biased = (list(precompile.configurations(one, plan, (9, 0)))[-1] for one in (problem, precompile.BiasedProblem(*problem)))
     assert bare.signature != biased.signature
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from gpu_cases import Call, poisoned
 
+from halfbyte.device import GPU
 from halfbyte.formats import Format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
@@ -17,7 +18,7 @@ from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor
@@ -79,8 +80,8 @@ def multiply(
 ) -> list[torch.Tensor]:
     """x times each weight in one launch of a tuned kernel, by the plan of a GPU of that capability."""
 
-    def plan(facts: Any, m: int, width: int, dtype: str, *_: Any) -> LinearPlan:
-        found = tuned_linear(facts, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=True)
+    def plan(problem: LinearProblem, *_: Any) -> LinearPlan:
+        found = tuned_linear(problem, GPU("", num_sms, capability), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

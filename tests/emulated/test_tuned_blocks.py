@@ -14,10 +14,10 @@ from emulation import EARLY, ORDERS, machine, multiply
 from gpu_cases import same_bits
 
 import halfbyte as hb
-from halfbyte.formats import Format
+from halfbyte.device import GPU
 from halfbyte.ops import _linear_on_gpu, block_linear
 from halfbyte.ops.block_linear import Unscaled, add_projection, gated_projection, projected
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.reference.block import Norm, add_norm, gated, rms_norm
 from halfbyte.tensors import QuantTensor
@@ -30,8 +30,8 @@ def pretended(num_sms: int, order: int = 0, backwards: bool = False) -> Iterator
     """A GPU of so many multiprocessors; the plans of launches on it."""
     found: list[LinearPlan] = []
 
-    def plan(facts: tuple[tuple[Format, int], ...], m: int, width: int, dtype: str, *_: Any) -> LinearPlan | str:
-        made = tuned_linear(facts, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=(9, 0), use_pdl=True)
+    def plan(problem: LinearProblem, *_: Any) -> LinearPlan | str:
+        made = tuned_linear(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
         found.extend([made] if isinstance(made, LinearPlan) else [])
         return made
 

@@ -11,10 +11,11 @@ from gpu_cases import same_bits
 
 import halfbyte as hb
 from accuracy import check_product
+from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.plans import toolchain
 from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ def test_products_keep_their_promise(case: Product) -> None:
 def test_rings_of_equal_parts_keep_it_too(case: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Triton 3.8 wants them: codes in two halves, a codebook in two parts."""
     monkeypatch.setattr(toolchain, "triton_version", lambda: (3, 8))
-    sizes = {"m": case.rows, "width": case.width, "num_sms": case.num_sms}
-    weights = [(WEIGHT_FORMATS[case.weight], n) for n in case.features]
-    plan = gluon_linear(weights, **sizes, dtype="bf16", capability=(9, 0), use_pdl=True)
+    weights = tuple((WEIGHT_FORMATS[case.weight], n) for n in case.features)
+    plan = gluon_linear(LinearProblem(weights, case.rows, case.width, "bf16"), GPU("", case.num_sms, (9, 0)), use_pdl=True)
     assert isinstance(plan, LinearPlan)
     assert isinstance(plan.spec, LinearSpec)
     assert plan.spec.code_parts == 2

@@ -15,12 +15,13 @@ from test_gpu_graphs import Captured, needs_gpu
 
 import halfbyte as hb
 from accuracy import check_product
+from halfbyte.device import H200
 from halfbyte.errors import Unsupported
 from halfbyte.measure.cupti import names_of
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops._linear_on_gpu import expands, plan_of
 from halfbyte.plans.linear import gluon_linear
-from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
 from halfbyte.tensors import QuantTensor
 
 FORMATS = list(hb.WEIGHT_FORMATS)
@@ -134,7 +135,7 @@ def test_products_keep_their_promise(number: int, impl: str) -> None:
     """With very many rows also as it runs without poison, which asks torch for deterministic algorithms: by dequantized parts."""
     call, outs = attempt(CASES[number], impl)
     call.check(outs)
-    if impl == "auto" and expands(call.x.shape[0], call.weights):
+    if impl == "auto" and expands(LinearCall(call.x, call.weights, call.biases)):
         call.check(call.run(impl))
 
 
@@ -170,9 +171,9 @@ def test_some_programs_go_round_the_rings_of_few_rows() -> None:
     """Twice round the slots of scales, with streams that say what they have read and with slots enough to know it."""
     told = set()
     for case in MARKED:
-        dtype, gpu = "bf16" if case.dtype == "bfloat16" else "fp16", {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
-        weights = [(hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True)]
-        plan = gluon_linear(weights, m=case.rows, width=case.width, dtype=dtype, **gpu)
+        weights = tuple((hb.WEIGHT_FORMATS[name], n) for name, n in zip(case.formats, case.features, strict=True))
+        problem = LinearProblem(weights, case.rows, case.width, "bf16" if case.dtype == "bfloat16" else "fp16")
+        plan = gluon_linear(problem, H200, use_pdl=True)
         if isinstance(plan, LinearPlan) and plan.tiles * plan.steps > 2 * plan.spec.scale_slots * plan.programs:
             told.add(plan.spec.has_empty_barrier)
     assert told == {True, False}

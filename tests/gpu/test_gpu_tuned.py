@@ -13,7 +13,7 @@ from accuracy import check_product
 from benchmarks.tuning_choices import linear_choices
 from halfbyte.device import describe
 from halfbyte.ops import _linear_on_gpu
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import with_linear_choice
 
@@ -31,17 +31,16 @@ from halfbyte.plans.tuning_space import with_linear_choice
     ],
 )
 def test_every_choice_of_a_product_is_right(name: str, rows: int, features: tuple[int, ...], width: int) -> None:
-    gpu = describe("cuda")
-    num_sms, capability = gpu.sm_count or 1, gpu.capability or (0, 0)
+    gpu = describe("cuda").gpu
     rng = torch.Generator(PLACE.device).manual_seed(rows)
     x = torch.randn(rows, width, generator=rng, device=PLACE.device).bfloat16()
     weights = [hb.quantize(torch.randn(n, width, generator=rng, device=PLACE.device) * 0.1, name) for n in features]
-    given = {"m": rows, "width": width, "dtype": "bf16", "num_sms": num_sms, "capability": capability, "use_pdl": True}
-    first = tuned_linear([(w.format, w.shape[0]) for w in weights], **given)  # type: ignore[arg-type]
+    problem = LinearProblem(tuple((w.format, w.shape[0]) for w in weights), rows, width, "bf16")
+    first = tuned_linear(problem, gpu, use_pdl=True)
     if isinstance(first, str):
         pytest.skip(first)
-    for choice in linear_choices(first, features, width, num_sms, capability):
-        plan = with_linear_choice(first, choice, features, width, num_sms, capability)
+    for choice in linear_choices(first, problem, gpu):
+        plan = with_linear_choice(first, choice, problem, gpu)
         assert isinstance(plan, LinearPlan), plan
         with poisoned():
             once = _linear_on_gpu.run_plan(x, weights, plan)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 import halfbyte as hb
 from accuracy import check_product, linear_accuracy, products
+from halfbyte.device import GPU
 from halfbyte.errors import Unsupported
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.linear.portable import launch
 from halfbyte.kernels.linear.portable_weight import look_up_ptx
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
+from halfbyte.plans.linear_spec import LinearProblem
 from halfbyte.reference.dequantize import dynamic_map
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import QuantTensor
@@ -94,7 +96,7 @@ def test_the_plan_keeps_the_promise(name: str) -> None:
     group = WEIGHT_FORMATS[name].group_size(128)
     for rows, n, width, dtype in ((1, 1, group, DTYPES[0]), (65, 67, 3 * group, DTYPES[1])):
         w = weight(name, n, width)
-        chosen = linear_tiles([(w.format, n)], m=rows, width=width, num_sms=4, capability=(9, 0))
+        chosen = linear_tiles(LinearProblem(((w.format, n),), rows, width, "bf16"), GPU("", 4, (9, 0)))
         Product(normal(rows, width).to(dtype), [w], [normal(n)]).check(chosen)
 
 

@@ -26,7 +26,8 @@ from halfbyte.evals.calibrate import Measurements
 from halfbyte.formats import weight_format
 from halfbyte.measure import records
 from halfbyte.paths import new_folder
-from halfbyte.plans.tuning_cache import LinearProblem, Table, TunedEntry
+from halfbyte.plans.linear_spec import LinearProblem
+from halfbyte.plans.tuning_cache import Table, TunedEntry
 from halfbyte.report import Report
 
 RESULTS = Path(__file__).parents[2] / "results" / "cpu.jsonl"
@@ -57,7 +58,7 @@ def bench(folder: Path) -> None:
 def tuned_plans(folder: Path) -> None:
     store = Store(folder / "plans.json", Table("NVIDIA H200", 132))
     for m in range(1, 6):
-        problem = LinearProblem.of([(weight_format("int4_g128"), 4096)], 16 * m, 4096, "bf16")
+        problem = LinearProblem(((weight_format("int4_g128"), 4096),), 16 * m, 4096, "bf16")
         store.add(problem, TunedEntry(None, 4e-6, 5e-6, "2026-11-22"))
 
 

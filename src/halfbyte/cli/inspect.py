@@ -24,6 +24,7 @@ from halfbyte.cli.shared import (
 from halfbyte.errors import InvalidArgument, check
 
 if TYPE_CHECKING:
+    from halfbyte.device import GPU
     from halfbyte.doctor import Diagnosis
     from halfbyte.memory import Estimate
 
@@ -170,15 +171,16 @@ def explain(
     check(not capability or (8 <= major < 100 and 0 <= minor < 10), f"capability={capability!r}; the kernels run from 8.0 on")
     for option, value in (("sms", sms), ("page", page)):
         check(value < 2**31, f"{option}={value}; it must be below 2^31")
-    name, num_sms, capable = this_gpu()
-    gpu: dict[str, Any] = {"sm_count": sms or num_sms, "capability": (major, minor) if capability else capable}
+    here = this_gpu()
+    asked = here._replace(num_sms=sms or here.num_sms, capability=(major, minor) if capability else here.capability)
+    gpu: dict[str, Any] = {"gpu": asked}
     if compile_it:
         from halfbyte.measure.precompile import resources
 
         gpu["resources"] = resources
     _check_belongs(context, bool(linear))
     if linear:
-        table = NO_TABLE if sms or capability else table_of(name, num_sms)
+        table = NO_TABLE if sms or capability else table_of(here.name, here.num_sms)
         found = linear_explanation(*_features(linear), words(weights), rows, dtype, **gpu, table=table)
     else:
         q_heads, kv_heads = _one_pair(heads, "/", "heads", "32/8")
@@ -223,11 +225,8 @@ def _features(text: str) -> tuple[list[int], int]:
         ) from None
 
 
-def this_gpu() -> tuple[str, int, tuple[int, int]]:
-    """(name, multiprocessors, compute capability) of the GPU here, else of an H200."""
-    from halfbyte.device import describe, gpu_count
+def this_gpu() -> GPU:
+    """The GPU here, else an H200."""
+    from halfbyte.device import H200, describe, gpu_count
 
-    if not gpu_count():
-        return "NVIDIA H200", 132, (9, 0)
-    here = describe("cuda")
-    return here.name, here.sm_count or 132, here.capability or (9, 0)
+    return describe("cuda").gpu if gpu_count() else H200

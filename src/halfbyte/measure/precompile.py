@@ -24,8 +24,8 @@ from halfbyte.measure.decode import DecodeShape, parse_formats
 from halfbyte.measure.progress import progress
 from halfbyte.measure.session import Session
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, dense_problem, format_of, gluon_plan
-from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.tuning_cache import LinearProblem, linear_plan, table_of
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.plans.tuning_cache import linear_plan, table_of
 
 if TYPE_CHECKING:
     from halfbyte.kernels.aot.compiling import Configuration
@@ -138,10 +138,7 @@ def configurations(problem: LinearProblem | DecodeProblem, plan: Plan, capabilit
 def _products(problem: LinearProblem, plan: LinearPlan, capability: tuple[int, int]) -> Iterator[Configuration]:
     from halfbyte.kernels.aot.linear import plan_configurations
 
-    (name, *_), features = zip(*problem.weights, strict=True)
-    options = "fp16" * (problem.half == "fp16") + " bias" * isinstance(problem, BiasedProblem)
-    given = (name, problem.rows, features, problem.width, options)
-    yield from plan_configurations(*given, plan, capability)
+    yield from plan_configurations(problem, "bias" * isinstance(problem, BiasedProblem), plan, capability)
 
 
 def _attention(p: DecodeProblem, plan: DecodePlan) -> Iterator[Configuration]:
@@ -176,23 +173,21 @@ def products(
     device: Device, formats: str, features: Sequence[int], rows: int, width: int, half: str = "bf16", biased: bool = False
 ) -> Iterator[Pair]:
     """x [rows, width] times weights of one format in one launch; `biased`: each with a bias."""
-    weights, num_sms = [(weight_format(formats), n) for n in features], device.sm_count or 1
-    gpu = {"num_sms": num_sms, "capability": device.capability or (0, 0), "table": table_of(device.name, num_sms)}
+    problem = LinearProblem(tuple((weight_format(formats), n) for n in features), rows, width, half)
     for pair in BOTH:
-        plan, _ = linear_plan(weights, m=rows, width=width, dtype=half, use_pdl=pair, **gpu)  # type: ignore[arg-type]
-        problem = LinearProblem.of(weights, rows, width, half)
+        plan, _ = linear_plan(problem, device.gpu, pair, table_of(device.name, device.gpu.num_sms))
         if not isinstance(plan, str):
-            yield BiasedProblem(**vars(problem)) if biased else problem, plan
+            yield BiasedProblem(*problem) if biased else problem, plan
 
 
 def attention(
     device: Device, shape: DecodeShape, formats: str, pairs: Sequence[bool] = BOTH, dtype: str = "bf16"
 ) -> Iterator[Pair]:
     """One new token of each sequence over a full cache, which lies as caches are allocated."""
-    s, (keys, values), num_sms = shape, parse_formats(formats), device.sm_count or 1
+    s, (keys, values), gpu = shape, parse_formats(formats), device.gpu
     group = s.q_heads // s.kv_heads
     problem = dense_problem(dtype, s.batch, s.kv_heads, group, 1, s.dim, s.context, keys.name, values.name)
     for pair in pairs:
-        plan = gluon_plan(problem, num_sms, device.capability or (0, 0), pair)
+        plan = gluon_plan(problem, gpu.num_sms, gpu.capability, pair)
         if not isinstance(plan, str):
             yield problem, plan

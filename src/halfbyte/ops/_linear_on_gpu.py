@@ -11,12 +11,11 @@ import torch
 
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
-from halfbyte.formats import Format
 from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
 from halfbyte.ops.workspace import counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
-from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
 from halfbyte.settings import pair_launches
 from halfbyte.tensors import QuantTensor
@@ -29,7 +28,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
 
     signature: what to store the launch by. compiled: called from compiled code, which must not see memory that is kept.
     """
-    x, weights, biases, level, row_invariant = call
+    x, _, biases, level, row_invariant = call
     if x.dtype not in _DTYPES:
         raise Unsupported(f"x is {x.dtype}; the {level} kernel takes float16 and bfloat16; use impl='auto'")
     outs = call.new_outs()
@@ -42,7 +41,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
             plan = plan_of(call)
             if isinstance(plan, LinearPlan):
                 _run_plan(call, plan, outs, signature, compiled)
-            elif level == "auto" and not row_invariant and expands(call.x.shape[0], weights):
+            elif level == "auto" and not row_invariant and expands(call):
                 _by_slabs(call, outs)
             elif level == "gluon":
                 raise Unsupported(
@@ -65,40 +64,40 @@ def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
         return "row_invariant: the tuned kernel cuts the work by the number of rows"
     if any(w.perm is not None for w in weights) and len(weights) > 1:
         return "weights of one launch that each store their columns in an order of their own"
-    if not all(_whole_pieces(t) for w in weights for t in (w.codes, w.scales, w.offsets)):
+    stored = [t for w in weights for t in (w.codes, w.scales, w.offsets) if t is not None]
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in stored):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
-    shapes = tuple((w.format, w.shape[0]) for w in weights)
+    problem = _problem_of(call)
     if alternating and len({w.format for w in weights}) == 1:
-        shapes = ((weights[0].format, sum(w.shape[0] for w in weights)),)
-    return _plan(shapes, x.shape[0], x.shape[1], _DTYPES[x.dtype], x.device.index, pair_launches())
+        problem = problem._replace(weights=((weights[0].format, sum(problem.features)),))
+    return _plan(problem, x.device.index, pair_launches())
 
 
-def _whole_pieces(t: torch.Tensor | None) -> bool:
-    return t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+def _problem_of(call: LinearCall) -> LinearProblem:
+    """What a plan needs to know of a call of x [M, K]."""
+    rows, width = call.x.shape
+    return LinearProblem(tuple([(w.format, w.shape[0]) for w in call.weights]), rows, width, _DTYPES[call.x.dtype])
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(weights: tuple[tuple[Format, int], ...], m: int, width: int, dtype: str, device: int, use_pdl: bool) -> LinearPlan | str:
+def _plan(problem: LinearProblem, device: int, use_pdl: bool) -> LinearPlan | str:
     """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
-    name, num_sms, capability = gpu(device)
-    problem: dict[str, Any] = {"m": m, "width": width, "dtype": dtype, "use_pdl": use_pdl}
-    table = table_of(name, num_sms)
-    return linear_plan(weights, **problem, num_sms=num_sms, capability=capability, table=table)[0]
+    here = gpu(device)
+    return linear_plan(problem, here, use_pdl, table_of(here.name, here.num_sms))[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(weights: tuple[tuple[Format, int], ...], m: int, width: int, device: int, row_invariant: bool) -> LinearTiles:
+def _tiles(problem: LinearProblem, device: int, row_invariant: bool) -> LinearTiles:
     """The tiles of the portable kernel on GPU number `device` (-1: the interpreter)."""
-    _, num_sms, capability = gpu(device)
-    return linear_tiles(weights, m=m, width=width, num_sms=num_sms, capability=capability, row_invariant=row_invariant)
+    return linear_tiles(problem, gpu(device), row_invariant)
 
 
-def expands(m: int, weights: Sequence[QuantTensor]) -> bool:
+def expands(call: LinearCall) -> bool:
     """Whether a GEMM of so large an M, which no tuned kernel takes, is computed from dequantized slabs of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
-    return expanded([w.format for w in weights], m, weights[0].shape[1]) and not torch.are_deterministic_algorithms_enabled()
+    return expanded(_problem_of(call)) and not torch.are_deterministic_algorithms_enabled()
 
 
 # ---------------------------------------------------------------------------------------------------------- tuned kernels
@@ -217,14 +216,12 @@ def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
 def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool) -> None:
     from halfbyte.kernels.linear.portable import launch
 
-    (m, width), device = call.x.shape, call.x.device
-    features = [w.shape[0] for w in call.weights]
-    shapes = tuple((w.format, w.shape[0]) for w in call.weights)
-    tiles = _tiles(shapes, m, width, -1 if device.type == "cpu" else device.index, call.row_invariant)
+    problem, device = _problem_of(call), call.x.device
+    tiles = _tiles(problem, -1 if device.type == "cpu" else device.index, call.row_invariant)
     partials = semaphores = None
     if tiles.splits > 1:
-        partials = floats(device, tiles.floats(features, m), compiled)
-        semaphores = counters(device, tiles.count(features, m), compiled)
+        partials = floats(device, tiles.floats(problem.features, problem.rows), compiled)
+        semaphores = counters(device, tiles.count(problem.features, problem.rows), compiled)
     biases = [None if b is None else b.contiguous() for b in call.biases]
     gathered = tiles.block_m <= GATHERED_ROWS
     dense = map(_dense_vectors, call.weights)

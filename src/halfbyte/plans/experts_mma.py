@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from halfbyte.device import GPU
 from halfbyte.formats import Format
 from halfbyte.plans.linear import gluon_linear, staged
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.
@@ -119,8 +120,7 @@ def tuned_experts(
         return f"{tokens} tokens of {top_k} experts; the tuned kernel takes up to {_MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
     rows = block_rows(experts, tokens, top_k)
     hit, most = min(pairs, experts), min(pairs, experts + pairs // rows)
-    facts = {"width": width, "dtype": dtype, "num_sms": num_sms, "capability": capability, "use_pdl": use_pdl}
-    dense = gluon_linear([(fmt, features)] * hit, m=rows, **facts)  # type: ignore[arg-type]
+    dense = gluon_linear(LinearProblem(((fmt, features),) * hit, rows, width, dtype), GPU("", num_sms, capability), use_pdl)
     if isinstance(dense, str):
         return dense
     finer, wanted = _finer(dense, width, num_sms)

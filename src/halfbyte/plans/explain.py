@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from halfbyte.device import H200
+from halfbyte.device import GPU, H200
 from halfbyte.errors import check
 from halfbyte.formats import check_window, key_format, value_format, weight_format
 from halfbyte.plans.decode_attention import MOST_SEQUENCES, DecodePlan, dense_problem, gluon_plan, queries_of_a_block
 from halfbyte.plans.decode_portable import portable_plan
 from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tiles
-from halfbyte.plans.linear_spec import LinearPlan
-from halfbyte.plans.tuning_cache import NO_TABLE, LinearProblem, Table, linear_plan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
 
 #: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
@@ -37,8 +37,7 @@ def explanation(
     page: int,
     dtype: str,
     deterministic_batch: bool,
-    sm_count: int,
-    capability: tuple[int, int],
+    gpu: GPU,
     window: tuple[int, int] = (0, 0),
     resources: Resources = no_resources,
 ) -> dict[str, str]:
@@ -60,7 +59,7 @@ def explanation(
         dtype, batch, kv_heads, q_heads // kv_heads, queries, dim, capacity, k.name, v.name, page, deterministic_batch
     )
     p = replace(p, sink_tokens=window[0], recent_tokens=window[1])
-    facts = _gpu(sm_count, capability)
+    facts = _described(gpu)
     facts["work"] = f"{batch * kv_heads} work items (a KV head of a sequence), {p.rows} query rows each"
     per_token = (k.nbytes((1, 1, 32, dim)) + v.nbytes((1, 1, 32, dim))) / 32
     facts["bytes"] = f"{per_token:g} a token and KV head, {per_token * batch * kv_heads * capacity / 1e6:,.1f} MB when full"
@@ -69,17 +68,17 @@ def explanation(
         facts["window"] = f"{window[0]} sink tokens and {window[1]} recent ones in 16 bits, {exact / 1e6:,.1f} MB"
     if p.rotate_keys:
         facts["rotation"] = f"keys are stored rotated, in blocks of {block_size(dim)} dims; queries are rotated as they are loaded"
-    block = queries_of_a_block(p, capability)
+    block = queries_of_a_block(p, gpu.capability)
     if block:
         count = -(-queries // block)
         facts["blocks"] = (
             f"{count} a sequence, of {block} new tokens, {block * p.group} query rows; each is partitioned as a sequence"
         )
         p = replace(p, queries=block, batch=min(MOST_SEQUENCES, batch * count))
-    tuned = gluon_plan(p, sm_count, capability, True)
+    tuned = gluon_plan(p, gpu.num_sms, gpu.capability, True)
     if isinstance(tuned, DecodePlan):
-        return facts | tuned.describe() | dict(resources(p, tuned, capability))
-    return facts | {"not gluon": tuned} | portable_plan(p, sm_count, capability).describe(p)
+        return facts | tuned.describe() | dict(resources(p, tuned, gpu.capability))
+    return facts | {"not gluon": tuned} | portable_plan(p, gpu.num_sms, gpu.capability).describe(p)
 
 
 # ------------------------------------------------------------------------------------------------------------ linear layers
@@ -91,8 +90,7 @@ def linear_explanation(
     weights: Sequence[str],
     rows: int,
     dtype: str,
-    sm_count: int,
-    capability: tuple[int, int],
+    gpu: GPU,
     table: Table = NO_TABLE,
     resources: Resources = no_resources,
 ) -> dict[str, str]:
@@ -114,30 +112,27 @@ def linear_explanation(
     formats = [weight_format(name) for name in weights] * (len(features) // len(weights))
     for fmt, n in zip(formats, features, strict=True):
         fmt.check_shape((n, width), f"weights={fmt.name!r}: a weight")
-    facts = _gpu(sm_count, capability)
+    facts = _described(gpu)
     shapes = ", ".join(f"{fmt} [{n}, {width}]" for fmt, n in zip(formats, features, strict=True))
     facts["work"] = f"x [{rows}, {width}] times {shapes}"
     stored = sum(fmt.nbytes((n, width)) for fmt, n in zip(formats, features, strict=True))
     bits = 8 * stored / (sum(features) * width)
     moved = 2 * rows * (width + sum(features))
     facts["bytes"] = f"{stored / 1e6:,.2f} MB of weights, {bits:.2f} bits a number; {moved / 1e6:,.2f} MB of x and y"
-    asked = list(zip(formats, features, strict=True))
-    gpu: dict[str, Any] = {"num_sms": sm_count, "capability": capability, "use_pdl": True, "table": table}
-    tuned, source = linear_plan(asked, m=rows, width=width, dtype=dtype, **gpu)
+    problem = LinearProblem(tuple(zip(formats, features, strict=True)), rows, width, dtype)
+    tuned, source = linear_plan(problem, gpu, True, table)
     if isinstance(tuned, LinearPlan):
         kernel, *rest = tuned.describe(rows).items()
-        compiled = resources(LinearProblem.of(asked, rows, width, dtype), tuned, capability)
-        return facts | dict([kernel, ("plan", source), *rest, *compiled.items()])
-    if expanded(formats, rows, width):
-        return facts | {"not gluon": tuned} | describe_slabs(features, rows, width)
-    tiles = linear_tiles(asked, m=rows, width=width, num_sms=sm_count, capability=capability)
-    return facts | {"not gluon": tuned} | tiles.describe(features, rows)
+        return facts | dict([kernel, ("plan", source), *rest, *resources(problem, tuned, gpu.capability).items()])
+    if expanded(problem):
+        return facts | {"not gluon": tuned} | describe_slabs(problem)
+    return facts | {"not gluon": tuned} | linear_tiles(problem, gpu).describe(problem)
 
 
-def _gpu(sm_count: int, capability: tuple[int, int]) -> dict[str, str]:
-    check(sm_count > 0, f"sms={sm_count}; a GPU has at least one multiprocessor")
-    found = "" if capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
-    return {"gpu": f"{sm_count} multiprocessors, compute capability {capability[0]}.{capability[1]}{found}"}
+def _described(gpu: GPU) -> dict[str, str]:
+    check(gpu.num_sms > 0, f"sms={gpu.num_sms}; a GPU has at least one multiprocessor")
+    found = "" if gpu.capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
+    return {"gpu": f"{gpu.num_sms} multiprocessors, compute capability {gpu.capability[0]}.{gpu.capability[1]}{found}"}
 
 
 def _check_half(dtype: str) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from halfbyte.device import DRIVER_SHARED_BYTES, sm_shared_memory, supports_pdl
-from halfbyte.formats import Format
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec
+from halfbyte.device import DRIVER_SHARED_BYTES, GPU, Capability, sm_shared_memory, supports_pdl
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.toolchain import takes_any_part
 from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 
@@ -20,59 +19,52 @@ MOST_ROWS = 16
 BLOCK_BYTES = DRIVER_SHARED_BYTES + 256
 
 
-def gluon_linear(
-    weights: Sequence[tuple[Format, int]],
-    *,
-    m: int,
-    width: int,
-    dtype: str,
-    num_sms: int,
-    capability: tuple[int, int],
-    use_pdl: bool,
-) -> LinearPlan | str:
-    """How the kernel for small M computes x [m, width] times weights of these formats and N; in words, why it cannot."""
-    if len({fmt for fmt, _ in weights}) > 1:
-        return "weights of different formats in one launch take the portable kernel"
-    weight = weight_spec(weights[0][0], dtype)
+def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
+    """How the kernel for small M computes a GEMM; in words, why it cannot."""
+    weight = one_weight_spec(p)
     if isinstance(weight, str):
         return weight
-    features = [n for _, n in weights]
-    per_sm = 1 if _long(weight, m, features, width, num_sms) else 2
-    shape = _shape(weight, len(weights), m, features, per_sm * num_sms, dtype)
-    shape = replace(shape, use_pdl=use_pdl and supports_pdl(capability))
-    refusal = _refusal(shape, m, width, capability)
+    per_sm = 1 if _long(weight, p, gpu.num_sms) else 2
+    shape = replace(_shape(weight, p, per_sm * gpu.num_sms), use_pdl=use_pdl and supports_pdl(gpu.capability))
+    refusal = _refusal(shape, p, gpu.capability)
     if refusal:
         return refusal
-    tried = [(made, n) for smaller in _smaller(shape) if (made := with_copies(smaller, width)) for n in range(per_sm, 0, -1)]
-    spec, per_sm = next(((spec, n) for made, n in tried if (spec := staged(made, n, capability))), (None, 0))
+    tried = [(made, n) for smaller in _smaller(shape) if (made := with_copies(smaller, p.width)) for n in range(per_sm, 0, -1)]
+    spec, per_sm = next(((spec, n) for made, n in tried if (spec := staged(made, n, gpu.capability))), (None, 0))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
-    if any(n % 2 for n in features) and (spec.odd_scales or spec.odd_zeros):
-        return f"an odd N with {width // weight.group} scales an output channel, which are not aligned for 4-byte copies"
-    tiles = sum(-(-n // spec.tile) for n in features)
-    steps = -(-width // spec.step)
-    programs = fewest_programs(tiles, steps, num_sms, per_sm)
+    if any(n % 2 for n in p.features) and (spec.odd_scales or spec.odd_zeros):
+        return f"an odd N with {p.width // weight.group} scales an output channel, which are not aligned for 4-byte copies"
+    tiles = p.tiles(spec.tile)
+    steps = -(-p.width // spec.step)
+    programs = fewest_programs(tiles, steps, gpu.num_sms, per_sm)
     return LinearPlan(spec, programs, tiles, steps, tiles % programs, per_sm)
 
 
-def _long(weight: WeightSpec, m: int, features: list[int], width: int, num_sms: int) -> bool:
+def one_weight_spec(p: LinearProblem, e2m1_codebook: bool = False) -> WeightSpec | str:
+    """`weight_spec` of all weights of a launch; in words, why a tuned kernel cannot read them."""
+    if len({fmt for fmt, _ in p.weights}) > 1:
+        return "weights of different formats in one launch take the portable kernel"
+    return weight_spec(p.weights[0][0], p.half, e2m1_codebook)
+
+
+def _long(weight: WeightSpec, p: LinearProblem, num_sms: int) -> bool:
     """Whether one program per SM is fastest: small M, large K, and about one tile of 64 rows for each SM.
 
     With INT4 in larger groups, as measured (docs/internals/log/linear.md);
     two programs would take tiles of 32 rows and read x twice as often.
     """
-    tiles = sum(-(-n // 64) for n in features)
-    suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and m <= 8
-    return suits and width >= 20 << 10 and num_sms >= tiles >= 0.9 * num_sms
+    suits = weight.kind == "unsigned" and (weight.group == 0 or weight.group >= 64) and p.rows <= 8
+    return suits and p.width >= 20 << 10 and num_sms >= p.tiles(64) >= 0.9 * num_sms
 
 
-def _refusal(shape: LinearSpec, m: int, width: int, capability: tuple[int, int]) -> str:
+def _refusal(shape: LinearSpec, p: LinearProblem, capability: Capability) -> str:
     """Why the kernel cannot compute a GEMM, its format aside; "" if nothing is in the way."""
-    weight = shape.weights[0]
+    weight, width = shape.weights[0], p.width
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
-    if m > MOST_ROWS:
-        return f"M = {m}; the tuned kernel takes up to {MOST_ROWS}"
+    if p.rows > MOST_ROWS:
+        return f"M = {p.rows}; the tuned kernel takes up to {MOST_ROWS}"
     if width >= 2**30:
         return f"K = {width}; the tuned kernel takes K below 2^30"
     if width % (8 * weight.codes_per_word):
@@ -112,7 +104,7 @@ def scale_copy_width(columns: int, row: int, size: int) -> int:
     return next((n for n in fits if row % n == 0), 0)
 
 
-def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: int, dtype: str) -> LinearSpec:
+def _shape(weight: WeightSpec, p: LinearProblem, slots: int) -> LinearSpec:
     """Tiles, warps and chunks, with one stage; found by measuring (docs/internals/log/linear.md).
 
     Memory is fastest in runs of 128 bytes of a row. Warps do best with 64 rows of the weight, which share the work on x, as long
@@ -120,18 +112,18 @@ def _shape(weight: WeightSpec, count: int, m: int, features: list[int], slots: i
     L1 cache; one row gains too little from it, and of eight rows it holds too few steps.
     """
     wide = weight.kind == "signed"
-    tiles = sum(-(-n // 32) for n in features)
-    x_rows = next((n for n in (1, 2, 4, 8) if m <= n), 16)
+    tiles = p.tiles(32)
+    x_rows = next((n for n in (1, 2, 4, 8) if p.rows <= n), 16)
     fine = 0 < weight.group < 64 or bool(weight.codebook)  # what they need besides the MMA fills the registers
-    if m > 8:
+    if p.rows > 8:
         tile, k_slices, warps_m = (64 if tiles <= slots or fine else 128), 2, 2
     else:
-        narrow = tiles <= (slots if m <= 4 else 0.7 * slots)
+        narrow = tiles <= (slots if p.rows <= 4 else 0.7 * slots)
         cramped = wide or (0 < weight.group < 64 and (x_rows == 8 or weight.kind == "unsigned"))
         tile, k_slices, warps_m = (32 if narrow or cramped else 64), 4, 1
     return LinearSpec(
-        weights=(weight,) * count,
-        dtype=dtype,
+        weights=(weight,) * len(p.weights),
+        dtype=p.half,
         block_m=max(8, x_rows),
         tile=tile,
         k_slices=k_slices,
@@ -159,7 +151,7 @@ def _smaller(shape: LinearSpec) -> list[LinearSpec]:
     return [replace(shape, tile=tile, chunk=chunk) for chunk in chunks for tile in tiles]
 
 
-def staged(shape: LinearSpec, per_sm: int, capability: tuple[int, int], depths: Sequence[int] = (4, 3, 2)) -> LinearSpec | None:
+def staged(shape: LinearSpec, per_sm: int, capability: Capability, depths: Sequence[int] = (4, 3, 2)) -> LinearSpec | None:
     """The same with the first of `depths` stages that lets exactly `per_sm` programs run at once on an SM; or None."""
     everything = sm_shared_memory(capability)
     separate = (True, False) if shape.tile == 32 else (False,)  # measured: 6 % faster; with tiles of 64 rows 7 to 10 % slower

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from halfbyte.device import GPU
 from halfbyte.formats import Format
+from halfbyte.plans.linear_spec import LinearProblem
 
 #: M up to which scales that 16 bits do not hold exactly multiply fp32 sums instead of codes.
 EXACT_ROWS = 64
@@ -55,9 +57,9 @@ class LinearTiles:
         """fp32 numbers of workspace: a partial result for each split of a tile."""
         return self.count(features, m) * self.splits * self.block_n * self.block_m if self.splits > 1 else 0
 
-    def describe(self, features: Sequence[int], m: int) -> dict[str, str]:
+    def describe(self, p: LinearProblem) -> dict[str, str]:
         """The launch in words, as `halfbyte explain` prints it."""
-        count = self.count(features, m)
+        count = self.count(p.features, p.rows)
         split = f"{self.splits} a tile, {self.share} steps each; the last program to arrive reduces, in fixed order"
         return {
             "kernel": "triton (portable); one launch",
@@ -69,38 +71,26 @@ class LinearTiles:
         }
 
 
-def linear_tiles(
-    weights: Sequence[tuple[Format, int]],
-    *,
-    m: int,
-    width: int,
-    num_sms: int,
-    capability: tuple[int, int] = (8, 0),
-    row_invariant: bool = False,
-) -> LinearTiles:
-    """Tiles for x [m, width] and weights of these formats and N, on `num_sms` SMs.
-
-    `row_invariant`: from the weights alone, neither from M nor from the device.
-    """
-    features = [n for _, n in weights]
+def linear_tiles(p: LinearProblem, gpu: GPU, row_invariant: bool = False) -> LinearTiles:
+    """Tiles of a GEMM. `row_invariant`: from the weights alone, neither from M nor from the device."""
+    m, width = p.rows, p.width
     if m > EXACT_ROWS and not row_invariant:
-        return _large_m(features, m, width, num_sms, capability)
+        return _large_m(p, gpu)
     block_m = _INVARIANT_ROWS if row_invariant else max(16, 1 << (m - 1).bit_length())
-    block_k = min([128, *(fmt.group_size(width) for fmt, _ in weights if not folds_exactly(fmt))])
+    block_k = min([128, *(fmt.group_size(width) for fmt, _ in p.weights if not folds_exactly(fmt))])
     block_k = 1 << max(5, block_k.bit_length() - 1)
-    tiles = sum(-(-n // 64) for n in features)
     steps = -(-width // block_k)
-    wanted = _INVARIANT_PROGRAMS if row_invariant else 4 * num_sms
-    splits = max(1, min(wanted // max(tiles, 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
+    wanted = _INVARIANT_PROGRAMS if row_invariant else 4 * gpu.num_sms
+    splits = max(1, min(wanted // max(p.tiles(64), 1), steps * block_k // _FEWEST_COLUMNS, _MOST_SPLITS))
     why = "a function of N and K alone" if row_invariant else f"{m} rows: the weight is read once"
     found = LinearTiles(64, block_m, block_k, 1, steps, False, 4, 4 if block_k > 32 else 6, why)
     return _split(found, splits)
 
 
-def expanded(formats: Sequence[Format], m: int, width: int) -> bool:
-    """Whether a GEMM of so large an M is faster by dequantized slabs of weights [N, width] of these formats."""
-    fine = any(fmt.group_size(width) < 32 for fmt in formats)
-    return m >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
+def expanded(p: LinearProblem) -> bool:
+    """Whether M is so large that a GEMM is faster by dequantized slabs of the weights."""
+    fine = any(fmt.group_size(p.width) < 32 for fmt, _ in p.weights)
+    return p.rows >= (_EXPANDED_ROWS_16 if fine else _EXPANDED_ROWS)
 
 
 def slab_rows(width: int) -> int:
@@ -119,30 +109,30 @@ def _split(tiles: LinearTiles, splits: int) -> LinearTiles:
     return replace(tiles, splits=-(-tiles.share // share), share=share, why=f"{tiles.why}, K in {-(-tiles.share // share)} parts")
 
 
-def _large_m(features: list[int], m: int, width: int, num_sms: int, capability: tuple[int, int]) -> LinearTiles:
+def _large_m(p: LinearProblem, gpu: GPU) -> LinearTiles:
     """The shape whose waves over the GPU cost the least."""
 
     def cost(tiles: LinearTiles) -> float:
-        programs = tiles.count(features, m) * tiles.splits
+        programs = tiles.count(p.features, p.rows) * tiles.splits
         steps = tiles.share + _TILE + (_PARTIAL * tiles.splits if tiles.splits > 1 else 0)
-        return -(-programs // num_sms) * tiles.block_n * (tiles.block_m + _DECODING) * steps
+        return -(-programs // gpu.num_sms) * tiles.block_n * (tiles.block_m + _DECODING) * steps
 
-    steps = -(-width // 64)
-    wide = 9 <= capability[0] <= 10  # the registers of asynchronous MMAs, and shared memory for their operands
+    steps = -(-p.width // 64)
+    wide = 9 <= gpu.capability[0] <= 10  # the registers of asynchronous MMAs, and shared memory for their operands
     whole = [LinearTiles(128, block_m, 64, 1, steps, True, 8, 3) for block_m in ((64, 128, 256) if wide else (64, 128))]
     shapes = [_split(shape, n) for shape in whole for n in (1, 2, 4, 8) if n == 1 or steps >= 8 * n]
     best = min(shapes, key=cost)
-    return replace(best, why=f"M = {m}: each weight tile is decoded once for {best.block_m} of M{best.why}")
+    return replace(best, why=f"M = {p.rows}: each weight tile is decoded once for {best.block_m} of M{best.why}")
 
 
-def describe_slabs(features: Sequence[int], m: int, width: int) -> dict[str, str]:
+def describe_slabs(p: LinearProblem) -> dict[str, str]:
     """A GEMM by dequantized slabs of the weights in words, as `halfbyte explain` prints them."""
-    step = slab_rows(width)
-    slabs = sum(-(-n // step) for n in features)
-    buffer = 2 * min(step, max(features)) * width
+    step = slab_rows(p.width)
+    slabs = p.tiles(step)
+    buffer = 2 * min(step, max(p.features)) * p.width
     return {
         "kernel": "cuBLAS, over parts of the weights that another kernel dequantizes",
         "parts": f"{slabs} of at most {step} output channels, {2 * slabs} launches; {buffer / 1e6:.1f} MB of buffer",
-        "schedule": f"M = {m}: compute-bound, so dequantizing first is faster",
+        "schedule": f"M = {p.rows}: compute-bound, so dequantizing first is faster",
         "otherwise": "row_invariant and torch.use_deterministic_algorithms take the portable kernel",
     }

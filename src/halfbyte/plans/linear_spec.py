@@ -1,4 +1,4 @@
-"""What the tuned linear kernels are compiled for: the shape of a block, and the plan of a launch.
+"""GEMMs as plans see them, and what the tuned linear kernels are compiled for: the shape of a block, and the plan of a launch.
 
 Specs are compile-time constants: kernels read their fields. plans/linear.py and plans/linear_wgmma.py choose them.
 """
@@ -6,8 +6,28 @@ Specs are compile-time constants: kernels read their fields. plans/linear.py and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from halfbyte.formats import Format
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
+
+
+class LinearProblem(NamedTuple):
+    """x [rows, width] in `half` ("fp16" or "bf16") times weights of these formats and N. Fields are named as in tuning tables."""
+
+    weights: tuple[tuple[Format, int], ...]
+    rows: int
+    width: int
+    half: str
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """N of each weight."""
+        return tuple(n for _, n in self.weights)
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many rows of the weights, none of which is in two of them."""
+        return sum(-(-n // rows) for _, n in self.weights)
 
 
 @dataclass(frozen=True)

@@ -2,63 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from halfbyte.device import sm_shared_memory, supports_wgmma
-from halfbyte.formats import Format
-from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, scale_copy_width
-from halfbyte.plans.linear_spec import LinearPlan, LinearWgmmaSpec
-from halfbyte.plans.weight_spec import weight_spec
+from halfbyte.device import GPU, sm_shared_memory, supports_wgmma
+from halfbyte.plans.linear import BLOCK_BYTES, gluon_linear, one_weight_spec, scale_copy_width
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearWgmmaSpec
 
 #: M that the kernel takes; below, warps that take chunks of K each are faster, beyond, cuBLAS over dequantized weights.
 FEWEST_ROWS, MOST_ROWS = 17, 256
 
 
-def tuned_linear(
-    weights: Sequence[tuple[Format, int]],
-    *,
-    m: int,
-    width: int,
-    dtype: str,
-    num_sms: int,
-    capability: tuple[int, int],
-    use_pdl: bool,
-) -> LinearPlan | str:
-    """How a tuned kernel computes x [m, width] times weights of these formats and N; in words, why none can."""
-    plan = gluon_linear if m < FEWEST_ROWS else wgmma_linear
-    return plan(weights, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=use_pdl)
+def tuned_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
+    """How a tuned kernel computes a GEMM; in words, why none can."""
+    return (gluon_linear if p.rows < FEWEST_ROWS else wgmma_linear)(p, gpu, use_pdl)
 
 
-def wgmma_linear(
-    weights: Sequence[tuple[Format, int]],
-    *,
-    m: int,
-    width: int,
-    dtype: str,
-    num_sms: int,
-    capability: tuple[int, int],
-    use_pdl: bool,
-) -> LinearPlan | str:
-    """How warp-group MMA computes x [m, width] times these weights; in words, why it cannot."""
-    if not supports_wgmma(capability):
-        return f"compute capability {capability[0]}.{capability[1]}; wgmma needs 9.0"
+def wgmma_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
+    """How warp-group MMA computes a GEMM; in words, why it cannot."""
+    m, width = p.rows, p.width
+    if not supports_wgmma(gpu.capability):
+        return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}; wgmma needs 9.0"
     if not FEWEST_ROWS <= m <= MOST_ROWS:
         return f"M = {m}; wgmma takes {FEWEST_ROWS} to {MOST_ROWS}"
-    if len({fmt for fmt, _ in weights}) > 1:
-        return "weights of different formats in one launch take the portable kernel"
-    weight = weight_spec(weights[0][0], dtype, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
+    weight = one_weight_spec(p, e2m1_codebook=True)  # E2M1's bits would need an x times 2^64
     if isinstance(weight, str):
         return weight
     if width % (8 * weight.codes_per_word):
         return f"{width * 2 // weight.codes_per_word} bytes an output channel are not a multiple of 16"
     # 256 bytes of a row at a time are read faster than 128, where shared memory has room for three such steps and x.
-    shape = LinearWgmmaSpec((weight,) * len(weights), dtype, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
+    shape = LinearWgmmaSpec((weight,) * len(p.weights), p.half, 32 if m <= 32 else 64, 256, 1, 1, use_pdl)
     spec = (wgmma_staged(replace(shape, chunk=512), width) if m <= 32 else None) or wgmma_staged(shape, width)
     if spec is None:
         return f"the scales of K = {width} are not aligned for 4-byte copies, or three stages do not fit in shared memory"
-    tiles, steps = sum(-(-n // spec.tile) for _, n in weights) * -(-m // spec.block_m), -(-width // spec.step)
-    programs = _programs(tiles, steps, num_sms)
+    tiles, steps = p.tiles(spec.tile) * -(-m // spec.block_m), -(-width // spec.step)
+    programs = _programs(tiles, steps, gpu.num_sms)
     return LinearPlan(spec, programs, tiles, steps, tiles if tiles % programs else 0, 1)
 
 

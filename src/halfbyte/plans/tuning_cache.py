@@ -11,16 +11,16 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfbyte.device import GPU
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats import Format
 from halfbyte.paths import own_plans, shipped_plans
 from halfbyte.plans.decode_spec import padded
-from halfbyte.plans.linear_spec import LinearPlan
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.plans.tuning_space import LinearChoice, with_linear_choice
 from halfbyte.settings import stored_plans
@@ -35,25 +35,11 @@ class DamagedPlans(HalfbyteError, ValueError):
     """A file is no table of measured plans."""
 
 
-@dataclass(frozen=True)
-class LinearProblem:
-    """x [rows, width] times weights of these formats and N, with M rounded up as the kernels do. Fields are named as in files."""
-
-    weights: tuple[tuple[str, int], ...]
-    rows: int
-    width: int
-    half: str
-
-    @staticmethod
-    def of(weights: Sequence[tuple[Format, int]], m: int, width: int, dtype: str) -> LinearProblem:
-        """The problem of a GEMM with x [m, width]."""
-        rows = padded(m) if m <= _BLOCK_ROWS else -(-m // _BLOCK_ROWS) * _BLOCK_ROWS
-        return LinearProblem(tuple((fmt.name, n) for fmt, n in weights), rows, width, dtype)
-
-
-def key_of(problem: LinearProblem) -> str:
-    """The fields of a problem, as one line of JSON."""
-    return json.dumps({"op": "linear", **asdict(problem)}, sort_keys=True)
+def key_of(p: LinearProblem) -> str:
+    """The fields of a problem, with M rounded up as the kernels do, as one line of JSON."""
+    rows = padded(p.rows) if p.rows <= _BLOCK_ROWS else -(-p.rows // _BLOCK_ROWS) * _BLOCK_ROWS
+    weights = [(fmt.name, n) for fmt, n in p.weights]
+    return json.dumps({"op": "linear", **p._asdict(), "weights": weights, "rows": rows}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -90,23 +76,13 @@ NO_TABLE = Table("", 0, note="no plans are stored for a GPU that is described by
 # ------------------------------------------------------------------------------------------------------- plans by a table
 
 
-def linear_plan(
-    weights: Sequence[tuple[Format, int]],
-    *,
-    m: int,
-    width: int,
-    dtype: str,
-    num_sms: int,
-    capability: tuple[int, int],
-    use_pdl: bool,
-    table: Table,
-) -> tuple[LinearPlan | str, str]:
+def linear_plan(p: LinearProblem, gpu: GPU, use_pdl: bool, table: Table) -> tuple[LinearPlan | str, str]:
     """`tuned_linear` with what a table knows, and where the plan comes from, in words."""
-    plan = tuned_linear(weights, m=m, width=width, dtype=dtype, num_sms=num_sms, capability=capability, use_pdl=use_pdl)
-    entry = table.entries.get(key_of(LinearProblem.of(weights, m, width, dtype)))
+    plan = tuned_linear(p, gpu, use_pdl)
+    entry = table.entries.get(key_of(p))
     if isinstance(plan, str) or entry is None or entry.choice is None:
         return plan, _analytic(entry, table)
-    made = with_linear_choice(plan, entry.choice, [n for _, n in weights], width, num_sms, capability)
+    made = with_linear_choice(plan, entry.choice, p, gpu)
     return (plan, _unfit(entry, made)) if isinstance(made, str) else (made, _tuned(entry, table))
 
 

@@ -6,11 +6,11 @@ the checks that the rules keep by themselves: shapes that the kernel has, a ring
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from halfbyte.device import GPU, Capability
 from halfbyte.plans.linear import staged, with_copies
-from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
+from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import wgmma_staged
 
 
@@ -33,32 +33,28 @@ STAGES = (4, 3, 2)
 _MOST_PROGRAMS = 4
 
 
-def with_linear_choice(
-    plan: LinearPlan, c: LinearChoice, features: Sequence[int], width: int, num_sms: int, capability: tuple[int, int]
-) -> LinearPlan | str:
-    """The plan of x [rows, width] times weights of so many out features with another choice; in words, why that cannot be."""
-    spec = _few_rows(plan.spec, c, width, capability) if isinstance(plan.spec, LinearSpec) else _warp_groups(plan.spec, c, width)
+def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu: GPU) -> LinearPlan | str:
+    """The plan of a problem with another choice; in words, why that cannot be."""
+    if isinstance(plan.spec, LinearSpec):
+        spec: LinearSpec | LinearWgmmaSpec | str = _few_rows(plan.spec, c, p.width, gpu.capability)
+    else:
+        spec = _warp_groups(plan.spec, c, p.width)
     if isinstance(spec, str):
         return spec
-    blocks, steps = plan.tiles // _tiles(features, plan.spec.tile), -(-width // spec.step)
-    tiles = blocks * _tiles(features, spec.tile)
-    most = _MOST_PROGRAMS * num_sms
+    blocks, steps = plan.tiles // p.tiles(plan.spec.tile), -(-p.width // spec.step)
+    tiles = blocks * p.tiles(spec.tile)
+    most = _MOST_PROGRAMS * gpu.num_sms
     if isinstance(spec, LinearSpec):  # whose programs may each compute one whole tile, however many there are
         most = max(tiles, most)
     if not 1 <= c.programs <= min(tiles * steps, most):
-        return f"{c.programs} programs for {tiles} tiles of {steps} steps on {num_sms} multiprocessors"
+        return f"{c.programs} programs for {tiles} tiles of {steps} steps on {gpu.num_sms} multiprocessors"
     split = tiles % c.programs
     if isinstance(spec, LinearWgmmaSpec) and split:
         split = tiles
     return LinearPlan(spec, c.programs, tiles, steps, split, c.blocks)
 
 
-def _tiles(features: Sequence[int], tile: int) -> int:
-    """Tiles over all weights; a plan has as many for each block of batch rows."""
-    return sum(-(-n // tile) for n in features)
-
-
-def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: tuple[int, int]) -> LinearSpec | str:
+def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capability) -> LinearSpec | str:
     if c.tile not in TILES[spec.warps_m] or c.chunk not in CHUNKS or c.stages not in STAGES or c.blocks not in (1, 2):
         return f"{c} is no shape of this kernel"
     shape = replace(spec, tile=c.tile, chunk=c.chunk, stages=1, pad_slots=0)

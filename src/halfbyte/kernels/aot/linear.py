@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import torch
 
+from halfbyte.device import GPU, H200, Capability
 from halfbyte.formats import WEIGHT_FORMATS, Format
 from halfbyte.kernels.aot.compiling import CAPABILITIES, Configuration, empty, of_capability, recorded
 from halfbyte.kernels.linear import kernel_of, mma, portable
 from halfbyte.kernels.linear.results import Around
-from halfbyte.kernels.linear.ring import weights_of
-from halfbyte.plans.linear import gluon_linear
+from halfbyte.kernels.linear.ring import Weights, weights_of
 from halfbyte.plans.linear_portable import LinearTiles, linear_tiles
-from halfbyte.plans.linear_spec import Ending, LinearPlan
-from halfbyte.plans.linear_wgmma import wgmma_linear
+from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem
+from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.tensors import QuantTensor, expected_parts
 
 #: (format, M, N of each, K, options) for M up to 16: every kind of code and scale, every shape of tile, one weight and three.
@@ -114,54 +114,55 @@ def configurations() -> Iterator[Configuration]:
         yield from _portable(*call)
 
 
-def _tuned(
-    name: str, m: int, features: tuple[int, ...], k: int, options: str, capability: tuple[int, int]
-) -> Iterator[Configuration]:
+def _tuned(name: str, m: int, features: tuple[int, ...], k: int, options: str, capability: Capability) -> Iterator[Configuration]:
     """What a GEMM by a tuned kernel would compile on a GPU of 132 SMs."""
-    choose, dtype = gluon_linear if m <= 16 else wgmma_linear, "fp16" if "fp16" in options else "bf16"
-    weights = [(WEIGHT_FORMATS[name], n) for n in features]
-    plan = choose(weights, m=m, width=k, dtype=dtype, num_sms=132, capability=capability, use_pdl=True)
+    problem = _problem(name, m, features, k, options)
+    plan = tuned_linear(problem, GPU("", 132, capability), use_pdl=True)
     if isinstance(plan, LinearPlan):
-        yield from plan_configurations(name, m, features, k, options, plan, capability)
+        yield from plan_configurations(problem, options, plan, capability)
+
+
+def _problem(name: str, m: int, features: tuple[int, ...], k: int, options: str) -> LinearProblem:
+    return LinearProblem(tuple((WEIGHT_FORMATS[name], n) for n in features), m, k, "fp16" if "fp16" in options else "bf16")
 
 
 def _ended(name: str, m: int, features: tuple[int, ...], k: int, options: str, ending: Ending) -> Iterator[Configuration]:
     """A projection with what surrounds it in a decoder block, as an H100 would run it."""
-    half, fmt = "fp16" if "fp16" in options else "bf16", WEIGHT_FORMATS[name]
-    dtype = torch.float16 if half == "fp16" else torch.bfloat16
-    planned = ((fmt, sum(features)),) if ending.activation else [(fmt, n) for n in features]
-    plan = gluon_linear(planned, m=m, width=k, dtype=half, num_sms=132, capability=(9, 0), use_pdl=True)
+    problem = _problem(name, m, features, k, options)
+    planned = _problem(name, m, (sum(features),), k, options) if ending.activation else problem
+    plan = tuned_linear(planned, H200, use_pdl=True)
     if not isinstance(plan, LinearPlan):  # not with every Triton
         return
-    y = empty(m, features[0], dtype=dtype)
-    weights = weights_of(
-        [_empty_weight(fmt, (n, k)) for n in features],
-        [empty(n, dtype=dtype) if "bias" in options else None for n in features],
-        [y] if ending.activation else [empty(m, n, dtype=dtype) for n in features],
-    )
+    x, weights = _operands(problem, options)
+    y, dtype = weights.outs[0], x.dtype
+    if ending.activation:
+        weights = weights._replace(outs=(y,))
     squares, weight = empty(1, m, dtype=torch.float32), empty(features[0], dtype=dtype)
     sums = {"residual": y} if ending.adds else {}
     sums |= {"weight": weight, "weighted": y, "own_squares": squares} if ending.norm else {}
     around = Around(squares=squares if ending.parts else None, **sums)
-    given = (empty(m, k, dtype=dtype), weights, replace(plan, spec=replace(plan.spec, ending=ending)))
+    given = (x, weights, replace(plan, spec=replace(plan.spec, ending=ending)))
     launch = functools.partial(mma.launch, *given, empty(1, dtype=torch.float32), empty(1), around=around)
     words = "-".join([*(["scaled"] if ending.parts else []), ending.activation, "sum" * ending.adds, ending.norm, options])
     yield from recorded(f"block-{name}-M{m}-{'x'.join(map(str, features))}-{words}", launch, targets=(90,))
 
 
-def plan_configurations(
-    name: str, m: int, features: tuple[int, ...], k: int, options: str, plan: LinearPlan, capability: tuple[int, int]
-) -> Iterator[Configuration]:
-    """What a launch of x [m, k] times weights of one format by this plan would compile. options: "fp16", "bias"."""
-    dtype = torch.float16 if "fp16" in options else torch.bfloat16
+def _operands(p: LinearProblem, options: str) -> tuple[torch.Tensor, Weights]:
+    """x and weights of a problem, without memory. options: "bias"."""
+    dtype = torch.float16 if p.half == "fp16" else torch.bfloat16
     weights = weights_of(
-        [_empty_weight(WEIGHT_FORMATS[name], (n, k)) for n in features],
-        [empty(n, dtype=dtype) if "bias" in options else None for n in features],
-        [empty(m, n, dtype=dtype) for n in features],
+        [_empty_weight(fmt, (n, p.width)) for fmt, n in p.weights],
+        [empty(n, dtype=dtype) if "bias" in options else None for n in p.features],
+        [empty(p.rows, n, dtype=dtype) for n in p.features],
     )
+    return empty(p.rows, p.width, dtype=dtype), weights
+
+
+def plan_configurations(p: LinearProblem, options: str, plan: LinearPlan, capability: Capability) -> Iterator[Configuration]:
+    """What a launch of weights of one format by this plan would compile. options: "bias"."""
     why = "" if capability == (9, 0) else "up to 40 bytes: tiles were chosen for sm_90"
-    full = f"{name}-M{m}-{'x'.join(map(str, features))}-{options}-{of_capability(capability)}"
-    given = (empty(m, k, dtype=dtype), weights, plan, empty(1, dtype=torch.float32), empty(1))
+    full = f"{p.weights[0][0]}-M{p.rows}-{'x'.join(map(str, p.features))}-{options}-{of_capability(capability)}"
+    given = (*_operands(p, options), plan, empty(1, dtype=torch.float32), empty(1))
     launch = functools.partial(kernel_of(plan).launch, *given)
     yield from recorded(full, launch, targets=(10 * capability[0] + capability[1],), may_spill=why)
 
@@ -173,10 +174,10 @@ def _portable(formats: str, m: int, n: int, k: int, options: str) -> Iterator[Co
     x = empty(m, 2 * k, dtype=dtype)[:, ::2] if "strided" in options else empty(m, k, dtype=dtype)
     biases = [empty(n, dtype=dtype) if "bias" in options else None for _ in weights]
     outs = [empty(m, n, dtype=dtype) for _ in weights]
-    shapes, invariant = [(w.format, n) for w in weights], "invariant" in options
+    problem = LinearProblem(tuple((w.format, n) for w in weights), m, k, "fp16" if "fp16" in options else "bf16")
     seen: dict[LinearTiles, tuple[int, ...]] = {}
     for capability in (8, 9, 10):
-        tiles = linear_tiles(shapes, m=m, width=k, num_sms=132, capability=(capability, 0), row_invariant=invariant)
+        tiles = linear_tiles(problem, GPU("", 132, (capability, 0)), "invariant" in options)
         seen[tiles] = (*seen.get(tiles, ()), 10 * capability)
     for tiles, targets in seen.items():
         name = "-".join([*formats.split(), f"M{m}", f"{tiles.block_n}x{tiles.block_m}x{tiles.block_k}", *options.split()])
