@@ -11,12 +11,12 @@ import torch
 from gpu_cases import Call, poisoned
 
 from halfbyte.device import GPU
-from halfbyte.formats import Format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
+from halfbyte.plans.experts import ExpertsProblem
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -93,9 +93,8 @@ def multiply(
 def mix(call: ExpertsCall, order: Order, num_sms: int = 3, backwards: bool = False) -> torch.Tensor:
     """A projection of a mixture of experts by the tuned kernel."""
 
-    def plan(fmt: Format, sizes: Sequence[int], facts: Sequence[Any], *_: Any) -> ExpertsPlan:
-        problem = dict(zip(("tokens", "top_k", "shared", "activation", "gated", "dtype"), (*sizes[3:], *facts), strict=True))
-        found = tuned_experts(fmt, *sizes[:3], **problem, num_sms=num_sms, capability=(9, 0), use_pdl=True)
+    def plan(problem: ExpertsProblem, *_: Any) -> ExpertsPlan:
+        found = tuned_experts(problem, GPU("", num_sms, (9, 0)), use_pdl=True)
         if isinstance(found, str):
             raise Refused(found)
         return found

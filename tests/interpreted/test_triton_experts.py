@@ -16,7 +16,7 @@ from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, wor
 from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops.experts_linear import _run_on_gpu
-from halfbyte.plans.experts import ExpertsTiles, experts_tiles
+from halfbyte.plans.experts import ExpertsProblem, ExpertsTiles, experts_tiles
 from halfbyte.plans.experts_prompt import dequantized_rows
 from halfbyte.reference.experts import Activation
 
@@ -198,21 +198,21 @@ def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
 
 
 def test_which_prompts_dequantize() -> None:
-    qwen, where = (128, 1536, 2048), {"top_k": 8, "dtype": "bf16", "capability": (9, 0)}
-    assert dequantized_rows(*qwen, tokens=8192, **where) == 1024  # type: ignore[arg-type]
-    assert dequantized_rows(*qwen, tokens=1536, **where)  # type: ignore[arg-type]
-    assert not dequantized_rows(*qwen, tokens=1535, **where)  # type: ignore[arg-type]
-    assert dequantized_rows(256, 4096, 7168, tokens=65536, **where) == 128  # type: ignore[arg-type]
-    assert dequantized_rows(8, 34, 64, tokens=512, **where) == 34  # type: ignore[arg-type]
-    for other in ({"dtype": "fp16"}, {"capability": (8, 0)}):
-        assert not dequantized_rows(*qwen, tokens=8192, **where | other)  # type: ignore[arg-type]
-    assert not dequantized_rows(8, 1536, 2052, tokens=8192, **where)  # type: ignore[arg-type]
+    qwen = ExpertsProblem(WEIGHT_FORMATS["int4_g32"], (128, 1536, 2048), 8192, 8, "bf16")
+    assert dequantized_rows(qwen, (9, 0)) == 1024
+    assert dequantized_rows(qwen._replace(tokens=1536), (9, 0))
+    assert not dequantized_rows(qwen._replace(tokens=1535), (9, 0))
+    assert dequantized_rows(qwen._replace(stack=(256, 4096, 7168), tokens=65536), (9, 0)) == 128
+    assert dequantized_rows(qwen._replace(stack=(8, 34, 64), tokens=512), (9, 0)) == 34
+    assert not dequantized_rows(qwen._replace(half="fp16"), (9, 0))
+    assert not dequantized_rows(qwen, (8, 0))
+    assert not dequantized_rows(qwen._replace(stack=(8, 1536, 2052)), (9, 0))
 
 
 def test_plans_cover_the_work() -> None:
     for tokens, top_k, experts, width in [(1, 8, 128, 2048), (64, 16, 512, 768), (65, 1, 2, 64), (4096, 8, 128, 2880)]:
-        weight = stack("int4_g32", 1, 4, 64)
-        found = experts_tiles(weight.format, experts, 1536, width, tokens=tokens, top_k=top_k, num_sms=132)
+        problem = ExpertsProblem(WEIGHT_FORMATS["int4_g32"], (experts, 1536, width), tokens, top_k, "bf16")
+        found = experts_tiles(problem, num_sms=132)
         assert found.inline == (tokens <= 64)
         assert found.splits * found.share * found.block_k >= width > (found.splits - 1) * found.share * found.block_k
         assert found.slots >= min(experts, tokens * top_k)

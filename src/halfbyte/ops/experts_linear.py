@@ -19,13 +19,13 @@ from halfbyte.arguments import check_tensor
 from halfbyte.cpu import experts as cpu
 from halfbyte.device import gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
-from halfbyte.formats import Format, weight_format
+from halfbyte.formats import weight_format
 from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
-from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
+from halfbyte.plans.experts import ExpertsProblem, ExpertsTiles, experts_tiles, tokens_at_once
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.plans.experts_prompt import dequantized_rows
 from halfbyte.reference import experts as reference
@@ -166,7 +166,7 @@ def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
     if not ids.shape[1] or not weight.shape[0] or not weight.shape[2]:  # nothing to add up but biases
         return cpu.experts_linear(call)
     with torch.cuda.device_of(x):
-        if impl == "auto" and (rows := _dequantized_rows(call)):
+        if impl == "auto" and (rows := dequantized_rows(_problem_of(call), gpu(x.device.index).capability)):
             _experts_prompt.run(call, rows, out)
             return out
         call = _dense(call)
@@ -191,34 +191,29 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
     return call._replace(x=x, weight=QuantTensor(w.format, w.shape, **parts), ids=ids.contiguous(), gates=gates, bias=bias)
 
 
-def _dequantized_rows(call: ExpertsCall) -> int:
-    """Rows of each expert to dequantize at a time for a prompt; 0: none."""
-    (experts, features, width), (tokens, top_k), x = call.weight.shape, call.ids.shape, call.x
-    dtype, capability = _DTYPES[x.dtype], gpu(x.device.index)[2]
-    problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "dtype": dtype, "capability": capability}
-    return dequantized_rows(experts, features, width, **problem)
-
-
 # ---------------------------------------------------------------------------------------------------------------- the tuned kernel
 
 
 def _plan_of(call: ExpertsCall) -> ExpertsPlan | str:
     """How the tuned kernel runs a call; in words, why it does not."""
-    x, w, ids, gates, _, activation = call
+    x, w = call.x, call.weight
     if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"
-    sizes, facts = (*w.shape, *ids.shape), (x.ndim == 2, activation, gates is not None, _DTYPES[x.dtype])
-    return _plan(w.format, sizes, facts, x.device.index, pair_launches())
+    return _plan(_problem_of(call), x.device.index, pair_launches())
+
+
+def _problem_of(call: ExpertsCall) -> ExpertsProblem:
+    """What a plan needs to know of a call."""
+    experts, features, width = call.weight.shape
+    tokens, top_k = call.ids.shape
+    half, shared, gated = _DTYPES[call.x.dtype], call.x.ndim == 2, call.gates is not None
+    return ExpertsProblem(call.weight.format, (experts, features, width), tokens, top_k, half, shared, gated, call.activation)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(fmt: Format, sizes: tuple[int, ...], facts: tuple[Any, ...], device: int, use_pdl: bool) -> ExpertsPlan | str:
-    """The plan on GPU number `device`. sizes: E, N, K, tokens, top_k; facts: see `tuned_experts`."""
-    (experts, features, width, tokens, top_k), (shared, activation, gated, dtype) = sizes, facts
-    _, num_sms, capability = gpu(device)
-    problem: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "shared": shared, "activation": activation, "gated": gated}
-    problem |= {"dtype": dtype, "num_sms": num_sms, "capability": capability, "use_pdl": use_pdl}
-    return tuned_experts(fmt, experts, features, width, **problem)
+def _plan(problem: ExpertsProblem, device: int, use_pdl: bool) -> ExpertsPlan | str:
+    """The plan on GPU number `device`."""
+    return tuned_experts(problem, gpu(device), use_pdl)
 
 
 def _run_tuned(call: ExpertsCall, plan: ExpertsPlan, out: torch.Tensor) -> None:
@@ -249,16 +244,15 @@ def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
     from halfbyte.kernels.linear.experts import launch, workspace
 
     x, stack, ids = call.x, call.weight, call.ids
-    (tokens, top_k), (experts, features, width) = ids.shape, stack.shape
-    index = -1 if x.device.type == "cpu" else x.device.index
-    tiles = _tiles(stack.format, experts, features, width, tokens, top_k, index)
+    problem, (experts, features, width) = _problem_of(call), stack.shape
+    tiles = _tiles(problem, -1 if x.device.type == "cpu" else x.device.index)
     table = (None, None) if tiles.inline else sorted_pairs(ids, experts)
-    size, count = workspace(tiles, features, tokens * top_k, call.gates is not None)
+    size, count = workspace(tiles, features, problem.pairs, problem.gated)
     partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
     launch(call._replace(x=x.reshape(-1, width)), out, tiles, table, partials, semaphores)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(fmt: Format, experts: int, features: int, width: int, tokens: int, top_k: int, device: int) -> ExpertsTiles:
+def _tiles(problem: ExpertsProblem, device: int) -> ExpertsTiles:
     """The tiles on GPU number `device` (-1: the interpreter)."""
-    return experts_tiles(fmt, experts, features, width, tokens=tokens, top_k=top_k, num_sms=gpu(device)[1])
+    return experts_tiles(problem, gpu(device).num_sms)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from halfbyte.device import GPU
-from halfbyte.formats import Format
+from halfbyte.plans.experts import ExpertsProblem
 from halfbyte.plans.linear import gluon_linear, staged
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
 from halfbyte.reference.experts import Activation
@@ -98,36 +98,21 @@ class ExpertsPlan:
         return self.programs
 
 
-def tuned_experts(
-    fmt: Format,
-    experts: int,
-    features: int,
-    width: int,
-    *,
-    tokens: int,
-    top_k: int,
-    shared: bool,
-    activation: Activation | None,
-    gated: bool,
-    dtype: str,
-    num_sms: int,
-    capability: tuple[int, int],
-    use_pdl: bool,
-) -> ExpertsPlan | str:
-    """How the tuned kernel computes a call of `experts_tiles`' sizes; in words, why it cannot. dtype: "fp16" or "bf16"."""
-    pairs = tokens * top_k
-    if tokens > _MOST_TOKENS or pairs > _TABLES[-1]:
-        return f"{tokens} tokens of {top_k} experts; the tuned kernel takes up to {_MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
-    rows = block_rows(experts, tokens, top_k)
+def tuned_experts(p: ExpertsProblem, gpu: GPU, use_pdl: bool) -> ExpertsPlan | str:
+    """How the tuned kernel computes a call; in words, why it cannot."""
+    (experts, features, width), pairs = p.stack, p.pairs
+    if p.tokens > _MOST_TOKENS or pairs > _TABLES[-1]:
+        return f"{p.tokens} tokens of {p.top_k} experts; the tuned kernel takes up to {_MOST_TOKENS} tokens and {_TABLES[-1]} pairs"
+    rows = block_rows(experts, p.tokens, p.top_k)
     hit, most = min(pairs, experts), min(pairs, experts + pairs // rows)
-    dense = gluon_linear(LinearProblem(((fmt, features),) * hit, rows, width, dtype), GPU("", num_sms, capability), use_pdl)
+    dense = gluon_linear(LinearProblem(((p.format, features),) * hit, rows, width, p.half), gpu, use_pdl)
     if isinstance(dense, str):
         return dense
-    finer, wanted = _finer(dense, width, num_sms)
+    finer, wanted = _finer(dense, width, gpu.num_sms)
     room = next(n for n in _TABLES if pairs <= n)
     fields = vars(finer) | {"weights": finer.weights[:1], "pad_slots": 0}
-    shape = ExpertsMmaSpec(**fields, top_k=top_k, shared=shared and top_k > 1, pairs=room, activation=activation)
-    fitting = ((staged(shape, n, capability), n) for n in (wanted, 1))
+    shape = ExpertsMmaSpec(**fields, top_k=p.top_k, shared=p.shared and p.top_k > 1, pairs=room, activation=p.activation)
+    fitting = ((staged(shape, n, gpu.capability), n) for n in (wanted, 1))
     spec, per_sm = next((found for found in fitting if found[0]), (None, 1))
     if spec is None:
         return f"two stages of its ring take {replace(shape, stages=2).shared_bytes} bytes of shared memory, more than this GPU has"
@@ -135,8 +120,8 @@ def tuned_experts(
     columns, steps = -(-features // spec.tile), -(-width // spec.step)
     if most * columns * steps >= 2**24 or experts >= 2**19 or experts * features >= 2**31:
         return f"{experts} experts of [{features}, {width}]; the tuned kernel counts steps of tiles up to 2^24"
-    programs = min(per_sm * num_sms, most * columns * steps)
-    return ExpertsPlan(spec, programs, gated * pairs * features // spec.halves, per_sm)
+    programs = min(per_sm * gpu.num_sms, most * columns * steps)
+    return ExpertsPlan(spec, programs, p.gated * pairs * features // spec.halves, per_sm)
 
 
 def _finer(dense: LinearPlan, width: int, num_sms: int) -> tuple[LinearSpec, int]:

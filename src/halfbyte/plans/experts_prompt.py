@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from halfbyte.device import Capability
+from halfbyte.plans.experts import ExpertsProblem
+
 #: Pairs of a token and an expert, for each expert, from which on this is faster than the portable kernel. Measured: at 32 and 64 in
 #: some projections, at 128 in all but one (docs/internals/log/linear.md).
 _PAIRS = 96
@@ -11,15 +14,14 @@ SCRATCH_BYTES, _FEWEST_ROWS = 512 << 20, 128
 _GROUPED = (9, 10)
 
 
-def dequantized_rows(
-    experts: int, features: int, width: int, *, tokens: int, top_k: int, dtype: str, capability: tuple[int, int]
-) -> int:
-    """Rows of each expert of a stack [experts, features, width] to dequantize at a time; 0: the codes are multiplied as they are.
+def dequantized_rows(p: ExpertsProblem, capability: Capability) -> int:
+    """Rows of each expert to dequantize at a time; 0: the codes are multiplied as they are.
 
     Dequantized weights are written and read once, which pays from some tokens an expert on. All experts count: the ids are on the
     device.
     """
-    if dtype != "bf16" or capability[0] not in _GROUPED or width % 8 or tokens * top_k < _PAIRS * experts:
+    experts, features, width = p.stack
+    if p.half != "bf16" or capability[0] not in _GROUPED or width % 8 or p.pairs < _PAIRS * experts:
         return 0
     rows = SCRATCH_BYTES // (2 * experts * width) // _FEWEST_ROWS * _FEWEST_ROWS
     return min(features, max(_FEWEST_ROWS, rows))

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
+from halfbyte.device import H200
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
 from halfbyte.kernels.linear import experts_mma, experts_prompt
-from halfbyte.plans.experts import experts_tiles
+from halfbyte.plans.experts import ExpertsProblem, experts_tiles
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
@@ -62,7 +63,7 @@ def configurations() -> Iterator[Configuration]:
     yield from _prompts()
     for name, tokens, (experts, top_k, features, width, activation, options) in _CASES:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        tiles = experts_tiles(call.weight.format, experts, features, width, tokens=tokens, top_k=top_k, num_sms=132)
+        tiles = experts_tiles(_problem(call), num_sms=132)
         table = (None, None) if tiles.inline else (empty(tokens * top_k), empty(experts + 1))
         given = (call.new_result(), tiles, table, empty(1, dtype=torch.float32), empty(1))
         why = "up to 32 bytes on sm_80 and sm_100, none on sm_90, which the tiles were chosen for"
@@ -70,10 +71,7 @@ def configurations() -> Iterator[Configuration]:
         yield from recorded(full, functools.partial(portable.launch, call, *given), may_spill=why)
     for name, tokens, (experts, top_k, features, width, activation, options) in _TUNED:
         call = _call(name, tokens, experts, top_k, features, width, activation, options)
-        problem = {"tokens": tokens, "top_k": top_k, "shared": "gates" not in options, "activation": activation}
-        problem |= {"gated": "gates" in options, "dtype": "fp16" if "fp16" in options else "bf16"}
-        where = {"num_sms": 132, "capability": (9, 0), "use_pdl": True}
-        plan = tuned_experts(call.weight.format, experts, features, width, **problem, **where)
+        plan = tuned_experts(_problem(call), H200, use_pdl=True)
         if isinstance(plan, ExpertsPlan):
             given = (call.new_result(), plan, empty(1, dtype=torch.float32), empty(1))
             full = _name("tuned-experts", name, tokens, call, options)
@@ -110,6 +108,11 @@ def _call(
         empty(experts, features, dtype=dtype) if "bias" in options else None,
         activation,
     )
+
+
+def _problem(call: ExpertsCall) -> ExpertsProblem:
+    (tokens, top_k), gated, half = call.ids.shape, call.gates is not None, "fp16" if call.x.dtype is torch.float16 else "bf16"
+    return ExpertsProblem(call.weight.format, call.weight.shape, tokens, top_k, half, not gated, gated, call.activation)
 
 
 def _name(kernel: str, name: str, tokens: int, call: ExpertsCall, options: str) -> str:
