@@ -22,12 +22,17 @@ Attention = tuple[torch.Tensor, torch.Tensor]
 
 
 def attention_errors(
-    out: torch.Tensor, lse: torch.Tensor, truth: Attention, base: Attention, lse_roundings: int = 0, lse_rotation: float = 0.0
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    truth: Attention,
+    base: Attention,
+    lse_roundings: int = 0,
+    rotation: tuple[float, float] = (0.0, 0.0),
 ) -> str:
     """What of a result breaks the promise, in words; "" when nothing does. truth, base: (out, lse) in float64, and by eager torch.
 
-    lse: 1e-5 plus twice eager PyTorch's error, so many roundings in fp32 of a score of that size, and what rounding a rotated query
-    costs, of which eager PyTorch knows nothing.
+    lse: 1e-5 plus twice eager PyTorch's error, and so many roundings in fp32 of a score of that size. Both: and what rounding a
+    rotated query costs, of which eager PyTorch knows nothing.
     """
     (ref, ref_lse), (base_out, base_lse) = truth, base
     if out.shape != ref.shape or lse.shape != ref_lse.shape or lse.dtype is not torch.float32:
@@ -40,11 +45,12 @@ def attention_errors(
     if not torch.equal(lse == -torch.inf, empty) or out[empty].any():
         return "rows that see no key: out is not 0 or lse not -inf there, or only there"
     promise = attention_accuracy(out, base_out, ref)
+    most = promise.allowed + rotation[0]
     lse, ref_lse, base_lse = (t.masked_fill(empty, 0).double() for t in (lse, ref_lse, base_lse))
     roundings = lse_roundings * torch.finfo(torch.float32).eps * ref_lse.abs().max().item()
-    allowed = 1e-5 + 2 * (base_lse - ref_lse).abs().max().item() + roundings + lse_rotation
+    allowed = 1e-5 + 2 * (base_lse - ref_lse).abs().max().item() + roundings + rotation[1]
     error = (lse - ref_lse).abs().max().item()
-    found = [] if promise.ok else [f"out is off by {promise.error:.3g}, allowed {promise.allowed:.3g}"]
+    found = [] if promise.error <= most else [f"out is off by {promise.error:.3g}, allowed {most:.3g}"]
     return "; ".join(found + [f"lse is off by {error:.3g}, allowed {allowed:.3g}"] * (not error <= allowed))
 
 

@@ -348,18 +348,21 @@ class Call:
     def wrong(self, out: torch.Tensor, lse: torch.Tensor, kernel: bool = True) -> str:
         """What of a result breaks the promise, in words; "" when nothing does. kernel: kernels round a rotated query to 16 bits."""
         # A sum of up to 256 terms is off by about sqrt(256) roundings, which matters where scores are in the ten thousands.
-        rotation = 2 * self._rounded_rotation if kernel and self.cache.rotate_keys and out.numel() else 0.0
-        return attention_errors(out, lse, *self._expected, lse_roundings=16, lse_rotation=rotation)
+        rounds = kernel and self.cache.rotate_keys and bool(out.numel())
+        return attention_errors(
+            out, lse, *self._expected, lse_roundings=16, rotation=self._rounded_rotation if rounds else (0.0, 0.0)
+        )
 
     @cached_property
-    def _rounded_rotation(self) -> float:
-        """What lse is off by in float64 if only the rotated query is rounded: to bf16 over bf16 keys, else to fp16."""
+    def _rounded_rotation(self) -> tuple[float, float]:
+        """Twice what out and lse are off by in float64 if only a rotated query is rounded: to bf16 over bf16 keys, else to fp16."""
         if self.q.element_size() > 2:
-            return 0.0
+            return 0.0, 0.0
         kind = torch.bfloat16 if self.cache.keys.codes.dtype is torch.bfloat16 else torch.float16
         rounded = rotate(rotate(self.q.double()).to(kind).double())
-        found, truth = replace(self, q=rounded).attend(torch.float64)[1], self._expected[0][1]
-        return (found - truth).nan_to_num(0, 0, 0).abs().max().item()
+        found, truth = replace(self, q=rounded).attend(torch.float64), self._expected[0]
+        out, lse = (2 * (a - b).nan_to_num(0, 0, 0).abs().max().item() for a, b in zip(found, truth, strict=True))
+        return out, lse
 
     @cached_property
     def _expected(self) -> tuple[Any, Any]:

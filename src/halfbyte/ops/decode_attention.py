@@ -153,8 +153,8 @@ def decode_attention(
 
     lse is off by at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a visible key (both as
     they are rotated) plus what ALiBi adds: scores are sums in fp32, so a common offset of -5e5 costs tenths of a nat. Kernels round
-    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S. `reference`, and wider queries, are off by the
-    rounding of lse to float32 alone.
+    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S, and moves the result as scores off by as much would.
+    `reference`, and wider queries, are off by the rounding of lse to float32 alone.
 
     Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
     """
