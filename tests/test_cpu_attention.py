@@ -15,7 +15,7 @@ from accuracy import attention_errors
 from allocated import Allocated
 from halfbyte.cpu import decode_attention as cpu
 from halfbyte.formats import KV_FORMATS, key_format
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference import attention as reference
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.quantize import quantize
@@ -42,7 +42,7 @@ class Case:
     def run(self, block: int = cpu.BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
         with mock.patch.object(cpu, "BLOCK", block):
             return cpu.decode_attention(
-                self.q, self.keys, self.values, self.lengths, self.page_table, self.query_start, self.options
+                DecodeCall(self.q, self.keys, self.values, self.lengths, self.query_start, self.page_table, self.options)
             )
 
     def attend(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

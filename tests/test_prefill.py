@@ -20,8 +20,8 @@ prefill = importlib.import_module("halfbyte.ops.prefill_attention")
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk over itself, as specified."""
     lengths = torch.full((q.shape[0],), q.shape[2], dtype=torch.int32)
-    planes = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
-    return reference.decode_attention(q, *planes, lengths, None, torch.zeros_like(lengths), o)
+    keys, values = (KVBuffer(plain_format(x.dtype), x) for x in (k, v))
+    return reference.decode_attention(DecodeCall(q, keys, values, lengths, torch.zeros_like(lengths), None, o))
 
 
 def tokens(batch: int, length: int, heads: int = 2, group: int = 3, dim: int = 64) -> tuple[torch.Tensor, ...]:

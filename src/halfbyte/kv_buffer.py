@@ -171,6 +171,11 @@ class DecodeCall(NamedTuple):
         )  # fmt: skip
 
     @property
+    def first_query(self) -> torch.Tensor:
+        """Position of the first query of each sequence, [B]."""
+        return self.lengths - self.q.shape[2] if self.query_start is None else self.query_start
+
+    @property
     def capacity(self) -> int:
         """Tokens that a sequence has room for."""
         rows = self.keys.codes.shape[2]

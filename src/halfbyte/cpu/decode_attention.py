@@ -20,7 +20,7 @@ import torch
 
 from halfbyte.cpu.codes import unpack_into
 from halfbyte.formats import Format
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference.attention import oldest_visible, stored_tokens, visible
 from halfbyte.reference.hadamard import rotate
 
@@ -30,60 +30,37 @@ BLOCK = 1 << 21
 CHUNK_QUERIES, CHUNK_TOKENS = 8, 256
 
 
-def decode_attention(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    query_start: torch.Tensor,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
-    span = _span(keys, page_table, lengths, query_start, q.shape[2], options)
-    return _walk(q, keys, values, lengths, page_table, query_start, options, replace(span, step=_step(span, q, keys, values)))
+def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
+    span = _span(c, c.first_query, c.q.shape[2])
+    return _walk(c, replace(span, step=_step(span, c)))
 
 
-def chunk_attention(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    start: int,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [L, Hq, D], consecutive queries of one sequence from position `start` on; lengths int32 [1].
+def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [1, Hq, L, D] are consecutive queries of one sequence, from position `start` on.
 
-    out [L, Hq, Dv] in q's dtype, lse float32 [L, Hq]. A query's bits depend on what it sees, on its position and on nothing else.
+    out [1, Hq, L, Dv] in q's dtype, lse float32 [1, Hq, L]. A query's bits depend on what it sees, on its position and on nothing
+    else.
     """
-    length, before = len(q), start % CHUNK_QUERIES
+    (_, heads, length, dim), before = c.q.shape, start % CHUNK_QUERIES
     blocks = -(-(before + length) // CHUNK_QUERIES)
-    padded = q.new_zeros(blocks * CHUNK_QUERIES, *q.shape[1:])
-    padded[before : before + length] = q
-    query_start = torch.arange(blocks, device=q.device) * CHUNK_QUERIES + (start - before)  # [blocks]
+    padded = c.q.new_zeros(blocks * CHUNK_QUERIES, heads, dim)
+    padded[before : before + length] = c.q[0].transpose(0, 1)
+    query_start = torch.arange(blocks, device=c.q.device) * CHUNK_QUERIES + (start - before)  # [blocks]
     # No query of the chunk sees anything older, whatever those see that fill up the first block.
-    options = options._replace(starts=oldest_visible(query_start[:1] + before, options))
-    span = _span(keys, page_table, lengths, query_start[:1] + before, length, options)
+    c = c._replace(options=c.options._replace(starts=oldest_visible(query_start[:1] + before, c.options)))
+    span = _span(c, query_start[:1] + before, length)
     span = replace(span, first=span.first // CHUNK_TOKENS * CHUNK_TOKENS, step=CHUNK_TOKENS, padded=True)
     by_block = padded.unflatten(0, (blocks, CHUNK_QUERIES)).transpose(1, 2)  # [blocks, Hq, queries, D]
-    out, lse = _walk(by_block, keys, values, lengths, page_table, query_start, options, span)
-    out, lse = (t.transpose(1, 2).flatten(0, 1)[before : before + length] for t in (out, lse))
+    out, lse = _walk(c._replace(q=by_block, query_start=query_start), span)
+    out, lse = (t.transpose(1, 2).flatten(0, 1)[before : before + length].transpose(0, 1)[None] for t in (out, lse))
     return out, lse
 
 
-def _walk(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    query_start: torch.Tensor,
-    options: AttentionOptions,
-    span: _Span,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D] over the memory of B sequences, or of one that all share (lengths [1]); query_start [B]."""
-    queries = q.shape[2]
+    q, keys, values, lengths, page_table, options = c.q, c.keys, c.values, c.lengths, c.page_table, c.options
+    query_start, queries = c.first_query, q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]
     positions = query_start.view(-1, 1, 1, 1) + torch.arange(queries, device=q.device).view(1, 1, -1, 1)  # [B, 1, L, 1]
     oldest, limit = oldest_visible(query_start, options), options.limit(lengths)
@@ -196,41 +173,32 @@ class _Span:
         return self.clear_first <= lo and hi <= self.clear_last
 
 
-def _span(
-    keys: KVBuffer,
-    page_table: torch.Tensor | None,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    queries: int,
-    options: AttentionOptions,
-) -> _Span:
-    """Read off the lengths on a CPU. Elsewhere, as reading them would stop a GPU, everything is visited and masked."""
-    block = keys.format.token_block or 1
-    page = keys.codes.shape[2]
-    alignment = block if page_table is None else page
-    capacity = page if page_table is None else page * page_table.shape[1]
-    if 0 in (*keys.codes.shape[:2], len(lengths), alignment):
+def _span(c: DecodeCall, first_query: torch.Tensor, queries: int) -> _Span:
+    """Of so many queries. Read off the lengths on a CPU; elsewhere, which would stop a GPU, all is visited and masked."""
+    options, block = c.options, c.keys.format.token_block or 1
+    alignment = block if c.page_table is None else c.keys.codes.shape[2]
+    if 0 in (*c.keys.codes.shape[:2], len(c.lengths), alignment):
         return _Span(0, 0, 1)
-    if lengths.device.type != "cpu":
-        return _Span(0, capacity, alignment)
-    stored, start = options.limit(lengths).tolist(), query_start.tolist()
+    if c.lengths.device.type != "cpu":
+        return _Span(0, c.capacity, alignment)
+    stored, start = options.limit(c.lengths).tolist(), first_query.tolist()
     starts = [0] if options.starts is None else options.starts.tolist()
     window = max(start) + queries if options.window is None else options.window
     first = max(0, min(starts), min(start) - window + 1)
     last = min(max(stored), max(start) + queries)
     return _Span(
         first=first // alignment * alignment,
-        last=min(capacity, -(-last // block) * block),
+        last=min(c.capacity, -(-last // block) * block),
         alignment=alignment,
         clear_first=max(*starts, max(start) + queries - window),
         clear_last=min(*stored, min(start) + 1),
     )
 
 
-def _step(span: _Span, q: torch.Tensor, keys: KVBuffer, values: KVBuffer) -> int:
+def _step(span: _Span, c: DecodeCall) -> int:
     """Tokens of a block: a multiple of the alignment, at least one."""
-    group = q.shape[1] // keys.heads
-    per_token = q.shape[0] * keys.heads * max(keys.dim, values.dim, group * q.shape[2])
+    (batch, q_heads, queries, _), heads = c.q.shape, c.keys.heads
+    per_token = batch * heads * max(c.keys.dim, c.values.dim, q_heads // heads * queries)
     wanted = min(BLOCK // max(per_token, 1), span.last - span.first)
     return max(1, -(-wanted // span.alignment)) * span.alignment
 

@@ -234,7 +234,7 @@ def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: t
 def _launch_portable(c: DecodeCall, tiles: TritonTiles, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
     from halfbyte.kernels.decode import portable
 
-    start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
+    start = c.first_query
     c = c._replace(query_start=start)
     most = max(1, MOST_BLOCKS * tiles.block_rows // (c.q.shape[1] // c.keys.heads))
     if c.q.shape[2] <= most:

@@ -25,7 +25,7 @@ def attend_per_sequence(attend: Callable[[DecodeCall], Results], call: DecodeCal
     return torch.cat(outs), torch.cat(lses)
 
 
-def attend_chunks(attend: Callable[..., Results], call: DecodeCall, most: int) -> Results:
+def attend_chunks(attend: Callable[[DecodeCall, int], Results], call: DecodeCall, most: int) -> Results:
     """Ragged queries: `attend` of at most `most` consecutive ones of a sequence (`reference.chunk_attention`) at a time."""
     assert call.cu_seqlens_q is not None
     results = out, lse = call.new_results()
@@ -36,10 +36,9 @@ def attend_chunks(attend: Callable[..., Results], call: DecodeCall, most: int) -
         own = _alone(call, b, length)
         for begin in range(first, last, most):
             chunk = slice(begin, min(begin + most, last))
-            memory = (own.keys, own.values, own.lengths, own.page_table)
-            found = attend(call.q[0, :, chunk].transpose(0, 1), *memory, length - last + begin, own.options)
+            found = attend(own._replace(q=call.q[:, :, chunk]), length - last + begin)
             for whole, part in zip(results, found, strict=True):
-                whole[0, :, chunk] = part.transpose(0, 1)
+                whole[:, :, chunk] = part
     return results
 
 

@@ -90,12 +90,9 @@ def _fake(*flat: Any) -> Results:
 
 
 def _in_torch(c: DecodeCall) -> Results:
-    attend: Callable[..., Results] = _LEVELS[c.impl].decode_attention
-    start = c.lengths - c.q.shape[2] if c.query_start is None else c.query_start
-    pieces = [
-        attend(piece, c.keys, c.values, c.lengths, c.page_table, start + i * QUERY_BLOCK, c.options)
-        for i, piece in enumerate(c.q.split(QUERY_BLOCK, dim=2))
-    ]
+    attend: Callable[[DecodeCall], Results] = _LEVELS[c.impl].decode_attention
+    parts = enumerate(c.q.split(QUERY_BLOCK, dim=2))
+    pieces = [attend(c._replace(q=q, query_start=c.first_query + i * QUERY_BLOCK)) for i, q in parts]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)

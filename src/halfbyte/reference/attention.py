@@ -12,56 +12,41 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kv_buffer import AttentionOptions, KVBuffer
+from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference.dequantize import decode
 from halfbyte.reference.hadamard import rotate
 
 
-def decode_attention(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    query_start: torch.Tensor,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, Hq, L, D]; lengths, query_start int32 [B]; out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
-    oldest = oldest_visible(query_start, options)
-    limit = options.limit(lengths)
-    k = read(keys, lengths, page_table, oldest, limit)  # [B, H, T, D]
-    v = read(values, lengths, page_table, oldest, limit)  # [B, H, T, Dv]
-    wide = rotate(q.double()) if options.rotate_keys else q.double()
-    out, lse = attend(wide, k, v, lengths, query_start, options)
-    return out.to(q.dtype), lse.float()
+def decode_attention(c: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, L, Dv] in q's dtype, lse float32 [B, Hq, L]."""
+    oldest, limit = oldest_visible(c.first_query, c.options), c.options.limit(c.lengths)
+    k = read(c.keys, c.lengths, c.page_table, oldest, limit)  # [B, H, T, D]
+    v = read(c.values, c.lengths, c.page_table, oldest, limit)  # [B, H, T, Dv]
+    wide = rotate(c.q.double()) if c.options.rotate_keys else c.q.double()
+    out, lse = attend(wide, k, v, c.lengths, c.first_query, c.options)
+    return out.to(c.q.dtype), lse.float()
 
 
-def chunk_attention(
-    q: torch.Tensor,
-    keys: KVBuffer,
-    values: KVBuffer,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None,
-    start: int,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [L, Hq, D], consecutive queries of one sequence from position `start` on; lengths int32 [1].
+def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [1, Hq, L, D] are consecutive queries of one sequence, from position `start` on.
 
-    out [L, Hq, Dv] in q's dtype, lse float32 [L, Hq]. A query's sums have the keys that it sees and no other, whatever the chunk.
+    out [1, Hq, L, Dv] in q's dtype, lse float32 [1, Hq, L]. A query's sums have the keys that it sees and no other, whatever the
+    chunk.
     """
+    q, lengths, options = c.q, c.lengths, c.options
     limit, starts = options.limit(lengths), 0 if options.starts is None else int(options.starts)
-    k, v = (read(buffer, lengths, page_table, torch.full_like(lengths, starts), limit) for buffer in (keys, values))  # [1, H, T, D]
+    oldest_of_all = torch.full_like(lengths, starts)
+    k, v = (read(buffer, lengths, c.page_table, oldest_of_all, limit) for buffer in (c.keys, c.values))  # [1, H, T, D]
     wide = rotate(q.double()) if options.rotate_keys else q.double()
     plain = options._replace(starts=None, ends=None, window=None)
-    out, lse = q.new_zeros(*q.shape[:2], values.dim), torch.full(q.shape[:2], -torch.inf, device=q.device)
-    for i, position in enumerate(range(start, start + len(q))):
+    out, lse = q.new_zeros(*q.shape[:3], c.values.dim), torch.full(q.shape[:3], -torch.inf, device=q.device)
+    for i, position in enumerate(range(start, start + q.shape[2])):
         oldest = max(starts, 0 if options.window is None else position - options.window + 1)
         count = min(position + 1, int(limit)) - oldest
         if count > 0:
             keys_seen, values_seen = (x[:, :, oldest : oldest + count] for x in (k, v))
             where = lengths.new_tensor([count]), lengths.new_tensor([position - oldest])
-            own = attend(wide[i, None, :, None], keys_seen, values_seen, *where, plain)
-            out[i], lse[i] = own[0][0, :, 0], own[1][0, :, 0]
+            out[:, :, i : i + 1], lse[:, :, i : i + 1] = attend(wide[:, :, i : i + 1], keys_seen, values_seen, *where, plain)
     return out, lse
 
 
