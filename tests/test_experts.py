@@ -13,8 +13,10 @@ import halfbyte as hb
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
 from halfbyte.cpu.experts import experts_linear as cpu
 from halfbyte.errors import HalfbyteError, InvalidArgument, Unsupported
+from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.ops.experts_linear import experts_of_parts
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.experts import experts_linear as reference
 
@@ -138,6 +140,54 @@ def test_compiled_is_eager() -> None:
 
     expected = hb.experts_linear(x, weight, ids, activation=OAI) * 2
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def both(name: str = "mxfp4", *, act_order: bool = False) -> tuple[Projection, Projection]:
+    """Gate and up of 4 experts, and down."""
+    up, down = stack(name, 4, 128, 64, act_order=act_order), stack(name, 4, 64, 64, act_order=act_order)
+    return Projection([*up.parts().values()], name, normal(4, 128)), Projection([*down.parts().values()], name, normal(4, 64))
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "mxfp4", "nf4_dq"])
+def test_both_projections_are_one_after_the_other(name: str) -> None:
+    for act_order in (False, True):
+        up, down = both(name, act_order=act_order)
+        x, ids, gates = normal(5, 64).bfloat16(), routed(5, 2, 4), torch.rand(5, 2)
+        inner = hb.experts_linear(x, up.weight(), ids, bias=up.bias, activation=OAI)
+        assert torch.equal(
+            experts_mlp(x, up, down, ids, gates, OAI), hb.experts_linear(inner, down.weight(), ids, gates, bias=down.bias)
+        )
+
+
+def test_both_projections_in_words_and_in_graphs() -> None:
+    (up, down), x, ids, gates = both(), normal(5, 64).bfloat16(), routed(5, 2, 4), torch.rand(5, 2)
+    constants = [1.0, float("inf"), 0.0]
+    arguments = (x, up.parts, down.parts, ids, gates, up.bias, None, "mxfp4", "mxfp4", "silu", constants, "cpu")
+    torch.library.opcheck(torch.ops.halfbyte.experts_mlp.default, arguments)
+    fewer = Projection([part[:3] for part in down.parts], "mxfp4")
+    with pytest.raises(InvalidArgument, match="down has 3 experts; up has 4"):
+        experts_mlp(x, up, fewer, ids, gates, OAI)
+    with pytest.raises(InvalidArgument, match="down takes 64 columns; expected 32, half of the rows of up"):
+        experts_mlp(x, down, down, ids, gates, OAI)
+    with pytest.raises(InvalidArgument, match="gates has shape"):
+        experts_mlp(x, up, down, ids, gates[:, :1], OAI)
+    with pytest.raises(InvalidArgument, match="ids holds 4; the weight has experts 0 to 3"):
+        experts_mlp(x, up, down, ids + 1, gates, OAI)
+
+
+def test_modules_that_are_watched_are_called() -> None:
+    """By a hook, or as accelerate replaces forwards; and those without an activation of their own."""
+    up, down = (QuantExperts(p.weight(), p.bias) for p in both())
+    up.activation = OAI
+    x, ids, gates = normal(5, 64).bfloat16(), routed(5, 2, 4), torch.rand(5, 2)
+    expected, seen = mlp(up, down, x, ids, gates), list[object]()
+    handle = down.register_forward_hook(lambda *given: seen.append(given))
+    assert torch.equal(mlp(up, down, x, ids, gates), expected)
+    handle.remove()
+    forward = up.forward
+    up.forward = lambda *given: seen.append(given) or forward(*given)  # type: ignore[func-returns-value,method-assign]
+    assert torch.equal(mlp(up, down, x, ids, gates), expected)
+    assert len(seen) == 2
 
 
 def test_gradients_and_missing_gpus_are_refused() -> None:

@@ -11,6 +11,7 @@ from halfbyte.errors import check
 from halfbyte.formats import Format
 from halfbyte.nn import NoTensor, QuantLayer, stored
 from halfbyte.ops.experts_linear import experts_linear, experts_of_parts
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.reference.experts import experts_linear as in_torch
 from halfbyte.reference.quantize import quantize
@@ -71,3 +72,18 @@ class QuantExperts(QuantLayer):
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, format={self.format.name}, bias={self.bias is not None}, activation={self.activation}"
+
+
+def mlp(up: QuantExperts, down: QuantExperts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """down(up(x, ids), ids, gates), in one call unless a gradient is wanted, code is compiled, or somebody watches the modules."""
+    compiled, watched = torch.compiler.is_compiling(), any(map(_is_watched, (up, down)))
+    if up.activation is None or compiled or watched or (torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)):
+        mixed: torch.Tensor = down(up(x, ids), ids, gates)
+        return mixed
+    first, last = (Projection([*m.weight.parts().values()], m.format_name, m._bias()) for m in (up, down))
+    return experts_mlp(x, first, last, ids, gates, up.activation)
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks, or another forward (accelerate's offloading)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import halfbyte as hb
 from accuracy import linear_accuracy
 from experts_cases import ACTIVATIONS, OAI, Mixture, routed
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.experts import experts_linear as reference
 
@@ -162,3 +164,19 @@ def test_ids_out_of_range_give_zeros(number: int, impl: str) -> None:
     out = run(call._replace(ids=bad), impl)
     assert not out[0].any()
     assert same_bits(out[1:], run(call, impl)[1:])
+
+
+@pytest.mark.parametrize("tokens", [4, PLACE.size(100, 20), PLACE.size(1000, 30)])
+def test_both_projections_are_one_after_the_other(tokens: int) -> None:
+    """The same bits, in a graph, too, whether rows stay sorted in between or not."""
+    up = build(Case("int4_g128", (5, 256, 384), tokens, 2, activation=OAI, bias=True))
+    down = build(Case("mxfp4", (5, 130, 128), tokens, 2, gated=True, bias=True))
+    weights = [Projection([*call.weight.parts().values()], call.weight.format.name, call.bias) for call in (up, down)]
+    assert down.gates is not None
+    call = partial(experts_mlp, up.x, *weights, up.ids, down.gates, OAI)
+    graph = Captured(call)
+    for seed in range(3):
+        up.ids.copy_(routed(tokens, 2, 5, seed))
+        expected = run(down._replace(x=run(up, "auto"), ids=up.ids), "auto")
+        assert same_bits(call(), expected)
+        assert same_bits(graph.replay(), expected)

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from experts_cases import ACTIVATIONS, OAI, Mixture, normal, routed, stack
+from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, workspace
 from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
-from halfbyte.ops.experts_linear import _run_on_gpu
+from halfbyte.ops.experts_linear import _run_on_gpu, run_both
 from halfbyte.plans.experts import ExpertsProblem, ExpertsTiles, experts_tiles
 from halfbyte.plans.experts_prompt import dequantized_rows
 from halfbyte.reference.experts import Activation
@@ -39,7 +40,7 @@ def run(case: Mixture, chosen: ExpertsTiles) -> torch.Tensor:
     size, count = workspace(chosen, features, case.ids.numel(), case.gates is not None)
     out = case.new_result().fill_(torch.nan)
     semaphores = torch.zeros(count, dtype=torch.int32)
-    table = (None, None) if chosen.inline else sorted_pairs(case.ids, experts)
+    table = (None, None) if chosen.inline else sorted_pairs(case.ids, experts)[:2]
     launch(case._replace(x=case.x.reshape(-1, width)), out, chosen, table, torch.full((size,), torch.nan), semaphores)
     assert not semaphores.any(), "semaphores are zero again"
     return out
@@ -181,7 +182,7 @@ def test_blocks_of_rows_change_no_bits() -> None:
 def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     right = _experts_prompt.run
-    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: ("", 132, (9, 0)))
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (9, 0)))
     monkeypatch.setattr(_experts_prompt, "run", lambda call, rows, out: ran.append(rows) or right(call, rows, out))
     case = Mixture(normal(96, 64).bfloat16(), stack("int4_g32", 1, 12, 64), torch.zeros(96, 1, dtype=torch.int64))
     case.check(functools.partial(_run_on_gpu, impl="auto"))
@@ -189,12 +190,47 @@ def test_auto_dequantizes_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == [12]
 
 
+@pytest.mark.parametrize("name", ["int4_g32", "mxfp4", "nf4_dq", "nvfp4"])
+def test_rows_that_stay_sorted_between_projections_change_no_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with ids that are no expert, an expert without tokens, biases, and another order of columns in each expert."""
+    sorts: list[int] = []
+    right = _experts_prompt.sorted_pairs
+    gates = normal(len(IDS), 2).softmax(1)
+    for act_order in (False, True):
+        first, last = stack(name, 4, 128, 128, act_order=act_order), stack(name, 4, 66, 64, act_order=act_order)
+        up = Mixture(normal(len(IDS), 128).bfloat16(), first, IDS, None, normal(4, 128), OAI)
+        down = Mixture(by_blocks(up), last, IDS, gates, normal(4, 66))
+        expected = by_blocks(down)
+        monkeypatch.setattr(_experts_prompt, "sorted_pairs", lambda ids, experts: sorts.append(experts) or right(ids, experts))
+        out = down.new_result().fill_(torch.nan)
+        _experts_prompt.run_both(up, down._replace(x=up.x), (48, 32), out)
+        monkeypatch.undo()
+        assert torch.equal(out, expected)
+    assert sorts == [4, 4]
+
+
+def test_auto_keeps_the_rows_of_prompts_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, int]] = []
+    right = _experts_prompt.run_both
+    monkeypatch.setattr("halfbyte.ops.experts_linear.gpu", lambda _: GPU("", 132, (9, 0)))
+    monkeypatch.setattr(_experts_prompt, "run_both", lambda up, down, rows, out: ran.append(rows) or right(up, down, rows, out))
+    up, down, gates = stack("int4_g32", 1, 128, 64), stack("int4_g32", 1, 12, 64), torch.ones(96, 1)
+    for tokens in (96, 95):
+        x, ids = normal(tokens, 64).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
+        first, last = Mixture(x, up, ids, activation=OAI), Mixture(x, down, ids, gates[:tokens])
+        made = run_both(first, last, "auto" if tokens == 96 else "triton")
+        inner = _run_triton(first)
+        torch.testing.assert_close(made, _run_triton(last._replace(x=inner)), rtol=0.02, atol=0.02)
+    assert ran == [(128, 12)]
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8], ids=str)
 def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
     ids = torch.tensor([[2, 0], [100, 2], [0, 1]]).to(dtype)
-    order, starts = sorted_pairs(ids, 4)
+    order, starts, experts = sorted_pairs(ids, 4)
     assert order.tolist() == [1, 4, 5, 0, 3, 2]
     assert starts.tolist() == [0, 2, 3, 5, 5]
+    assert experts.tolist() == [0, 0, 1, 2, 2, 4]
 
 
 def test_which_prompts_dequantize() -> None:

@@ -55,7 +55,7 @@ EXPERTS = [
     Mutant(
         "ids are not checked on a CPU",
         OP,
-        "_check",
+        "check_call",
         Rewrite("_l < 0 or _h >= _e", "_l < 0"),
         experts("test_a_number_that_is_no_expert"),
     ),
@@ -125,8 +125,8 @@ EXPERTS = [
     Mutant(
         "groups of tokens are those of the next expert",
         BLOCKS,
-        "run",
-        Rewrite("starts[1:]", "starts[:-1]"),
+        "_products",
+        Rewrite("pairs.starts[1:]", "pairs.starts[:-1]"),
         kernel("test_every_epilogue_of_dequantized_experts"),
     ),
     Mutant(

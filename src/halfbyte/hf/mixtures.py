@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from halfbyte.experts import QuantExperts
+from halfbyte.experts import QuantExperts, mlp
 from halfbyte.formats import Format, Shape
 from halfbyte.hf.attention import NAME
 from halfbyte.hf.called_experts import Called, called
@@ -127,10 +127,13 @@ def forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
     first, last = (getattr(module, name) for name in names)
     if not isinstance(first, QuantExperts):  # left in 16 bits by skip_modules
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    normed = getattr(module, "has_post_expert_norm", False)
+    if first.activation is not None and not normed:
+        return mlp(first, last, hidden_states, top_k_index, top_k_weights)
     y = first(hidden_states, top_k_index)
     if first.activation is None:
         y = _activated(module, y)
-    if not getattr(module, "has_post_expert_norm", False):
+    if not normed:
         mixed: torch.Tensor = last(y, top_k_index, top_k_weights)
         return mixed
     y = module.post_expert_norm(last(y, top_k_index))

@@ -1,6 +1,13 @@
-"""`experts_linear` for prompts: pairs sorted by expert, and experts dequantized for a 16-bit grouped GEMM, some rows at a time."""
+"""Mixtures for prompts: pairs sorted by expert, and experts dequantized for a 16-bit grouped GEMM, some rows at a time.
+
+x is in bf16, of a multiple of 8 columns; nothing is empty, and nothing waits for the device. Memory: that of the dequantized rows,
+and of x and their products for each pair.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -8,40 +15,79 @@ from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor
 
 
-def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:
-    """x in bf16, of a multiple of 8 columns; `rows` of each expert at a time, even. Nothing is empty; nothing waits for the device.
+class SortedPairs(NamedTuple):
+    """The pairs of a token and an expert sorted by expert, those of none last; never on the host.
 
-    Memory: that of the dequantized rows, and of x and their products for each pair.
+    order [S]       which pair stands at each place, int32
+    starts [E + 1]  where each expert's pairs begin, int32
+    experts [S]     their experts, E for none; int16 where that is enough
     """
-    from halfbyte.kernels.dequantize import launch_experts
-    from halfbyte.kernels.linear.experts_prompt import combine, gather
 
-    experts, features, width = call.weight.shape
-    order, starts = sorted_pairs(call.ids, experts)
-    call, weight = _contiguous(call)
-    x, place = call.x.new_empty(call.ids.numel(), width), torch.empty_like(order)
-    gather(call, order, x, place)
-    buffer = x.new_empty(experts * min(rows, features) * width)
-    for first in range(0, features, rows):
-        count = min(rows, features - first)
-        values = buffer[: experts * count * width].view(experts, count, width)
-        launch_experts(weight, starts, values, first)
-        y = torch.nn.functional.grouped_mm(x, values.mT, offs=starts[1:])
-        combine(call, y, place, first, out)
+    order: torch.Tensor
+    starts: torch.Tensor
+    experts: torch.Tensor
 
 
-def sorted_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs sorted by expert, those of none last, and where each expert's begin, [E + 1]; int32, and never on the host."""
+def sorted_pairs(ids: torch.Tensor, experts: int) -> SortedPairs:
+    """The pairs of `ids` [T, top_k], those of an expert in their order."""
     flat, dtype = ids.flatten().long(), torch.int16 if experts < 2**15 else torch.int32  # sorting takes time by the byte
     keys, order = flat.masked_fill((flat < 0) | (flat >= experts), experts).to(dtype).sort(stable=True)
     starts = torch.searchsorted(keys, torch.arange(experts + 1, dtype=dtype, device=keys.device), out_int32=True)
-    return order.to(torch.int32), starts
+    return SortedPairs(order.to(torch.int32), starts, keys)
 
 
-def _contiguous(call: ExpertsCall) -> tuple[ExpertsCall, QuantTensor]:
-    """The call and its weight with what kernels read without strides made contiguous."""
+def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:
+    """One projection: `rows` of each expert at a time, even."""
+    from halfbyte.kernels.linear.experts_prompt import combine
+
+    pairs = sorted_pairs(call.ids, call.weight.shape[0])
+    call = _contiguous(call)
+    x, place = _gathered(call, pairs)
+    for first, y in _products(x, call.weight, pairs, rows):
+        combine(call, y, place, first, out)
+
+
+def run_both(up: ExpertsCall, down: ExpertsCall, rows: tuple[int, int], out: torch.Tensor) -> None:
+    """`down` of what `up` gives, whose rows stay sorted in between: ids are sorted once, and rows are moved at both ends only."""
+    from halfbyte.kernels.linear.experts_prompt import combine
+
+    pairs = sorted_pairs(up.ids, up.weight.shape[0])
+    up, down = _contiguous(up), _contiguous(down)
+    x, place = _gathered(up, pairs)
+    inner = x.new_empty(len(x), down.weight.shape[2])
+    by_expert = up._replace(ids=pairs.experts.unsqueeze(1))
+    for first, y in _products(x, up.weight, pairs, rows[0]):
+        combine(by_expert, y, None, first, inner)
+    for first, y in _products(inner, down.weight, pairs, rows[1]):
+        combine(down, y, place, first, out)
+
+
+def _contiguous(call: ExpertsCall) -> ExpertsCall:
+    """The call with what kernels read without strides made contiguous."""
     x, w, ids, gates, bias, _ = call
     weight = QuantTensor(w.format, w.shape, **{name: part.contiguous() for name, part in w.parts().items()})
     gates, bias = (None if t is None else t.contiguous() for t in (gates, bias))
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return call._replace(x=x, ids=ids.contiguous(), gates=gates, bias=bias), weight
+    return call._replace(x=x, weight=weight, ids=ids.contiguous(), gates=gates, bias=bias)
+
+
+def _gathered(call: ExpertsCall, pairs: SortedPairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """x of each pair [S, K], sorted, and where each pair went [S]."""
+    from halfbyte.kernels.linear.experts_prompt import gather
+
+    x, place = call.x.new_empty(call.ids.numel(), call.x.shape[-1]), torch.empty_like(pairs.order)
+    gather(call, pairs.order, x, place)
+    return x, place
+
+
+def _products(x: torch.Tensor, weight: QuantTensor, pairs: SortedPairs, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """x, sorted, times `rows` of each expert at a time: the first of them, and the product [S, some columns]."""
+    from halfbyte.kernels.dequantize import launch_experts
+
+    experts, features, width = weight.shape
+    buffer = x.new_empty(experts * min(rows, features) * width)
+    for first in range(0, features, rows):
+        count = min(rows, features - first)
+        values = buffer[: experts * count * width].view(experts, count, width)
+        launch_experts(weight, pairs.starts, values, first)
+        yield first, torch.nn.functional.grouped_mm(x, values.mT, offs=pairs.starts[1:])

@@ -63,7 +63,7 @@ def experts_linear(
     Raises `InvalidArgument` naming the argument at fault.
     """
     call = ExpertsCall(x, weight, ids, gates, bias, _activation(activation))
-    _check(call)
+    check_call(call)
     return experts_of_parts(x, [*weight.parts().values()], ids, gates, bias, weight.format.name, call.activation, impl)
 
 
@@ -79,7 +79,7 @@ def experts_of_parts(
 ) -> torch.Tensor:
     """`experts_linear` as compiled code calls it, see `linear_of_parts`."""
     kind, constants = ("", []) if activation is None else (activation.kind, [*activation[1:]])
-    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, _level(impl, x))
+    y: torch.Tensor = _op(x, parts, ids, gates, bias, fmt, kind, constants, level_of(impl, x))
     return y
 
 
@@ -92,7 +92,8 @@ def _activation(activation: str | Activation | None) -> Activation | None:
     return found
 
 
-def _check(call: ExpertsCall) -> None:
+def check_call(call: ExpertsCall) -> None:
+    """Raise `InvalidArgument` for what no level takes."""
     x, weight, ids, gates, bias, activation = call
     stack = isinstance(weight, QuantTensor) and len(weight.shape) == 3
     given = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
@@ -114,7 +115,7 @@ def _check(call: ExpertsCall) -> None:
             raise InvalidArgument(f"ids holds {low if low < 0 else high}; the weight has experts 0 to {experts - 1}")
 
 
-def _level(impl: str, x: torch.Tensor) -> str:
+def level_of(impl: str, x: torch.Tensor) -> str:
     """The level that runs; on a GPU, torch code for an x of 32 and 64 bits, which has no kernel."""
     if x.device.type != "cpu" and impl == "auto" and x.element_size() > 2:
         warn_once(f"experts_linear has kernels for float16 and bfloat16; blocked torch code runs for an x of {x.dtype}")
@@ -133,11 +134,27 @@ def _call(*flat: Any) -> ExpertsCall:
 
 
 def _run(*flat: Any) -> torch.Tensor:
-    call, level = _call(*flat), flat[-1]
+    return _run_call(_call(*flat), flat[-1])
+
+
+def _run_call(call: ExpertsCall, level: str) -> torch.Tensor:
     if level in _LEVELS:
         refuse_capture("experts_linear", call.x.device)
         return _LEVELS[level](call)
     return _run_on_gpu(call, level)
+
+
+def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
+    """`down` of what `up` gives, which takes the place of its x; a prompt's pairs are sorted once."""
+    x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
+    if level == "auto" and x.element_size() == 2 and min(sizes):
+        with torch.cuda.device_of(x):
+            first, last = (dequantized_rows(_problem_of(call), gpu(x.device.index).capability) for call in (up, down))
+            if first and last:
+                out = down.new_result()
+                _experts_prompt.run_both(up, down, (first, last), out)
+                return out
+    return _run_call(down._replace(x=_run_call(up, level)), level)
 
 
 def _fake(*flat: Any) -> torch.Tensor:
@@ -246,7 +263,7 @@ def _launch(call: ExpertsCall, out: torch.Tensor) -> None:
     x, stack, ids = call.x, call.weight, call.ids
     problem, (experts, features, width) = _problem_of(call), stack.shape
     tiles = _tiles(problem, -1 if x.device.type == "cpu" else x.device.index)
-    table = (None, None) if tiles.inline else sorted_pairs(ids, experts)
+    table = (None, None) if tiles.inline else sorted_pairs(ids, experts)[:2]
     size, count = workspace(tiles, features, problem.pairs, problem.gated)
     partials, semaphores = (floats(x.device, size), counters(x.device, count)) if size else (None, None)
     launch(call._replace(x=x.reshape(-1, width)), out, tiles, table, partials, semaphores)

@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from halfbyte.checkpoints.experts import DOWN, EXPERT, GATE, UP, stack
 from halfbyte.errors import CheckpointError, Unsupported
 from halfbyte.formats import Shape
-from halfbyte.ops.experts_linear import experts_of_parts
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import KINDS, Activation
 from halfbyte.tensors import QuantTensor
 from halfbyte.vllm.shares import columns_of, rows_of, without_nested_scales
@@ -252,11 +252,12 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """x [T, hidden size] -> [T, hidden size], this rank's part of the sum. vLLM computes and adds shared experts."""
-        up, down = ([getattr(layer, name) for name in names] for names in layer.halfbyte_names)
-        up_format, down_format = layer.halfbyte_formats
-        up_bias, down_bias = (getattr(layer, f"{projection}_stack_bias", None) for projection in PROJECTIONS)
-        y = experts_of_parts(x, up, topk_ids, None, up_bias, up_format, self.activation)
-        return experts_of_parts(y, down, topk_ids, topk_weights, down_bias, down_format, None)
+        stored = zip(PROJECTIONS, layer.halfbyte_names, layer.halfbyte_formats, strict=True)
+        up, down = (
+            Projection([getattr(layer, part) for part in parts], fmt, getattr(layer, f"{projection}_stack_bias", None))
+            for projection, parts, fmt in stored
+        )
+        return experts_mlp(x, up, down, topk_ids, topk_weights, self.activation)
 
 
 def _load_weights_of(layer: Any) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[str]]:

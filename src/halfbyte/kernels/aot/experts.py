@@ -86,6 +86,10 @@ def _prompts() -> Iterator[Configuration]:
         gather = functools.partial(experts_prompt.gather, call, pairs, empty(8192 * top_k, width, dtype=torch.bfloat16), pairs)
         yield from recorded(full, gather)
         yield from recorded(full, functools.partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
+        if call.gates is None:
+            by_expert = call._replace(ids=empty(8192 * top_k, 1, dtype=torch.int16))
+            inner = empty(8192 * top_k, features // 2, dtype=torch.bfloat16)
+            yield from recorded(f"{full}-sorted", functools.partial(experts_prompt.combine, by_expert, y, None, 0, inner))
     for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):
         fmt, shape = WEIGHT_FORMATS[name], (128, 1536, 2048)
         parts = {part: empty(*size, dtype=d) for part, (size, d) in expected_parts(fmt, shape, act_order=act_order).items()}

@@ -5,6 +5,7 @@
 
 `order` has the pairs of a token and an expert sorted by expert; y is the GEMM's result in that order, some columns at a time; f is
 the activation of pairs of columns. Without gates r is a pair, and there is one i. A pair whose id is no expert gives zeros.
+Between two projections rows stay sorted: place[r] = r.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _combine(y, stride, place, ids, gates, bias, out, rows, E, N, first, columns
         expert = tl.load(ids + pair, mask=r < rows, other=0).to(tl.int64)
         there = (r < rows) & (expert >= 0) & (expert < E)
         seen = there[:, None] & (column < columns)[None, :]
-        row = tl.load(place + pair, mask=there, other=0).to(tl.int64)
+        row = pair
+        if place is not None:
+            row = tl.load(place + pair, mask=there, other=0).to(tl.int64)
         z = tl.load(y + row[:, None] * stride + column[None, :], mask=seen, other=0.0).to(tl.float32)
         if bias is not None:
             z += tl.load(bias + expert[:, None] * N + first + column[None, :], mask=seen, other=0.0).to(tl.float32)
@@ -82,8 +85,11 @@ def gather(call: ExpertsCall, order: torch.Tensor, out: torch.Tensor, place: tor
     )
 
 
-def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor, first: int, out: torch.Tensor) -> None:
-    """y [S, columns]: columns first ... of the product, sorted; their part of out. ids, gates, bias and out are contiguous."""
+def combine(call: ExpertsCall, y: torch.Tensor, place: torch.Tensor | None, first: int, out: torch.Tensor) -> None:
+    """y [S, columns]: columns first ... of the product, sorted; their part of out. ids, gates, bias and out are contiguous.
+
+    place: where the pairs of ids went; None: ids are sorted, too.
+    """
     _, stack, ids, gates, bias, activation = call
     rows, (experts, features, _) = out.numel() // out.shape[-1], stack.shape
     spec = CombineSpec(_WIDTH, ids.numel() // rows, activation, INTERPRETED)
