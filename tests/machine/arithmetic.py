@@ -53,20 +53,23 @@ def constant(text: str) -> int | float | None:
         return None
 
 
-def raw(operand: str, registers: dict[str, int], bits: int) -> Read:
-    """The bits of an operand as unsigned numbers."""
-    dtype = RAW[bits]
+def raw(operand: str, registers: dict[str, int], bits: int, dtype: np.dtype[Any] | None = None) -> Read:
+    """The bits of an operand as unsigned numbers, or as others of that size."""
+    unsigned = RAW[bits]
+    dtype = dtype or unsigned
     if operand in registers:
-        if registers[operand] == bits:
-            return lambda block, lanes: block.registers[operand][lanes]
-        return lambda block, lanes: block.registers[operand][lanes].astype(dtype)
+        if registers[operand] != bits:
+            return lambda block, lanes: block.registers[operand][lanes].astype(unsigned).view(dtype)
+        if dtype != unsigned:
+            return lambda block, lanes: block.registers[operand][lanes].view(dtype)
+        return lambda block, lanes: block.registers[operand][lanes]
     value = constant(operand)
     if value is None:
-        return lambda block, lanes: block.specials[operand][lanes].astype(dtype)
+        return lambda block, lanes: block.specials[operand][lanes].astype(unsigned).view(dtype)
     if isinstance(value, float):
-        fixed = np.asarray(value, np.float32).view(np.uint32)
+        fixed = np.asarray(value, np.float32).view(dtype)
     else:
-        fixed = np.asarray(value % (1 << bits), np.uint64).astype(dtype)
+        fixed = np.asarray(value % (1 << bits), np.uint64).astype(unsigned).view(dtype)
     return lambda block, lanes: fixed
 
 
@@ -79,10 +82,7 @@ def reader(operand: str, registers: dict[str, int], kind: str) -> Read:
     if kind == "bf16":
         bits = raw(operand, registers, 16)
         return lambda block, lanes: bf16(bits(block, lanes))
-    bits = raw(operand, registers, WIDTHS.get(kind, 16))
-    if kind[0] in "ub" or kind == "pred":
-        return bits
-    return lambda block, lanes: bits(block, lanes).view(TYPES[kind])
+    return raw(operand, registers, WIDTHS.get(kind, 16), TYPES[kind])
 
 
 def to_bits(value: Array, kind: str) -> Array:
@@ -102,6 +102,13 @@ def writer(operand: str, registers: dict[str, int], kind: str) -> Write:
         return lambda block, lanes, value: None
     name, width = operand, RAW[registers[operand]]
     narrow = kind[0] == "s" and TYPES[kind].itemsize < width.itemsize  # a load into a wider register
+    if kind in TYPES and TYPES[kind].itemsize == width.itemsize:
+        dtype = TYPES[kind]
+
+        def assign(block: Block, lanes: Lanes, value: Array) -> None:
+            block.registers[name].view(dtype)[lanes] = np.asarray(value)
+
+        return assign
 
     def write(block: Block, lanes: Lanes, value: Array) -> None:
         bits = to_bits(value, kind)
@@ -183,7 +190,7 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def _flushed(x: Array) -> Array:
-    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
+    return (x * (np.abs(x) >= 2.0**-126)).astype(np.float32)
 
 
 #: By name without types; what they take are numbers of the type that the name ends with.
@@ -273,13 +280,13 @@ def _apply(one: Instruction, registers: dict[str, int], function: Callable[..., 
     into, *operands = one.operands
     reads = [reader(str(operand), registers, kind) for operand, kind in zip(operands, kinds, strict=True)]
     write = writer(str(into), registers, result)
-    exact = any(kind in ("f16", "bf16", *PACKED) for kind in kinds)  # rounded once, at the end
-
-    def run(block: Block, lanes: Lanes) -> None:
-        values = [read(block, lanes) for read in reads]
-        write(block, lanes, function(*(value.astype(np.float64) for value in values) if exact else values))
-
-    return run
+    if any(kind in ("f16", "bf16", *PACKED) for kind in kinds):  # rounded once, at the end
+        return lambda block, lanes: write(block, lanes, function(*[read(block, lanes).astype(np.float64) for read in reads]))
+    if len(reads) == 1:
+        return lambda block, lanes, a=reads[0]: write(block, lanes, function(a(block, lanes)))
+    if len(reads) == 2:
+        return lambda block, lanes, a=reads[0], b=reads[1]: write(block, lanes, function(a(block, lanes), b(block, lanes)))
+    return lambda block, lanes: write(block, lanes, function(*[read(block, lanes) for read in reads]))
 
 
 def _convert(one: Instruction, registers: dict[str, int], parts: list[str]) -> Step:

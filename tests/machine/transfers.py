@@ -44,7 +44,8 @@ def _threads(block: Block, lanes: Lanes) -> Array:
 
 def _for_each(read: Callable[[Block, Lanes], Array], block: Block, lanes: Lanes) -> Array:
     """A value for each thread, also where all have the same."""
-    return np.broadcast_to(read(block, lanes), _threads(block, lanes).shape)
+    found, threads = read(block, lanes), _threads(block, lanes)
+    return found if found.shape == threads.shape else np.broadcast_to(found, threads.shape)
 
 
 def _global(block: Block, lanes: Lanes, addresses: Array) -> Memory:

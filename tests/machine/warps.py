@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from machine import banks
-from machine.arithmetic import TYPES, Array, Lanes, Step, bf16, raw
+from machine.arithmetic import RAW, TYPES, Array, Lanes, Step, bf16, raw
 from machine.program import Instruction
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ LANE = np.arange(32)
 
 def _warps(values: Array, lanes: Array) -> Array:
     """[warps, 32]."""
-    return np.broadcast_to(values, lanes.shape).reshape(-1, 32)
+    return (values if values.shape == lanes.shape else np.broadcast_to(values, lanes.shape)).reshape(-1, 32)
 
 
 def numbers(lanes: Lanes, block: Block) -> Array:
@@ -180,13 +180,8 @@ def _address(operand: str, registers: dict[str, int]) -> Callable[[Block, Lanes]
     """[base + offset]."""
     base, _, offset = (part.strip() for part in operand.strip("[] ").partition("+"))
     bits = registers.get(base, 32)
-    read, more = raw(base, registers, bits), np.asarray(int(offset or 0) % (1 << bits), np.uint64)
-
-    def where(block: Block, lanes: Lanes) -> Array:
-        found = read(block, lanes)
-        return found + more.astype(found.dtype)
-
-    return where
+    read, more = raw(base, registers, bits), np.asarray(int(offset or 0) % (1 << bits), np.uint64).astype(RAW[bits])
+    return lambda block, lanes: read(block, lanes) + more
 
 
 address = _address
