@@ -54,45 +54,51 @@ class Oracle:
 
 @pytest.fixture
 def right_drafts(monkeypatch):
-    """right_drafts(model, ids, new, wrong, **options): the steps to come draft well; counts them."""
+    """right_drafts(text, wrong): the steps to come draft well; counts them."""
     steps, run = [], LookupForward._run
     monkeypatch.setattr(LookupForward, "_run", lambda *a: steps.append(1) or run(*a))
 
-    def use(model, ids, new, wrong, **options):
-        text = model.generate(ids, do_sample=False, max_new_tokens=new, pad_token_id=0, **options)
+    def use(text, wrong):
         monkeypatch.setattr("halfbyte.hf.lookup.drafted", Oracle(text, wrong))
+        del steps[:]
         return steps
 
     return use
 
 
+def plain(model, ids, **options):
+    """Greedy tokens of `generate()`."""
+    return model.generate(ids, **{"do_sample": False, "pad_token_id": 0, "max_new_tokens": 40, **copy.deepcopy(options)})
+
+
+def with_drafts(model, ids, drafts=5, **options):
+    """Greedy tokens of recorded steps with drafts."""
+    return plain(model, ids, custom_generate=hf.generate, prompt_lookup_num_tokens=drafts, **options)
+
+
 def lookup(model, ids, drafts=5, **options):
-    """Greedy tokens of `generate()`, and of recorded steps with drafts."""
-    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 40, **options}
-    theirs = model.generate(ids, **copy.deepcopy(options))
-    return theirs, model.generate(ids, custom_generate=hf.generate, prompt_lookup_num_tokens=drafts, **copy.deepcopy(options))
+    return plain(model, ids, **options), with_drafts(model, ids, drafts, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_of_every_family(packed, prompt, right_drafts, family):
     """Windows, sinks, softcap, learned positions; left padding of three sequences that accept at different paces."""
     model, (ids, mask) = packed(family), padded(prompt(3))
-    steps = right_drafts(model, ids, 40, 5, attention_mask=mask)
-    theirs, ours = lookup(model, ids, attention_mask=mask)
-    assert torch.equal(theirs, ours)
+    text = plain(model, ids, attention_mask=mask)
+    steps = right_drafts(text, 5)
+    assert torch.equal(with_drafts(model, ids, attention_mask=mask), text)
     assert len(steps) < 20
 
 
-@pytest.mark.parametrize("wrong", [3, 7, 100])
+@pytest.mark.parametrize("tokens", [9, 27])
 @pytest.mark.parametrize("case", CACHES)
-def test_greedy_of_every_kind_of_cache(build, prompt, right_drafts, case, wrong):
+def test_greedy_of_every_kind_of_cache(build, prompt, right_drafts, case, tokens):
     """Blocks of per-channel keys are finished by accepted and by rejected drafts' places; 15 drafts at once."""
-    model = hf.quantize(build("llama"), **CACHES[case])
-    for tokens in (9, 27):
-        steps = right_drafts(model, prompt(2, tokens), 70, wrong)
-        del steps[:]
-        theirs, ours = lookup(model, prompt(2, tokens), 15, max_new_tokens=70)
-        assert torch.equal(theirs, ours)
+    model, ids = hf.quantize(build("llama"), **CACHES[case]), prompt(2, tokens)
+    text = plain(model, ids, max_new_tokens=70)
+    for wrong in (3, 7, 100):
+        steps = right_drafts(text, wrong)
+        assert torch.equal(with_drafts(model, ids, 15, max_new_tokens=70), text)
         assert len(steps) < (45 if wrong == 3 else 25)
 
 
@@ -110,8 +116,9 @@ def test_its_own_drafts(packed, prompt, fuse_blocks):
 def test_ends_inside_of_accepted_drafts(packed, prompt, right_drafts, place):
     """What was accepted behind an end is cut off; the other sequences go on."""
     model, ids = packed(), prompt(3)
-    right_drafts(model, ids, 40, 100)
-    new = model.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=0)[:, ids.shape[1] :]
+    text = plain(model, ids)
+    right_drafts(text, 100)
+    new = text[:, ids.shape[1] :]
     for ends in ([int(new[0, place])], new[:, place].tolist()):
         theirs, ours = lookup(model, ids, 9, eos_token_id=ends, pad_token_id=3)
         assert torch.equal(theirs, ours)
@@ -134,16 +141,17 @@ def test_ends_inside_of_accepted_drafts(packed, prompt, right_drafts, place):
 def test_options(packed, prompt, right_drafts, taped, batch, options):
     """Recorded choices, replayed: a call of each kind comes twice."""
     model, (ids, mask) = packed(), padded(prompt(batch))
-    right_drafts(model, ids, 40, 6, attention_mask=mask)
+    right_drafts(plain(model, ids, attention_mask=mask), 6)
+    options = {"eos_token_id": some_tokens(model, ids, batch), "attention_mask": mask, **options}
+    theirs = plain(model, ids, **options)
     for _ in range(2):
-        theirs, ours = lookup(model, ids, eos_token_id=some_tokens(model, ids, batch), attention_mask=mask, **options)
-        assert torch.equal(theirs, ours)
+        assert torch.equal(with_drafts(model, ids, **options), theirs)
     assert len(taped) <= 1
 
 
 def test_a_streamer_gets_every_token_once(packed, prompt, right_drafts):
     model, ids, found = packed(), prompt(1), []
-    right_drafts(model, ids, 20, 6)
+    right_drafts(plain(model, ids, max_new_tokens=20), 6)
     for options in ({}, {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 5}):
         streamer = Collected()
         eos = some_tokens(model, ids, 1)
@@ -156,9 +164,9 @@ def test_a_streamer_gets_every_token_once(packed, prompt, right_drafts):
 def test_the_cache_that_is_returned_holds_no_rejected_draft(build, prompt, right_drafts, keys):
     """A conversation goes on with it, without drafts. Rounding of 1 and of 6 tokens at once moves a code by 1 at most."""
     model, ids = hf.quantize(build("llama"), keys=keys, values="int8"), prompt(1)
-    right_drafts(model, ids, 40, 6)
-    new = model.generate(ids, do_sample=False, max_new_tokens=14, pad_token_id=0)
-    made = lookup(model, ids, eos_token_id=int(new[0, -1]), return_dict_in_generate=True)  # amid accepted drafts
+    text = plain(model, ids)
+    right_drafts(text, 6)
+    made = lookup(model, ids, eos_token_id=int(text[0, ids.shape[1] + 13]), return_dict_in_generate=True)  # amid accepted drafts
     first, second = (x.past_key_values for x in made)
     assert torch.equal(made[0].sequences, made[1].sequences)
     for a, b in zip(first.layers, second.layers, strict=True):
@@ -187,14 +195,14 @@ def test_steps_are_kept_beside_those_of_single_tokens(packed, prompt):
 
 def test_the_device_is_read_once_in_two_steps(packed, prompt, right_drafts, monkeypatch):
     model, ids, reads = packed(), prompt(2), Reads()
-    steps, run = right_drafts(model, ids, 40, 6), graph_generate._Loop.run
+    steps, run = right_drafts(plain(model, ids), 6), graph_generate._Loop.run
 
     def watched(*args):
         with reads:
             return run(*args)
 
     monkeypatch.setattr(graph_generate._Loop, "run", watched)
-    lookup(model, ids)
+    with_drafts(model, ids)
     assert len(steps) < 15
     assert reads.files.count("graph_generate.py") <= len(steps) // 2 + 2
     assert "lookup.py" not in reads.files
