@@ -316,16 +316,18 @@ def test_the_shipped_card_is_of_the_shipped_model() -> None:
 
 @pytest.mark.slow
 def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "card.json"
+    """Of the first layer of the shipped model: every setting quantizes its weights and searches their clip."""
+    file, model = tmp_path / "card.json", str(tmp_path / "one layer")
+    transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=1).save_pretrained(model)
     with pytest.raises(SystemExit) as done:
-        cli.main(["eval", "demo", "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file)])
+        cli.main(["eval", model, "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file)])
     assert not done.value.code
     made = read_card(file)
     assert made.windows == (1, 32)
     assert sum("long_context" in r for r in made.results) == 9
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
-        cli.main(["advise", "demo", "--card", str(file), "--gpu", "24GB", "--json"])
+        cli.main(["advise", model, "--card", str(file), "--gpu", "24GB", "--json"])
     assert not done.value.code
     shown = json.loads(capsys.readouterr().out)
     assert shown["choices"][1]["evidence"]["change"] == made.results[1]["change"]
