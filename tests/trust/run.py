@@ -50,7 +50,7 @@ def main() -> int:
         parser.error(f"no row is called {', '.join(sorted(unknown))}; there are: {'; '.join(ROWS)}")
     rows = [ROWS[name] for name in given.rows or ROWS]
     if given.worker:
-        return work(rows[0], given.seed, given.turn, given.jobs)
+        return max([work(row, given.seed, given.turn, given.jobs) for row in rows])
     if given.seed is not None:
         return max(subprocess.call(command(row, given.seed, 0, 1), env=environment(row)) for row in rows)
     return programme(rows, given.output, given.turn, time.monotonic() + 60 * given.minutes, given.jobs)
@@ -121,9 +121,10 @@ def reported(row: Row, first: int, seconds: float, step: int) -> Iterator[dict[s
         yield {"seed": seed, "count": 0, "megabytes": 0, "error": f"the process died: {process.returncode}"}
 
 
-def command(row: Row, seed: int, seconds: float, step: int) -> list[str]:
-    options = {"--seed": seed, "--turn": seconds, "--jobs": step}
-    return [sys.executable, "-W", "ignore", __file__, row.name, "--worker", *(str(x) for pair in options.items() for x in pair)]
+def command(row: Row, seed: int, seconds: float, step: int, *others: Row) -> list[str]:
+    """others: rows of the same environment, one after the other."""
+    options, names = {"--seed": seed, "--turn": seconds, "--jobs": step}, [one.name for one in (row, *others)]
+    return [sys.executable, "-W", "ignore", __file__, *names, "--worker", *(str(x) for pair in options.items() for x in pair)]
 
 
 def environment(row: Row) -> dict[str, str]:
