@@ -1,5 +1,5 @@
 """`python -m benchmarks experts`: mixtures of experts, both projections: decoding against reading the experts that are hit and, in
-MXFP4, against Triton's own kernel; prompts against a grouped GEMM in 16 bits.
+MXFP4, against Triton's own kernel; prompts against a grouped GEMM in 16 bits, each projection by itself and both in one call.
 
 Tokens choose their experts at random. Bytes are those of the experts that are hit, each once. All calls of a case use the same
 ids; each has a copy of the stack, more of them than the L2 cache holds. On a CPU one small mixture.
@@ -25,6 +25,7 @@ from halfbyte.measure.records import Record, with_timing
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.timing import NOT_CAPTURED, Work, fixed_threads, is_cold
 from halfbyte.measure.trials import Outcome, Trial, one_by_one, reason
+from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.plans import plan
 from halfbyte.reference.experts import Activation, ExpertsCall, expert_values, experts_linear, hit
 from halfbyte.tensors import QuantTensor
@@ -68,7 +69,8 @@ def jobs(impls: Sequence[str], kind: str, quick: bool = False) -> list[Job]:
     for impl in impls:
         plan("experts_linear", impl, kind)
     layers = (SMALL,) if kind != "cuda" else LAYERS[:1] if quick else LAYERS
-    return [ProjectionJob(layer, down, tuple(impls)) for layer in layers for down in (False, True)]
+    projections = [ProjectionJob(layer, down, tuple(impls)) for layer in layers for down in (False, True)]
+    return [*projections, *(PromptJob(layer) for layer in layers if "auto" in impls)]
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ class ProjectionJob:
         session.free()
         generator = torch.Generator(session.device.torch).manual_seed(0)
         with torch.no_grad(), fixed_threads(session.threads):
-            stack = self._stack(generator)
+            stack = self.stack(generator)
             for tokens, impls in wanted.items():
                 if impls:
-                    yield from self._case(session, self._call(stack, tokens, generator), impls)
+                    yield from self._case(session, self.call(stack, tokens, generator), impls)
 
-    def _stack(self, generator: torch.Generator) -> QuantTensor:
+    def stack(self, generator: torch.Generator) -> QuantTensor:
         """The weight of all experts, drawn and quantized some at a time."""
         layer = self.layer
         n, k = (layer.hidden, layer.inner) if self.down else (2 * layer.inner, layer.hidden)
@@ -115,7 +117,8 @@ class ProjectionJob:
         parts = {name: torch.cat([piece.parts()[name] for piece in pieces]) for name in pieces[0].parts()}
         return QuantTensor(weight_format(layer.formats), (layer.experts, n, k), **parts)
 
-    def _call(self, stack: QuantTensor, tokens: int, generator: torch.Generator) -> ExpertsCall:
+    def call(self, stack: QuantTensor, tokens: int, generator: torch.Generator) -> ExpertsCall:
+        """One of so many tokens, whose experts are drawn."""
         layer, device = self.layer, generator.device
 
         def normal(*size: int) -> torch.Tensor:
@@ -157,6 +160,54 @@ class ProjectionJob:
             yield _finished(session, r, outcome, "" if peer == GROUPED else warm, {})
         for impl in trials:
             yield _finished(session, replace(blank, implementation=f"halfbyte {impl}"), outcomes[impl], warm, others)
+
+
+@dataclass(frozen=True)
+class PromptJob:
+    """Both projections of a layer over prompts: in one call, in two, and in 16 bits, which sorts the pairs once, too."""
+
+    layer: Layer
+    op: str = "experts_mlp"
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer.model}, both projections"
+
+    def case(self, tokens: int) -> str:
+        return f"{self.name}, {tokens} tokens"
+
+    def measure(self, session: Session) -> Iterator[Record]:
+        """Three records for each number of tokens."""
+        wanted = [t for t in self.layer.prompts if session.wants(self.case(t), self.layer.formats, "halfbyte auto")]
+        if not wanted:
+            return
+        session.free()
+        generator = torch.Generator(session.device.torch).manual_seed(0)
+        with torch.no_grad(), fixed_threads(session.threads):
+            parts = [ProjectionJob(self.layer, down, ("auto",)) for down in (False, True)]
+            stacks = [part.stack(generator) for part in parts]
+            for tokens in wanted:
+                up, down = (part.call(w, tokens, generator) for part, w in zip(parts, stacks, strict=True))
+                yield from self._case(session, up, down._replace(ids=up.ids))
+
+    def _case(self, session: Session, up: ExpertsCall, down: ExpertsCall) -> Iterator[Record]:
+        name, (tokens, top_k), (experts, n, k), found = self.layer.formats, up.ids.shape, up.weight.shape, len(hit(up))
+        truth = experts_linear(down._replace(x=experts_linear(up._replace(x=up.x.double()))))
+        eager = _in_16_bits(down._replace(x=_in_16_bits(up)))
+        ways = {
+            "halfbyte auto": partial(_in_one_call, up, down),
+            "halfbyte auto, two calls": partial(_in_two_calls, up, down),
+            GROUPED: partial(grouped_both, up, down, _values(up), _values(down)),
+        }
+        judge_one = one_by_one(lambda out: linear_accuracy(out, eager, truth))
+        outcomes = session.time({way: Trial(f"{self.name} {way}", Work([fn]), judge_one) for way, fn in ways.items()})
+        nbytes = (up.weight.nbytes + down.weight.nbytes) * found // experts
+        shape = {"T": tokens, "top_k": top_k, "E": experts, "hit": found, "N": n, "K": k}
+        blank = Record(self.op, shape, name, "", nbytes, session.environment, case=self.case(tokens))
+        warm = "" if is_cold(1, nbytes, session.device.cache_bytes) else ", partly from cache"
+        for way, outcome in outcomes.items():
+            r = replace(blank, implementation=way, formats="bf16" if way == GROUPED else name)
+            yield _finished(session, r, outcome, warm, {GROUPED: outcomes[GROUPED]})
 
 
 def in_triton(name: str, call: ExpertsCall, copies: int, promised: Callable[[torch.Tensor], Accuracy]) -> dict[str, Trial]:
@@ -219,21 +270,52 @@ def _values(call: ExpertsCall) -> torch.Tensor:
     return torch.cat((stack[:, ::2], stack[:, 1::2]), 1) if call.activation == _SILU else stack
 
 
+def _in_one_call(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
+    first, last = (Projection([*call.weight.parts().values()], call.weight.format.name, call.bias) for call in (up, down))
+    assert down.gates is not None
+    assert up.activation is not None
+    return experts_mlp(up.x, first, last, up.ids, down.gates, up.activation)
+
+
+def _in_two_calls(up: ExpertsCall, down: ExpertsCall) -> torch.Tensor:
+    return _run(down._replace(x=_run(up, "auto")), "auto")
+
+
 def grouped(call: ExpertsCall, values: torch.Tensor) -> torch.Tensor:
     """A projection of a 16-bit model, whose weights are `_values`: pairs sorted, torch's grouped GEMM, what follows, and back."""
-    x, _, ids, gates, bias, activation = call
+    keys, order, ends = _sorted(call.ids, len(values))
+    x = call.x
+    rows = x.reshape(-1, x.shape[-1])[order // (1 if x.ndim == 3 else call.ids.shape[1])]
+    return _back(call, _product(call, rows, values, keys, ends), order)
+
+
+def grouped_both(up: ExpertsCall, down: ExpertsCall, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Both projections of it, whose rows stay sorted in between."""
+    keys, order, ends = _sorted(up.ids, len(first))
+    inner = _product(up, up.x[order // up.ids.shape[1]], first, keys, ends)
+    return _back(down, _product(down, inner, last, keys, ends), order)
+
+
+def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The experts of the sorted pairs, which pairs those are, and where each expert's end."""
     keys, order = ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(keys, torch.arange(len(values), device=keys.device), right=True, out_int32=True)
-    rows = x.reshape(-1, x.shape[-1])[order // (1 if x.ndim == 3 else ids.shape[1])]
+    return keys, order, torch.searchsorted(keys, torch.arange(experts, device=keys.device), right=True, out_int32=True)
+
+
+def _product(call: ExpertsCall, rows: torch.Tensor, values: torch.Tensor, keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sorted rows times their experts, with bias and activation."""
     y = F.grouped_mm(rows, values.mT, offs=ends)
-    y = y if bias is None else y + bias[keys]
-    if activation == _SILU:
+    y = y if call.bias is None else y + call.bias[keys]
+    if call.activation == _SILU:
         gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
-    elif activation is not None:
-        y = activation(y)
-    back = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
-    return back if gates is None else (back * gates.unsqueeze(-1)).sum(1)
+        return F.silu(gate) * up
+    return y if call.activation is None else call.activation(y)
+
+
+def _back(call: ExpertsCall, y: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Sorted results in their places, and their weighted sum."""
+    back = torch.empty_like(y).index_copy_(0, order, y).view(*call.ids.shape, -1)
+    return back if call.gates is None else (back * call.gates.unsqueeze(-1)).sum(1)
 
 
 def promise(call: ExpertsCall) -> Callable[[torch.Tensor], Accuracy]:

@@ -15,7 +15,7 @@ from halfbyte.measure.records import Record
 from halfbyte.measure.session import Options, Session
 from halfbyte.reference.experts import ExpertsCall
 
-GATE_AND_UP, DOWN = experts_cases.jobs(["auto"], "cpu")
+GATE_AND_UP, DOWN, PROMPTS = experts_cases.jobs(["auto"], "cpu")
 
 
 def session(pattern: str = "") -> Session:
@@ -40,6 +40,14 @@ def test_prompts_stand_beside_16_bits() -> None:
         assert [bar.quantity for bar in experts_cases._bars(ours)] == ["times_16_bit"]
 
 
+def test_both_projections_of_prompts_stand_beside_16_bits() -> None:
+    one, two, peer = session().run([PROMPTS])
+    assert (one.case, one.nbytes) == ("a small mixture, both projections, 96 tokens", 4 * (32768 + 3 * 512) * 3 // 2)
+    assert [r.implementation for r in (one, two, peer)] == ["halfbyte auto", "halfbyte auto, two calls", experts_cases.GROUPED]
+    assert {r.peer_seconds for r in (one, two)} == {peer.seconds}
+    assert all(r.seconds and not r.refused for r in (one, two, peer))
+
+
 def test_bytes_are_those_of_the_experts_that_are_hit() -> None:
     """An expert of 256 rows of 256 codes in groups of 128: 32,768 bytes, and 3 for each of 512 groups."""
     one = session("1 token").run([GATE_AND_UP])[0]
@@ -60,8 +68,9 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_on_a_gpu() -> None:
     jobs = experts_cases.jobs(["auto", "triton"], "cuda")
-    assert len({job.name for job in jobs}) == 2 * len(experts_cases.LAYERS)
-    assert len(experts_cases.jobs(["auto"], "cuda", quick=True)) == 2
+    assert len({job.name for job in jobs}) == 3 * len(experts_cases.LAYERS)
+    assert len(experts_cases.jobs(["auto"], "cuda", quick=True)) == 3
+    assert len(experts_cases.jobs(["triton"], "cuda", quick=True)) == 2
 
 
 def test_mxfp4_is_held_against_tritons_own_kernel() -> None:
