@@ -6,13 +6,17 @@ import json
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import halfbyte
-from halfbyte import cli
+from halfbyte import cli, hf, memory, settings
+from halfbyte.cli import bench_model, inspect, models
 from halfbyte.cli.shared import human_bytes
+from halfbyte.errors import InvalidArgument
 from halfbyte.measure import records, session
 from halfbyte.measure.timing import Effort
 
@@ -57,7 +61,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--heads", ""], "--heads ''; give two whole numbers"),
         (["explain", "--heads", "0/8"], "heads=0/8; both must be above 0"),
         (["explain", "--batch", "9" * 400], "above 0 and below 2^31"),
-        (["explain", "--dim", "80"], "values='int4_g32': a head has a last axis of 80"),
+        (["explain", "--dim", "80", "--values", "int4_g32"], "values='int4_g32': a head has a last axis of 80"),
         (["explain", "--dim", "81", "--keys", "int4", "--values", "int8"], "keys='int4': a head has a last axis of 81"),
         (["explain", "--keys", "int4_channel", "--page", "16"], "keys='int4_channel': a page has a number of tokens of 16"),
         (["explain", "--page", "-3"], "page=-3"),
@@ -101,7 +105,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "demo", "--clip", "search"], "name --weights as well"),
         (["memory", "demo", "--lm-head", "int3"], "'int3'"),
         (["quantize", "demo", "--lm-head", "int8", "-o", "./it"], "'int8'"),
-        (["quantize", "demo", "-o", "./it"], "give a MODEL and its --weights or --lm-head"),
+        (["quantize", "-o", "./it"], "give a MODEL"),
         (["generate", "demo", "--prompt", "x", "--tokens", "2000000000"], "GB is larger than this device's memory"),
         (["generate", "demo", "--prompt", "x", "--tokens", "100000000000"], "tokens=100000000000; expected at least 1"),
         (["generate", "demo", "--prompt", "x", "--temperature", "1e300"], "temperature=1e+300"),
@@ -115,6 +119,27 @@ def test_our_errors_are_one_line(arguments: list[str], named: str, capsys: pytes
     assert output.err.startswith("halfbyte: ")
     assert output.err.count("\n") == 1
     assert named in output.err
+
+
+def test_formats_that_nobody_named_are_those_of_hf_quantize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cache where a command is about a whole model or its kernels, of the weights where it writes them."""
+    for command in (models.evaluate, models.generate, inspect.memory, inspect.explain, bench_model.bench_model, memory.estimate):
+        shown = signature(command).parameters
+        assert (shown["keys"].default, shown["values"].default) == (settings.KEYS, settings.VALUES), command
+    asked: dict[str, Any] = {}
+
+    def load(folder: str, **options: Any) -> None:
+        asked.update(options)
+        raise InvalidArgument("seen")
+
+    monkeypatch.setattr(hf, "load", load)
+    for given, taken in (
+        ((), (settings.WEIGHTS, settings.CLIP, None)),
+        (("--weights", "nf4"), ("nf4", None, None)),
+        (("--lm-head", "int8_col"), (None, None, "int8_col")),
+    ):
+        assert run("quantize", "demo", "-o", "./it", *given) == 1
+        assert (asked["weights"], asked["clip"], asked["lm_head"]) == taken
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,15 +35,15 @@ from halfbyte.evals.outliers import PROFILES, Outliers
 from halfbyte.evals.quality import Setting, every_kv_setting
 from halfbyte.evals.text import ByteTokenizer, windows
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
-from halfbyte.hf.quantize_model import CLIP
-from halfbyte.hf.quantize_model import KEYS as DEFAULT_KEYS
-from halfbyte.hf.quantize_model import VALUES as DEFAULT_VALUES
-from halfbyte.hf.quantize_model import WEIGHTS as DEFAULT_WEIGHTS
 from halfbyte.measure import charts
 from halfbyte.measure.records import Record
 from halfbyte.measure.session import Job, Session
 from halfbyte.measure.tables import Table
 from halfbyte.measure.timing import fixed_threads
+from halfbyte.settings import CLIP
+from halfbyte.settings import KEYS as DEFAULT_KEYS
+from halfbyte.settings import VALUES as DEFAULT_VALUES
+from halfbyte.settings import WEIGHTS as DEFAULT_WEIGHTS
 
 BY_LAYER, OF_WEIGHTS, WRITTEN, PLAIN = "quality by layer", "quality of weights", "long continuations", "no outliers"
 MODELS: dict[str, Outliers | None] = {PLAIN: None, **{p.name: p for p in PROFILES}}

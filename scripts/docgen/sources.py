@@ -15,9 +15,9 @@ from benchmarks.studies.accuracy import QUALITY
 from benchmarks.studies.quality_per_bit import HEAD_DIM, OF_WEIGHTS, PLAIN
 from benchmarks.studies.w4a16_splitk import MEAN_GAIN, PEAK_GAIN
 from halfbyte.formats import key_format
-from halfbyte.hf.quantize_model import WEIGHTS
 from halfbyte.measure.records import Record, read
 from halfbyte.reference.hadamard import rotated
+from halfbyte.settings import WEIGHTS
 
 __all__ = [
     "DATA",

@@ -38,7 +38,8 @@ class CacheOptions(TypedDict, total=False):
     v_scale: float | None
 
 
-#: Keys need more bits than values.
+#: Keys need more bits than values. Unlike `settings.KEYS`, the default of a model, these serve in pages of any size and next to
+#: tokens that stay in 16 bits.
 DEFAULTS: CacheOptions = {
     "keys": "int8",
     "values": "int4_g32",

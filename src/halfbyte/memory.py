@@ -19,6 +19,7 @@ import torch
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
+from halfbyte.settings import KEYS, VALUES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 #: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
@@ -78,8 +79,8 @@ def estimate(
     *,
     batch: int = 1,
     context: int = 8192,
-    keys: str = "int8",
-    values: str = "int4_g32",
+    keys: str = KEYS,
+    values: str = VALUES,
     weights: str = "bf16",
     lm_head: str = "bf16",
     skip_layers: Collection[int] = (),

@@ -13,8 +13,8 @@ from halfbyte.evals.model import load
 from halfbyte.evals.outliers import PROFILES, with_outliers
 from halfbyte.evals.quality import Setting, evaluate
 from halfbyte.evals.text import heldout_text, windows
-from halfbyte.hf.quantize_model import CLIP, KEYS, VALUES, WEIGHTS
 from halfbyte.nn import FusedProjections, QuantLinear
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
 
 def weights(model):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfbyte import settings
 from halfbyte.cli.options import Keys, Output, Values
 from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, check_appendable, console, print_table, token_count
 
@@ -29,10 +30,10 @@ def bench_model(
         int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each prompt, which are random.")
     ] = 256,
     new: Annotated[int, typer.Option(min=2, help="Tokens generated behind it.")] = 32,
-    weights: Annotated[str, typer.Option(help="Format of the linear layers' weights.")] = "int4_g64",
+    weights: Annotated[str, typer.Option(help="Format of the linear layers' weights.")] = settings.WEIGHTS,
     lm_head: LmHead = "bf16",
-    keys: Keys = "int8",
-    values: Values = "int4_g32",
+    keys: Keys = settings.KEYS,
+    values: Values = settings.VALUES,
     random: Annotated[bool, typer.Option("--random", help="Random weights; the model's config.json is enough.")] = False,
     device: Where = None,
     output: Output = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte import settings
 from halfbyte.cli.shared import (
     Json,
     LmHead,
@@ -60,8 +61,8 @@ def memory(
     context: Annotated[
         int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of each sequence, as 8192 or 128K.")
     ] = 8192,
-    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
-    values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
+    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = settings.KEYS,
+    values: Annotated[str, typer.Option(help="Format of the cached values.")] = settings.VALUES,
     weights: Annotated[str, typer.Option(help="Format of the linear layers' weights; bf16 leaves them unquantized.")] = "bf16",
     lm_head: LmHead = "bf16",
     skip_layers: Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")] = "",
@@ -149,8 +150,8 @@ def explain(
         ),
     ] = 8192,
     queries: Annotated[int, typer.Option(help="New tokens a sequence.")] = 1,
-    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = "int8",
-    values: Annotated[str, typer.Option(help="Format of the cached values.")] = "int4_g32",
+    keys: Annotated[str, typer.Option(help="Format of the cached keys.")] = settings.KEYS,
+    values: Annotated[str, typer.Option(help="Format of the cached values.")] = settings.VALUES,
     page: Annotated[int, typer.Option(help="Page size in tokens; 0: contiguous.")] = 0,
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte import settings
 from halfbyte.cli.options import CacheFormats, EvalOptions, Output, with_options
 from halfbyte.cli.shared import (
     LmHead,
@@ -136,9 +137,7 @@ def evaluate(
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
     head = None if lm_head == "bf16" else lm_head
-    asked, config = _setting(model, cache, weights, clip=clip, lm_head=head)
-    if plan is not None:
-        asked = Setting.of_plan(read_plan_of(plan, config), asked.weights, clip, asked.exact)
+    asked, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head)
     check_exact(asked.exact, min(length, long or length))
     asked = replace(asked, rotate_values=rotate_values, lm_head=head)
     wanted = [*every_kv_setting(head_dims(text_config(config))[0]), *every_weight_setting()] if every else [asked]
@@ -192,8 +191,12 @@ def generate(
     print()
 
 
-def _setting(model: str, cache: CacheFormats, weights: str, **of_weights: str | None) -> tuple[Setting, Any]:
-    """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded."""
+def _setting(
+    model: str, cache: CacheFormats, weights: str, plan: Path | None = None, **of_weights: str | None
+) -> tuple[Setting, Any]:
+    """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded. A plan
+    takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
+    """
     from halfbyte.evals.quality import Setting, parse_layers
     from halfbyte.formats import key_format
     from halfbyte.hf.model_support import head_dims, text_config
@@ -202,7 +205,12 @@ def _setting(model: str, cache: CacheFormats, weights: str, **of_weights: str | 
     from halfbyte.reference.hadamard import rotated
 
     keys, values, exact = cache.keys, cache.values, {"sink_tokens": cache.sink_tokens, "recent_tokens": cache.recent_tokens}
-    asked = Setting(keys, values, None if weights == "bf16" else weights, **exact, **of_weights)  # type: ignore[arg-type]
+    packed = None if weights == "bf16" else weights
+    if plan is not None:
+        config = load_config(resolve_model(model))
+        made = Setting.of_plan(read_plan_of(plan, config), packed, exact=(cache.sink_tokens, cache.recent_tokens))
+        return replace(made, **of_weights), config  # type: ignore[arg-type]
+    asked = Setting(keys, values, packed, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
@@ -243,7 +251,9 @@ def _text(prompt: str) -> str:
 def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist.")],
     model: PlainModel = None,
-    weights: Annotated[str | None, typer.Option(help="Format of the linear layers' weights.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help=f"Format of the linear layers' weights. Default: {settings.WEIGHTS}, --clip {settings.CLIP}.")
+    ] = None,
     lm_head: LmHead = "bf16",
     skip: Annotated[str, typer.Option(help="Modules that keep their weights, separated by commas.")] = "",
     source: Source = None,
@@ -252,8 +262,8 @@ def quantize(
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
-    MODEL --weights FORMAT (or --lm-head FORMAT) quantizes 16-bit weights; --from DIR converts a checkpoint of another library
-    (docs/guides/checkpoints.md), whose lm_head may still be quantized.
+    MODEL quantizes 16-bit weights: to --weights FORMAT, --lm-head FORMAT or both, else as hf.quantize(model) does. --from DIR
+    converts a checkpoint of another library (docs/guides/checkpoints.md), whose lm_head may still be quantized.
     """
     import torch
 
@@ -308,8 +318,10 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
     from halfbyte.reference.quantize import check_clip
 
     clip, lm_head = options["clip"], options["lm_head"]
-    if (model is None) == (source is None) or bool(source and weights) or bool(model and not (weights or lm_head)):
-        raise InvalidArgument("give a MODEL and its --weights or --lm-head, or --from with a model that is quantized already")
+    if (model is None) == (source is None) or bool(source and weights):
+        raise InvalidArgument(
+            "give a MODEL, with its --weights if they are not to be the default, or --from with a quantized model"
+        )
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
     check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
@@ -320,7 +332,9 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
             )
         return made if lm_head is None else hf.quantize(made, lm_head=lm_head)
-    check_clip(clip, weight_format(weights or lm_head or ""))
+    if weights is lm_head is None:
+        weights, options["clip"] = settings.WEIGHTS, settings.CLIP
+    check_clip(options["clip"], weight_format(weights or lm_head or ""))
     made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
     return made
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from halfbyte import settings
 from halfbyte.cli.shared import Html, Json, RecentTokens, SinkTokens, Where, Wide, check_appendable, check_page
 from halfbyte.errors import InvalidArgument
 
@@ -84,8 +85,8 @@ class EvalOptions(ResultOptions):
 class CacheFormats:
     """What a command's packed cache is made of."""
 
-    keys: Keys = "int8"
-    values: Values = "int4_g32"
+    keys: Keys = settings.KEYS
+    values: Values = settings.VALUES
     rotate_keys: Rotate = None
     skip_layers: Skip = ""
     sink_tokens: SinkTokens = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from halfbyte import settings
 from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe, gpu_count
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits
@@ -144,8 +145,6 @@ def advise(
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
     """(choice, reason): with evidence the fewest bytes a step of what is safe, else of what is within `TOLERATED`; without, the
     library's defaults or what fits."""
-    from halfbyte.hf.quantize_model import KEYS, VALUES, WEIGHTS
-
     fitting = [c for c in choices if c.fits]
     if not fitting:
         return None, "nothing fits: use a larger GPU, fewer sequences or a shorter context"
@@ -158,7 +157,7 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
         return min(good, key=lambda c: c.step_bytes), f"fewest bytes a step {bound}"
     given = len({c.weights for c in choices}) == 1  # the weights are as they are: only the cache is chosen
     for c in fitting:
-        if (c.keys, c.values) == (KEYS, VALUES) and (given or c.weights == WEIGHTS):
+        if (c.keys, c.values) == (settings.KEYS, settings.VALUES) and (given or c.weights == settings.WEIGHTS):
             return c, "the defaults of halfbyte.hf.quantize; their quality on this model is not known"
     return max(fitting, key=lambda c: c.weight_bytes + c.kv_bytes), "most bits of those that fit; quality on this model not known"
 

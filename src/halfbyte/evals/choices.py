@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from halfbyte.settings import KEYS, VALUES
+
 #: Most mean KL divergence from the 16-bit run, in nats, noise included, of formats that are called safe.
 SAFE = 2e-3
 #: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
@@ -19,8 +21,6 @@ WEIGHTS = (("bf16",), ("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4
 
 def caches() -> dict[str, tuple[str, str]]:
     """Formats of keys and values, each with what it is chosen for, from the most bits on."""
-    from halfbyte.hf.quantize_model import KEYS, VALUES
-
     return {
         "16 bits": ("bf16", "bf16"),
         "8 bits": ("int8_channel", "int8"),

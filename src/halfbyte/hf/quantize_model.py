@@ -24,10 +24,7 @@ from halfbyte.nn import QuantLinear
 from halfbyte.nn import fuse_gate_up as _fuse_gate_up
 from halfbyte.nn import fuse_qkv as _fuse_qkv
 from halfbyte.reference.quantize import check_clip
-
-#: What `quantize(model)` takes: the least KL divergence of the shipped model and its outlier variants at about 4.5 bits a weight
-#: and 6.5 bits an element of the cache (docs/performance/quality-per-bit.md). Unclipped, nvfp4 has more than nf4.
-WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int4_channel", "int8"
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
 
 @told

@@ -17,9 +17,10 @@ from halfbyte.formats import weight_format
 from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of
 from halfbyte.hf.quantization_config import mark_quantized
-from halfbyte.hf.quantize_model import CLIP, KEYS, VALUES, WEIGHTS, quantize
+from halfbyte.hf.quantize_model import quantize
 from halfbyte.hf.weights import Target, check_fits, find_lm_head, quantized, replace, select, warn_about_rest
 from halfbyte.reference.quantize import check_clip
+from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
 #: Options of `quantize` that are carried out layer by layer; the others when all layers are there.
 _BY_LAYER = ("weights", "clip", "skip_modules")
