@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from engines import SHIPPED, engine, generate, later, plan_for, quantized, save
+from tiny_models import LLAMA, made
+from transformers import LlamaConfig
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.vllm.names import PLAN, backend_name
+from test_experts import sixteen_bits
 
 
 def refused(backend: str, **options) -> str:
@@ -23,6 +26,20 @@ def test_an_unknown_pair_of_formats() -> None:
 
 def test_a_cache_dtype_beside_the_formats() -> None:
     assert "kv_cache_dtype" in refused(backend_name("int8", "int8"), kv_cache_dtype="fp8")
+
+
+def test_heads_that_fit_no_page(tmp_path: Path) -> None:
+    folder = save(made(LlamaConfig(**LLAMA | {"head_dim": 48})), tmp_path / "llama")
+    assert "values has a last axis of 48, which groups of 32 (int4_g32) do not divide" in refused(
+        backend_name("int8", "int4_g32"), model=folder
+    )
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    folder = save(sixteen_bits("deepseek_v3"), tmp_path / "deepseek")
+    assert "multi-head latent attention (MLA), which halfbyte's cache does not hold" in refused(
+        backend_name("int8", "int8"), model=folder
+    )
 
 
 @pytest.mark.parametrize(
