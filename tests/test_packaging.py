@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from halfbyte import paths
+import halfbyte.vllm
+from halfbyte import errors, paths
 from halfbyte.cli import main
 from halfbyte.errors import MissingPackage
+from halfbyte.vllm import names
 
 ROOT = Path(__file__).parents[1]
 LIBRARY, DEMO = (tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "demo/pyproject.toml"))
@@ -31,6 +35,19 @@ def test_versions_agree() -> None:
     assert DEMO["project"]["version"] == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_extra_installs_the_vllm_that_the_plugin_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of that range vLLM stays as it is, with one sentence that says which to install."""
+    first, end = (".".join(map(str, version)) for version in names.VERSIONS)
+    assert LIBRARY["project"]["optional-dependencies"]["vllm"] == [f"vllm>={first},<{end}"]
+    assert [names.refusal(version) for version in ("0.32.0", "0.33.1+cpu", "0.33.2rc1")] == [""] * 3
+    monkeypatch.setattr(errors, "_WARNED", set())
+    for version in ("0.31.9", "0.34.0", "1.32.0", "dev"):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        with pytest.warns(UserWarning, match=rf"^halfbyte: this is vLLM {version}, .*: pip install 'vllm>={first},<{end}'$"):
+            halfbyte.vllm.register()
+    assert not [name for name in sys.modules if name.startswith("vllm.")]
 
 
 def test_an_installed_library_finds_the_installed_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
