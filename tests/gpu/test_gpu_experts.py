@@ -17,6 +17,7 @@ import halfbyte as hb
 from accuracy import linear_accuracy
 from experts_cases import ACTIVATIONS, OAI, Mixture, routed
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops.experts_mlp import Projection, experts_mlp
 from halfbyte.reference.experts import Activation
 from halfbyte.reference.experts import experts_linear as reference
@@ -180,3 +181,16 @@ def test_both_projections_are_one_after_the_other(tokens: int) -> None:
         expected = run(down._replace(x=run(up, "auto"), ids=up.ids), "auto")
         assert same_bits(call(), expected)
         assert same_bits(graph.replay(), expected)
+
+
+@pytest.mark.skipif(PLACE.dry, reason="a kernel of GPUs")
+@pytest.mark.parametrize(("pairs", "experts"), [(65, 8), (16384, 128), (65536, 128), (100_001, 512), (32768, 3)])
+def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
+    for seed in range(20):
+        generator = torch.Generator(PLACE.device).manual_seed(seed)
+        ids = torch.randint(-1, experts + 2, (pairs, 1), generator=generator, device=PLACE.device)
+        order, starts, found = sorted_pairs(ids, experts)
+        keys, expected = ids.flatten().masked_fill((ids.flatten() < 0) | (ids.flatten() >= experts), experts).sort(stable=True)
+        assert torch.equal(order.long(), expected)
+        assert torch.equal(found.long(), keys)
+        assert torch.equal(starts.long(), torch.searchsorted(keys, torch.arange(experts + 1, device=PLACE.device)))

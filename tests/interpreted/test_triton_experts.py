@@ -233,6 +233,17 @@ def test_pairs_are_sorted_in_their_order(dtype: torch.dtype) -> None:
     assert experts.tolist() == [0, 0, 1, 2, 2, 4]
 
 
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (255, 3), (256, 40), (257, 30), (1000, 31), (66000, 5)])
+def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
+    """Also with numbers that are no expert, which come last, and more blocks than are added up at a time."""
+    drawn = torch.randint(-1, experts + 2, (pairs, 1), generator=torch.Generator().manual_seed(pairs))
+    order, starts, found = sorted_pairs(drawn, experts)
+    keys, expected = drawn.flatten().masked_fill((drawn.flatten() < 0) | (drawn.flatten() >= experts), experts).sort(stable=True)
+    assert torch.equal(order.long(), expected)
+    assert torch.equal(found.long(), keys)
+    assert starts.tolist() == [int((keys < e).sum()) for e in range(experts + 1)]
+
+
 def test_which_prompts_dequantize() -> None:
     qwen = ExpertsProblem(WEIGHT_FORMATS["int4_g32"], (128, 1536, 2048), 8192, 8, "bf16")
     assert dequantized_rows(qwen, (9, 0)) == 1024

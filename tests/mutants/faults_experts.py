@@ -7,6 +7,7 @@ from mutant import Mutant, tests_of
 
 REFERENCE, DEQUANTIZE, CPU = "reference/experts.py", "reference/dequantize.py", "cpu/experts.py"
 KERNEL, OP = "kernels/linear/experts.py", "ops/experts_linear.py"
+SORT = "kernels/linear/experts_sort.py"
 PROMPT, ROWS, BLOCKS = "kernels/linear/experts_prompt.py", "kernels/dequantize.py", "ops/_experts_prompt.py"
 CALLED, FP8, EXTERNAL = "hf/called_experts.py", "checkpoints/fp8.py", "hf/external.py"
 TUNED, TABLE, SUM = (f"kernels/linear/experts_{part}.py" for part in ("mma", "table", "sum"))
@@ -128,6 +129,27 @@ EXPERTS = [
         "_products",
         Rewrite("pairs.starts[1:]", "pairs.starts[:-1]"),
         kernel("test_every_epilogue_of_dequantized_experts"),
+    ),
+    Mutant(
+        "rows that stay sorted have the biases of unsorted ones",
+        BLOCKS,
+        "run_both",
+        Rewrite("up._replace(ids=_k)", "up"),
+        kernel("test_rows_that_stay_sorted_between_projections_change_no_bits[mxfp4]"),
+    ),
+    Mutant(
+        "pairs in many blocks before do not count",
+        SORT,
+        "_add",
+        Rewrite("before[None, :] + _c - here", "_c - here"),
+        kernel("test_pairs_are_sorted_as_torch_sorts_them[66000-5]"),
+    ),
+    Mutant(
+        "a pair counts itself among those before",
+        SORT,
+        "_place",
+        Rewrite("_o[None, :] < _p", "_o[None, :] <= _p"),
+        kernel("test_pairs_are_sorted_as_torch_sorts_them[257-30]"),
     ),
     Mutant(
         "all pairs of an expert are one block of the tuned kernel",

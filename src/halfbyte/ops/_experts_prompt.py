@@ -6,6 +6,7 @@ and of x and their products for each pair.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,11 +17,11 @@ from halfbyte.tensors import QuantTensor
 
 
 class SortedPairs(NamedTuple):
-    """The pairs of a token and an expert sorted by expert, those of none last; never on the host.
+    """The pairs of a token and an expert sorted by expert, those of none last; int32, and never on the host.
 
-    order [S]       which pair stands at each place, int32
-    starts [E + 1]  where each expert's pairs begin, int32
-    experts [S]     their experts, E for none; int16 where that is enough
+    order [S]       which pair stands at each place
+    starts [E + 1]  where each expert's pairs begin
+    experts [S]     their experts, E for none
     """
 
     order: torch.Tensor
@@ -30,10 +31,13 @@ class SortedPairs(NamedTuple):
 
 def sorted_pairs(ids: torch.Tensor, experts: int) -> SortedPairs:
     """The pairs of `ids` [T, top_k], those of an expert in their order."""
-    flat, dtype = ids.flatten().long(), torch.int16 if experts < 2**15 else torch.int32  # sorting takes time by the byte
-    keys, order = flat.masked_fill((flat < 0) | (flat >= experts), experts).to(dtype).sort(stable=True)
-    starts = torch.searchsorted(keys, torch.arange(experts + 1, dtype=dtype, device=keys.device), out_int32=True)
-    return SortedPairs(order.to(torch.int32), starts, keys)
+    from halfbyte.kernels.linear import experts_sort
+
+    flat, columns = ids.reshape(-1), experts_sort.bins(experts)
+    new = functools.partial(flat.new_empty, dtype=torch.int32)
+    found = SortedPairs(new(len(flat)), new(experts + 1), new(len(flat)))
+    experts_sort.launch(flat, new(-(-len(flat) // experts_sort.BLOCK), columns), *found, new(columns))
+    return found
 
 
 def run(call: ExpertsCall, rows: int, out: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from halfbyte.formats import WEIGHT_FORMATS
 from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
-from halfbyte.kernels.linear import experts_mma, experts_prompt
+from halfbyte.kernels.linear import experts_mma, experts_prompt, experts_sort
 from halfbyte.plans.experts import ExpertsProblem, experts_tiles
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.reference.experts import Activation, ExpertsCall
@@ -79,6 +79,12 @@ def configurations() -> Iterator[Configuration]:
 
 
 def _prompts() -> Iterator[Configuration]:
+    for experts, top_k in ((128, 8), (32, 4)):
+        pairs, columns = 8192 * top_k, experts_sort.bins(experts)
+        given = (empty(pairs // experts_sort.BLOCK, columns), empty(pairs), empty(experts + 1), empty(pairs), empty(columns))
+        yield from recorded(
+            f"experts-sort-{experts}", functools.partial(experts_sort.launch, empty(pairs, dtype=torch.int64), *given)
+        )
     for name, (experts, top_k, features, width, activation, options) in _PROMPTS:
         call = _call(name, 8192, experts, top_k, features, width, activation, options)
         pairs, y = empty(8192 * top_k), empty(8192 * top_k, features, dtype=torch.bfloat16)
@@ -87,7 +93,7 @@ def _prompts() -> Iterator[Configuration]:
         yield from recorded(full, gather)
         yield from recorded(full, functools.partial(experts_prompt.combine, call, y, pairs, 0, call.new_result()))
         if call.gates is None:
-            by_expert = call._replace(ids=empty(8192 * top_k, 1, dtype=torch.int16))
+            by_expert = call._replace(ids=empty(8192 * top_k, 1))
             inner = empty(8192 * top_k, features // 2, dtype=torch.bfloat16)
             yield from recorded(f"{full}-sorted", functools.partial(experts_prompt.combine, by_expert, y, None, 0, inner))
     for name, act_order in (*((name, False) for name in WEIGHT_FORMATS), ("int4_g128", True)):

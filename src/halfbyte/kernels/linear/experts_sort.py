@@ -1,0 +1,78 @@
+"""A counting sort of pairs of a token and an expert by expert, in three launches; pairs of one expert keep their order.
+
+    place(p) = pairs of smaller experts + pairs of the same expert in blocks before + such pairs before p in its block
+
+The first launch counts the pairs of each expert in each block, the second adds up what lies in blocks before, the third adds up the
+pairs of smaller experts and writes. A number that is no expert counts as E, which comes last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+#: Pairs of a block, and with how many each is compared at a time; blocks and experts that a program of the second launch adds up.
+BLOCK, _AT_A_TIME, _ROWS, _COLUMNS = 256, 32, 256, 32
+
+
+@triton.jit
+def _expert(ids, p, S, E):
+    """The expert of pair p: E for a number that is none, E + 1 behind the last pair."""
+    expert = tl.load(ids + p, mask=p < S, other=0).to(tl.int64)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E)
+    return tl.where(p < S, expert, E + 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _count(ids, counts, S, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """counts [blocks, BINS]: how many pairs of a block each expert has."""
+    expert = _expert(ids, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), S, E)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add(counts, totals, blocks, BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """counts: how many pairs each expert has in blocks before; totals [BINS]: in all of them."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros([COLUMNS], tl.int32)
+    for first in tl.range(0, blocks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = counts + row[:, None] * BINS + column[None, :]
+        here = tl.load(at, mask=(row < blocks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(here, 0) - here, mask=(row < blocks)[:, None])
+        before += tl.sum(here, 0)
+    tl.store(totals + column, before)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _place(ids, counts, totals, order, starts, experts, S, E, BLOCK: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr):
+    """Each pair of a block in its place; the first program writes where experts begin."""
+    base = tl.program_id(0) * BLOCK
+    p, bins = base + tl.arange(0, BLOCK), tl.arange(0, BINS)
+    expert, total = _expert(ids, p, S, E), tl.load(totals + bins)
+    start = tl.cumsum(total, 0) - total
+    if tl.program_id(0) == 0:
+        tl.store(starts + bins, start, mask=bins <= E)
+    place = tl.gather(start, expert, 0) + tl.load(counts + tl.program_id(0) * BINS + expert)
+    for first in tl.range(0, BLOCK, AT_A_TIME):
+        other = base + first + tl.arange(0, AT_A_TIME)
+        same = (_expert(ids, other, S, E)[None, :] == expert[:, None]) & (other[None, :] < p[:, None])
+        place += tl.sum(same.to(tl.int32), 1)
+    tl.store(order + place, p, mask=p < S)
+    tl.store(experts + place, expert, mask=p < S)
+
+
+def bins(experts: int) -> int:
+    """Columns of `counts`: the experts, none, and what lies behind the last pair."""
+    return max(_COLUMNS, triton.next_power_of_2(experts + 2))
+
+
+def launch(
+    ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor, totals: torch.Tensor
+) -> None:
+    """ids [S], integers; the others int32: counts [blocks, bins], order and experts [S], starts [E + 1], totals [bins]."""
+    (blocks, columns), pairs, count = counts.shape, len(ids), len(starts) - 1
+    _count[(blocks,)](ids, counts, pairs, count, BLOCK, columns, num_warps=4)
+    _add[(columns // _COLUMNS,)](counts, totals, blocks, columns, _ROWS, _COLUMNS, num_warps=8)
+    _place[(blocks,)](ids, counts, totals, order, starts, experts, pairs, count, BLOCK, columns, _AT_A_TIME, num_warps=4)
