@@ -10,6 +10,7 @@ from tiny_models import LLAMA, made
 from transformers import LlamaConfig
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.settings import KEYS, VALUES
 from halfbyte.vllm.names import PLAN, backend_name
 from test_experts import sixteen_bits
 
@@ -22,6 +23,13 @@ def refused(backend: str, **options) -> str:
 
 def test_an_unknown_pair_of_formats() -> None:
     assert "HALFBYTE_INT3__INT8" in refused("HALFBYTE_INT3__INT8")
+
+
+def test_formats_that_do_not_live_in_a_page() -> None:
+    """The default of `hf.quantize` among them."""
+    assert "keys='int4_channel' cannot live in a page: the 16-bit tail" in refused(backend_name(KEYS, VALUES))
+    assert "values='int8_tensor' cannot live in a page: one scale for all pages" in refused(backend_name("int8", "int8_tensor"))
+    assert "values='int4_channel' is for keys only" in refused(backend_name("int8", "int4_channel"))
 
 
 def test_a_cache_dtype_beside_the_formats() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from halfbyte.engine import PAGE_FORMATS
+from halfbyte.formats import KV_FORMATS
 
 #: Versions of vLLM whose plugin interface this is written for: from the first, up to but without the second.
 VERSIONS = ((0, 32), (0, 34))
@@ -20,8 +20,11 @@ def backend_name(keys: str, values: str) -> str:
 
 
 def backend_names() -> dict[str, tuple[str, str] | None]:
-    """Name of each attention backend -> names of the formats of keys and values; None for `PLAN`."""
-    return {PLAN: None} | {backend_name(k, v): (k, v) for k in PAGE_FORMATS for v in PAGE_FORMATS}
+    """Name of each attention backend -> names of the formats of keys and values; None for `PLAN`.
+
+    Those of formats that do not live in a page are refused with the reason, where vLLM would not know their name.
+    """
+    return {PLAN: None} | {backend_name(k, v): (k, v) for k in KV_FORMATS for v in KV_FORMATS}
 
 
 def refusal(version: str) -> str:
