@@ -26,6 +26,15 @@ settings.register_profile(
 settings.load_profile("halfbyte")
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--quick` with next to no repeats: what is measured does not matter here."""
+    from halfbyte.measure import session
+    from halfbyte.measure.timing import Effort
+
+    monkeypatch.setattr(session, "QUICK", Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
+
+
 @pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
     """torch.empty hands out NaN (integers: the largest), so that an output that was not fully written is seen."""

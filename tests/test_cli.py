@@ -17,8 +17,7 @@ from halfbyte import cli, hf, memory, settings
 from halfbyte.cli import bench_model, inspect, models
 from halfbyte.cli.shared import human_bytes
 from halfbyte.errors import InvalidArgument
-from halfbyte.measure import records, session
-from halfbyte.measure.timing import Effort
+from halfbyte.measure import records
 
 
 def run(*arguments: str) -> int:
@@ -229,12 +228,6 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert f"{data['tokens_that_fit']:,}" in shown
     assert "\x1b[" not in shown  # no colour where there is no terminal
-
-
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to no repeats: what is measured does not matter here."""
-    monkeypatch.setattr(session, "QUICK", Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
 
 
 @pytest.mark.usefixtures("brief")

@@ -73,6 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"shipped": str(shipped_model()), "gptq": str(folder)}
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_block_runs_and_again_over_its_files(
     page: Path, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from benchmarks import cli
 from halfbyte import cli as halfbyte_cli
-from halfbyte.measure import records, session
-from halfbyte.measure.timing import Effort
+from halfbyte.measure import records
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +23,6 @@ def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as left:
         cli.main(list(arguments))
     return int(left.value.code or 0)
-
-
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to no repeats: what is measured does not matter here."""
-    monkeypatch.setattr(session, "QUICK", Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
 
 
 @pytest.mark.parametrize(
