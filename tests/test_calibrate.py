@@ -23,12 +23,17 @@ from halfbyte.evals.text import heldout_text, windows
 from halfbyte.formats import KV_FORMATS
 
 FEW = ("int8", "int4", "int4_channel")
+#: Of the shipped model. Each more costs a run for every format, and makes every run longer.
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def shipped() -> Any:
     torch.set_num_threads(1)
-    return models.load("demo")[0]
+    model = models.load("demo")[0]
+    del model.model.layers[LAYERS:]
+    model.config.num_hidden_layers = LAYERS
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +94,7 @@ def test_candidates_are_the_formats_that_fit_and_differ(shipped: Any) -> None:
     assert {c.rotated for c in found["keys"] if c.format == "int4"} == {False, True}
     sizes = hf.PackedCache(shipped, 64, keys="int4_channel", values="int4").bytes_per_token * 64
     assert (
-        6 * sum(next(c.nbytes for c in found[s] if c.format == n) for s, n in (("keys", "int4_channel"), ("values", "int4")))
+        LAYERS * sum(next(c.nbytes for c in found[s] if c.format == n) for s, n in (("keys", "int4_channel"), ("values", "int4")))
         == sizes
     )
     with pytest.raises(InvalidArgument, match="formats='int3' is not a format"):
@@ -103,9 +108,9 @@ def test_candidates_are_the_formats_that_fit_and_differ(shipped: Any) -> None:
 
 def test_divergence_is_that_of_an_evaluation(shipped: Any, ids: torch.Tensor) -> None:
     (_, expected) = evaluate(shipped, [Setting(), Setting("int4", "int4_g32", rotate_keys=True)], ids)
-    found = Divergence(shipped, ids, 16).of([LayerFormats("int4", "int4_g32", True)] * 6)
+    found = Divergence(shipped, ids, 16).of([LayerFormats("int4", "int4_g32", True)] * LAYERS)
     assert found == pytest.approx(expected.kl_mean, rel=0.1)  # an evaluation leaves the last token of a window out
-    assert Divergence(shipped, ids, 16).of([LayerFormats("bf16", "bf16")] * 6) == 0
+    assert Divergence(shipped, ids, 16).of([LayerFormats("bf16", "bf16")] * LAYERS) == 0
 
 
 class Stop(Exception):
@@ -128,13 +133,13 @@ def test_an_interrupted_calibration_goes_on(shipped: Any, ids: torch.Tensor, tmp
         return calibrate(divergence, choices, Measurements(file, facts), [6.0], step), seen
 
     whole, every = run(tmp_path / "whole.jsonl", 1000)
-    assert len(every) <= runs(choices, Measurements(path, facts), 6, [6.0])
+    assert len(every) <= runs(choices, Measurements(path, facts), LAYERS, [6.0])
     with pytest.raises(Stop):
-        run(path, 20)
+        run(path, 6)
     path.write_text(path.read_text()[:-7])  # as a power cut leaves it
     again, rest = run(path, 1000)
     assert again == whole
-    assert len(rest) == len(every) - 19
+    assert len(rest) == len(every) - 5
     assert path.read_text().splitlines() == (tmp_path / "whole.jsonl").read_text().splitlines()
 
 
@@ -164,8 +169,8 @@ def test_a_plan_is_no_worse_than_any_uniform_choice(shipped: Any, ids: torch.Ten
     (made,) = calibrate(divergence, choices, store, [6.0])
     assert made.plan.bits <= 6.0
     assert made.plan.measured["kl"] == divergence.of(made.plan.layers) > 0
-    budget = int(6.0 * 6 * 2 * 64 * 128 / 8)
-    for choice in Options(choices, store.known, 6).uniform(budget):
+    budget = int(6.0 * LAYERS * 2 * 64 * 128 / 8)
+    for choice in Options(choices, store.known, LAYERS).uniform(budget):
         assert choice.nbytes <= budget
         assert divergence.of(choice.layers) >= made.plan.measured["kl"]
 
@@ -182,12 +187,12 @@ def test_sink_and_recent_tokens_are_measured_with_the_formats(shipped: Any, ids:
     store = Measurements(tmp_path / "m.jsonl", fingerprint(shipped, ids, 16, exact))
     (made,) = calibrate(divergence, choices, store, [5.5])
     assert made.plan.exact_tokens((0, 0)) == exact
-    assert len(store.known) == 6 * 6
-    budget = int(5.5 * 6 * 2 * 64 * 128 / 8)
-    assert all(divergence.of(c.layers) >= made.plan.measured["kl"] for c in Options(choices, store.known, 6).uniform(budget))
+    assert len(store.known) == LAYERS * 6
+    budget = int(5.5 * LAYERS * 2 * 64 * 128 / 8)
+    assert all(divergence.of(c.layers) >= made.plan.measured["kl"] for c in Options(choices, store.known, LAYERS).uniform(budget))
     window = {"sink_tokens": 2, "recent_tokens": 8}
     (_, expected, bare) = evaluate(shipped, [Setting(), Setting("int2", "int2", **window), Setting("int2", "int2")], ids)
-    alike = divergence.of([LayerFormats("int2", "int2")] * 6)
+    alike = divergence.of([LayerFormats("int2", "int2")] * LAYERS)
     assert alike == pytest.approx(expected.kl_mean, rel=0.2)
     assert expected.kl_mean < 0.8 * bare.kl_mean
     with pytest.raises(InvalidArgument, match="with other sink and recent tokens"):

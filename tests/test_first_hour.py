@@ -52,9 +52,6 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     assert "int4_channel" in step(tmp_path, "formats", "--for", "kv")
     assert "1 x 16,384 tokens" in step(tmp_path, "memory", "demo", "--context", "16k", "--memory", "24GB")
     assert "tuned" in step(tmp_path, "explain", "--context", "1M")
-    assert "'16 kilo' is no number of tokens" in " ".join(
-        step(tmp_path, "memory", "demo", "--context", "16 kilo", status=2).split()
-    )
 
     advice = step(tmp_path, "advise", "demo", "--gpu", "24GB", "--batch", "8", "--context", "2k")
     assert "by the evidence card of demo" in advice
@@ -68,7 +65,7 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=1).save_pretrained(tmp_path / "small")
     step(tmp_path, "eval", "./small", "--suite", "--card", "card.json", "--windows", "1", "--length", "32", "--long", "96")
     by_card = step(tmp_path, "advise", "./small", "--card", "card.json")
-    assert "by the evidence card of ./small" in by_card
+    assert "by the evidence card of ./small" in " ".join(by_card.split())
     assert "+0.00\u00b10.00*" in by_card  # what formats cost is shown in 80 columns, too
     assert "KL" in (tmp_path / "card.md").read_text()
     step(tmp_path, "quantize", "demo", "--weights", weights, "-o", "packed")
