@@ -66,23 +66,35 @@ def lengths_layout(C):
 # --------------------------------------------------------------------------------------------------- unpacking by masks
 
 
+@gluon.constexpr_function
+def _registers(results, operands):
+    return ",".join(["=&r"] * results + ["r"] * operands)
+
+
+@gluon.jit
+def by_pairs(text: gl.constexpr, results: gl.constexpr, dtype: gl.constexpr, operands, registers: gl.constexpr = 1):
+    """So many tensors of "fp16" or "bf16", two numbers at a time, by PTX: $0 .. are the results, registers of operands follow."""
+    names: gl.constexpr = _registers(results, registers)
+    if dtype == "bf16":
+        return gl.inline_asm_elementwise(text, names, operands, dtype=(gl.bfloat16,) * results, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(text, names, operands, dtype=(gl.float16,) * results, is_pure=True, pack=2)
+
+
 @gluon.jit
 def unpack_bytes(x):
     """16-bit words of two int8 codes -> two fp16 tensors, n + 128 times 2^-24: subnormals."""
-    a, b = gl.inline_asm_elementwise(
+    return by_pairs(
         """{
         .reg .b32 h;
         shr.u32 h, $2, 8;
         lop3.b32 $0, $2, 0x00FF00FF, 0x00800080, 0x6A;
         lop3.b32 $1, h, 0x00FF00FF, 0x00800080, 0x6A;
         }""",
-        "=&r,=&r,r",
-        [x],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+        2,
+        "fp16",
+        (x,),
     )
-    return (a, b)
 
 
 @gluon.jit
@@ -92,7 +104,7 @@ def unpack(x, S: gl.constexpr):
     int2: n0, 4 n1, 16 n2, 64 n3, and the same of the second byte.
     """
     if S.bits == 2:
-        return gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 h;
             prmt.b32 h, $8, 0, 0x4341;
@@ -105,14 +117,12 @@ def unpack(x, S: gl.constexpr):
             and.b32 $6, h, 0x00300030;
             and.b32 $7, h, 0x00C000C0;
             }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16,) * 8,
-            is_pure=True,
-            pack=2,
+            8,
+            "fp16",
+            (x,),
         )
     elif S.bits == 4:
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 h;
             shr.u32 h, $4, 8;
@@ -121,18 +131,15 @@ def unpack(x, S: gl.constexpr):
             and.b32 $2, h, 0x000F000F;
             and.b32 $3, h, 0x00F000F0;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            4,
+            "fp16",
+            (x,),
         )
-        return (a, b, c, d)
     elif S.kind == "signed":
         return unpack_bytes(x)
     elif S.kind == "e4m3":
         # s eeee mmm -> s 0 eeee mmm 0000000, an fp16 of the same value times 2^-8 (subnormals included)
-        a, b = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 l, s, t;
             shl.b32 l, $2, 8;
@@ -143,13 +150,10 @@ def unpack(x, S: gl.constexpr):
             lop3.b32 $0, l, 0x80008000, s, 0xEA;
             lop3.b32 $1, $2, 0x80008000, t, 0xEA;
             }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            2,
+            "fp16",
+            (x,),
         )
-        return (a, b)
     elif S.kind == "fp16":
         return (x.to(gl.float16, bitcast=True),)
     else:
@@ -160,7 +164,7 @@ def unpack(x, S: gl.constexpr):
 def _unpack_values(x, S: gl.constexpr):
     """As `unpack`, with the whole second byte as the last tensor of int4 and int2: one instruction less, undone once at the end."""
     if S.bits == 2:
-        return gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             and.b32 $0, $8, 0x00030003;
             and.b32 $1, $8, 0x000C000C;
@@ -171,27 +175,22 @@ def _unpack_values(x, S: gl.constexpr):
             and.b32 $5, $7, 0x000C000C;
             and.b32 $6, $7, 0x00300030;
             }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16,) * 8,
-            is_pure=True,
-            pack=2,
+            8,
+            "fp16",
+            (x,),
         )
     elif S.bits == 4:
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             and.b32 $0, $4, 0x000F000F;
             and.b32 $1, $4, 0x00F000F0;
             prmt.b32 $3, $4, 0, 0x4341;
             and.b32 $2, $3, 0x000F000F;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            4,
+            "fp16",
+            (x,),
         )
-        return (a, b, c, d)
     else:
         return unpack(x, S)
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import view
-from halfbyte.kernels.common.layouts import code_ring_layout, unpack
+from halfbyte.kernels.common.layouts import by_pairs, code_ring_layout, unpack
 from halfbyte.kernels.decode.reduce import stack
 from halfbyte.kernels.linear.operands import plain
 
@@ -79,7 +79,7 @@ def largest_of(S):
 def _codes(words, S: gl.constexpr):
     """Words -> one fp16 tensor per code of a word, exactly, over `code_step_of`."""
     if S.kind == "signed":  # 0x6480 ^ byte is 1024 + 128 + n
-        a, b = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 h, m;
             mov.b32 m, 0xE480E480;
@@ -89,15 +89,12 @@ def _codes(words, S: gl.constexpr):
             add.f16x2 $0, $0, m;
             add.f16x2 $1, $1, m;
             }""",
-            "=&r,=&r,r",
-            [words],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            2,
+            "fp16",
+            (words,),
         )
-        return (a, b)
     elif S.bits == 2:  # 16 n 2^-24 and 64 n 2^-24: n 2^-24 would leave fp16 fewer bits for scales over 2^e
-        return gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 a, b, c;
             shl.b32 a, $8, 4;
@@ -112,11 +109,9 @@ def _codes(words, S: gl.constexpr):
             and.b32 $6, c, 0x00300030;
             and.b32 $7, c, 0x00C000C0;
             }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(gl.float16,) * 8,
-            is_pure=True,
-            pack=2,
+            8,
+            "fp16",
+            (words,),
         )
     else:
         return unpack(words, S)

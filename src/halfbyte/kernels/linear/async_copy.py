@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import view
 from halfbyte.kernels.common.layouts import code_ring_layout
-from halfbyte.kernels.linear.operands import plain
+from halfbyte.kernels.linear.operands import dtype_of, plain
 from halfbyte.kernels.linear.ring import place
 from halfbyte.kernels.linear.sync import filled, k_slice_of, slot_of, thread_of
 
@@ -58,8 +58,7 @@ def scales_of(pool, slot, zeros: gl.constexpr, S: gl.constexpr, C: gl.constexpr)
 def x_of(pool, slot, C: gl.constexpr):
     """x of a slot, [k_slices, x_high, chunk / 32, x_low, 32]."""
     shape: gl.constexpr = [C.k_slices, C.x_high, C.chunk // 32, C.x_low, 32]
-    dtype: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
-    return view(pool, gl.constexpr(C.x_at // C.x_bytes) + slot, dtype, shape, plain(5))
+    return view(pool, gl.constexpr(C.x_at // C.x_bytes) + slot, dtype_of(C), shape, plain(5))
 
 
 @gluon.constexpr_function

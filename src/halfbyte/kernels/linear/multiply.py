@@ -19,6 +19,7 @@ from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.linear.async_copy import codes_of, scales_of, x_of
 from halfbyte.kernels.linear.operands import (
     column_scale_layout,
+    dtype_of,
     halves,
     mma_layout,
     scale_layout,
@@ -119,7 +120,7 @@ def _rows_alike(c, C: gl.constexpr):
 def _sixteenths(pool, slot, S: gl.constexpr, C: gl.constexpr):
     """Scales of 16-code groups, for each block of a chunk: 16-bit operands [W, tile, 16] to multiply codes by."""
     la: gl.constexpr = gl.DotOperandLayout(0, mma_layout(C), 2)
-    half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
+    half: gl.constexpr = dtype_of(C)
     like = gl.full([C.k_slices, C.tile, 16], 0.0, half, la)
     grouped: gl.constexpr = gl.reshape(like, [C.k_slices, C.tile, 4, 4]).type.layout
     G: gl.constexpr = C.columns(S) // C.k_slices

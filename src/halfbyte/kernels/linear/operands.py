@@ -20,6 +20,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def dtype_of(C):
+    """The 16-bit type of x, operands and y."""
+    return gl.bfloat16 if C.dtype == "bf16" else gl.float16
+
+
+@gluon.constexpr_function
 def mma_layout(C):
     """mma.m16n8k16: chunks of K along the batch axis; its M axis: out features, over `warps_m` warps; its N axis: M."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[C.k_slices, C.warps_m, 1], instr_shape=[1, 16, 8])
@@ -156,7 +162,6 @@ def x_operands(x, S: gl.constexpr, C: gl.constexpr):
 def selectors(S: gl.constexpr, C: gl.constexpr):
     """For each block of 16 words whose groups lie side by side: what x is multiplied by, 0 in the columns of other groups."""
     lb: gl.constexpr = gl.DotOperandLayout(1, mma_layout(C), 2)
-    half: gl.constexpr = gl.bfloat16 if C.dtype == "bf16" else gl.float16
     inside: gl.constexpr = gl.constexpr(64 // S.group)  # groups of a block
     w = gl.arange(0, C.k_slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
@@ -166,7 +171,7 @@ def selectors(S: gl.constexpr, C: gl.constexpr):
         group = k * inside // 16 + block * inside
         if S.halved(C):
             group = group % S.groups_per_mma(C)  # the highest bit of k numbers the codes of a byte
-        made = made + (gl.where(n // C.x_rows + w * 0 == group, S.x_factor(C), 0.0).to(half),)
+        made = made + (gl.where(n // C.x_rows + w * 0 == group, S.x_factor(C), 0.0).to(dtype_of(C)),)
     return made
 
 

@@ -1,6 +1,7 @@
 """The tuned linear kernel: how stored words become operands of the tensor cores, in the order of k of linear/operands.py."""
 
-# Triton compiles a part of Python: tuples are joined with `+`.
+# ruff: noqa: RET505
+# Triton compiles a part of Python: an `else` after a return is how a branch is left out of what it compiles.
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.compat import barrier, view
-from halfbyte.kernels.common.layouts import unpack_bytes
+from halfbyte.kernels.common.layouts import by_pairs, unpack_bytes
 from halfbyte.kernels.linear.operands import mma_layout, plain
 
 
@@ -16,7 +17,7 @@ from halfbyte.kernels.linear.operands import mma_layout, plain
 def unpack_nibbles(x, C: gl.constexpr):
     """Words of four 4-bit codes -> one tensor a code. bf16: 128 + n; fp16: n * 2^-24, a subnormal."""
     if C.dtype == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 a, b, c;
             shr.u32 a, $4, 4;
@@ -27,14 +28,12 @@ def unpack_nibbles(x, C: gl.constexpr):
             lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
             lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
+            4,
+            "bf16",
+            (x,),
         )
     else:
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 a, b, c;
             shr.u32 a, $4, 4;
@@ -45,13 +44,10 @@ def unpack_nibbles(x, C: gl.constexpr):
             and.b32 $2, b, 0x000F000F;
             and.b32 $3, c, 0x000F000F;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            4,
+            "fp16",
+            (x,),
         )
-    return (a, b, c, d)
 
 
 @gluon.constexpr_function
@@ -72,25 +68,7 @@ def _exact_asm(S, C):
 @gluon.jit
 def unpack_exact(x, S: gl.constexpr, C: gl.constexpr):
     """Words of four 4-bit codes -> one tensor a code less its bias. bf16: the number; fp16: times 2^-24."""
-    if C.dtype == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            _exact_asm(S, C),
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            _exact_asm(S, C),
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return (a, b, c, d)
+    return by_pairs(_exact_asm(S, C), 4, gl.constexpr(C.dtype), (x,))
 
 
 @gluon.jit
@@ -102,7 +80,7 @@ def unpack_e2m1(x, C: gl.constexpr):
     second code of the 32 bits at once, each in a byte of its own.
     """
     if C.dtype == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 a, b, c, h;
             and.b32 a, $4, 0x000F000F;
@@ -118,14 +96,12 @@ def unpack_e2m1(x, C: gl.constexpr):
             and.b32 $2, c, 0x81C081C0;
             lop3.b32 $3, $4, 0x80008000, h, 0xEA;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
+            4,
+            "bf16",
+            (x,),
         )
     else:
-        a, b, c, d = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 e, f, o;
             shr.u32 o, $4, 3;
@@ -140,13 +116,10 @@ def unpack_e2m1(x, C: gl.constexpr):
             and.b32 $2, e, 0xFF00FF00;
             and.b32 $3, o, 0xFF00FF00;
             }""",
-            "=&r,=&r,=&r,=&r,r",
-            [x],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
+            4,
+            "fp16",
+            (x,),
         )
-    return (a, b, c, d)
 
 
 @gluon.jit
@@ -154,7 +127,7 @@ def unpack_int8(x, C: gl.constexpr):
     """Words of two int8 codes -> one tensor a code. bf16: the number itself; fp16: (n + 128) * 2^-24, a subnormal."""
     if C.dtype == "bf16":
         # 128 + (low seven bits), minus 128 or, where the sign is set, 256: both exact.
-        a, b = gl.inline_asm_elementwise(
+        return by_pairs(
             """{
             .reg .b32 h, p, q, s, t, minus;
             mov.b32 minus, 0xBF80BF80;
@@ -166,15 +139,12 @@ def unpack_int8(x, C: gl.constexpr):
             fma.rn.bf16x2 $0, q, minus, p;
             fma.rn.bf16x2 $1, t, minus, s;
             }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
+            2,
+            "bf16",
+            (x,),
         )
     else:
-        a, b = unpack_bytes(x)
-    return (a, b)
+        return unpack_bytes(x)
 
 
 @gluon.jit
@@ -233,25 +203,7 @@ def look_up(words, S: gl.constexpr, C: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    if C.dtype == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            _look_up_asm(S, C),
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [words, bank],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            _look_up_asm(S, C),
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [words, bank],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return (a, b, c, d)
+    return by_pairs(_look_up_asm(S, C), 4, gl.constexpr(C.dtype), (words, bank), 3)
 
 
 @gluon.jit

@@ -40,19 +40,11 @@ from halfbyte.kernels.common.layouts import code_ring_layout
 from halfbyte.kernels.common.scales import to_float
 from halfbyte.kernels.common.shares import program_at, quotient, share
 from halfbyte.kernels.linear.mma import sum_partials
-from halfbyte.kernels.linear.operands import halves, scale_layout
+from halfbyte.kernels.linear.operands import dtype_of, halves, scale_layout
 from halfbyte.kernels.linear.results import write_tile
 from halfbyte.kernels.linear.ring import Weights, fetch_weight, place, weight_at, weight_rings
 from halfbyte.kernels.linear.unpack import make_codebook
-from halfbyte.kernels.linear.wgmma_operands import (
-    code_operands,
-    dtype_of,
-    in_order,
-    joined,
-    sixteenths,
-    sums_layout,
-    x_copy_layout,
-)
+from halfbyte.kernels.linear.wgmma_operands import code_operands, in_order, joined, sixteenths, sums_layout, x_copy_layout
 from halfbyte.plans.linear_spec import LinearPlan, LinearSpec, LinearWgmmaSpec
 
 #: Columns of x that a program of `order` takes.

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.scales import to_float
-from halfbyte.kernels.linear.operands import halves, sixteenth_layout
+from halfbyte.kernels.linear.operands import dtype_of, halves, sixteenth_layout
 from halfbyte.kernels.linear.unpack import look_up, unpack_int8, unpack_nibbles
 
 
@@ -24,12 +24,6 @@ def x_copy_layout(C):
     """[blocks of 64 k, rows, 64]: eight lanes copy the 128 bytes of a row."""
     rows = min(C.warps_m, max(1, C.block_m // 4))
     return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [C.warps_m // rows, rows, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def dtype_of(C):
-    """The 16-bit type of x, operands and y."""
-    return gl.bfloat16 if C.dtype == "bf16" else gl.float16
 
 
 @gluon.jit
@@ -69,23 +63,15 @@ def sixteenths(ring, S: gl.constexpr, C: gl.constexpr):
     return made
 
 
+@gluon.constexpr_function
+def _pairwise_asm(name, C):
+    return f"{name}.{'bf16x2' if C.dtype == 'bf16' else 'f16x2'} $0, $1, $2;"
+
+
 @gluon.jit
-def _pairwise(bf16: gl.constexpr, fp16: gl.constexpr, a, b, C: gl.constexpr):
+def _pairwise(name: gl.constexpr, a, b, C: gl.constexpr):
     """An instruction on two numbers of 16 bits at a time."""
-    if C.dtype == "bf16":
-        return gl.inline_asm_elementwise(bf16, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise(fp16, "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _minus(a, b, C: gl.constexpr):
-    return _pairwise("sub.bf16x2 $0, $1, $2;", "sub.f16x2 $0, $1, $2;", a, b, C)
-
-
-@gluon.jit
-def _times(a, b, C: gl.constexpr):
-    return _pairwise("mul.bf16x2 $0, $1, $2;", "mul.f16x2 $0, $1, $2;", a, b, C)
+    return gl.inline_asm_elementwise(_pairwise_asm(name, C), "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -152,13 +138,13 @@ def _exact(p, block: gl.constexpr, operand: gl.constexpr, scales, zeros, S: gl.c
     shift: gl.constexpr = S.shift(C.dtype)
     group: gl.constexpr = _group_of(block, operand, S)
     if S.zero:
-        p = _minus(p, _rows(zeros[group].to(gl.float32) * S.unit(C.dtype) + shift, C), C)
+        p = _pairwise("sub", p, _rows(zeros[group].to(gl.float32) * S.unit(C.dtype) + shift, C), C)
     elif shift != 0.0:
-        p = _minus(p, gl.full([C.tile, 16], shift, dtype_of(C), p.type.layout), C)
+        p = _pairwise("sub", p, gl.full([C.tile, 16], shift, dtype_of(C), p.type.layout), C)
     if C.fold and S.group == 16:
-        p = _times(p, scales[block], C)
+        p = _pairwise("mul", p, scales[block], C)
     elif C.fold:
-        p = _times(p, _rows(to_float(scales[group], S), C), C)
+        p = _pairwise("mul", p, _rows(to_float(scales[group], S), C), C)
     return p
 
 
