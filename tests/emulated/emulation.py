@@ -16,9 +16,8 @@ from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
 from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
-from halfbyte.plans.experts import ExpertsProblem
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
+from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
 from halfbyte.reference.experts import ExpertsCall
 from halfbyte.tensors import QuantTensor

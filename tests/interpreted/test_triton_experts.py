@@ -17,8 +17,9 @@ from halfbyte.kernels.linear.experts import ExpertsSpec, _expert_of, launch, wor
 from halfbyte.ops import _experts_prompt
 from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops.experts_linear import _run_on_gpu, run_both
-from halfbyte.plans.experts import ExpertsProblem, ExpertsTiles, experts_tiles
+from halfbyte.plans.experts import ExpertsTiles, experts_tiles
 from halfbyte.plans.experts_prompt import dequantized_rows
+from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference.experts import Activation
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned_memory")]

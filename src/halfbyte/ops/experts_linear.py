@@ -25,9 +25,10 @@ from halfbyte.ops._experts_prompt import sorted_pairs
 from halfbyte.ops._library import define, level, refuse_capture
 from halfbyte.ops.launch_cache import with_compiled
 from halfbyte.ops.workspace import counters, floats
-from halfbyte.plans.experts import ExpertsProblem, ExpertsTiles, experts_tiles, tokens_at_once
+from halfbyte.plans.experts import ExpertsTiles, experts_tiles, tokens_at_once
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.plans.experts_prompt import dequantized_rows
+from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference import experts as reference
 from halfbyte.reference.experts import KINDS, Activation, ExpertsCall
 from halfbyte.settings import pair_launches

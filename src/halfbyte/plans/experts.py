@@ -9,11 +9,9 @@ of `block_m` pairs of one expert; there are at most S / block_m + E of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from halfbyte.formats import Format
 from halfbyte.plans.linear_portable import folds_exactly
-from halfbyte.reference.experts import Activation
+from halfbyte.plans.linear_spec import ExpertsProblem
 
 #: Tokens up to which no sort is launched, and the most pairs then.
 INLINE_TOKENS, INLINE_PAIRS = 64, 1024
@@ -21,29 +19,6 @@ INLINE_TOKENS, INLINE_PAIRS = 64, 1024
 _MOST_FLOATS = 1 << 26
 #: The most partial results that are added for one number, and the fewest columns of one.
 _MOST_SPLITS, _FEWEST_COLUMNS = 8, 256
-
-
-class ExpertsProblem(NamedTuple):
-    """x of `tokens` tokens with `top_k` experts each, times a stack [E, N, K].
-
-    half        of x: "fp16" or "bf16"
-    shared      x has one row a token, and not one a pair
-    gated       gates add up the pairs of a token
-    """
-
-    format: Format
-    stack: tuple[int, int, int]
-    tokens: int
-    top_k: int
-    half: str
-    shared: bool = True
-    gated: bool = False
-    activation: Activation | None = None
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a token and an expert."""
-        return self.tokens * self.top_k
 
 
 @dataclass(frozen=True)

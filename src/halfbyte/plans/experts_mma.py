@@ -9,9 +9,8 @@ import math
 from dataclasses import dataclass, replace
 
 from halfbyte.device import GPU
-from halfbyte.plans.experts import ExpertsProblem
 from halfbyte.plans.linear import gluon_linear, staged
-from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
+from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.reference.experts import Activation
 
 #: The most tokens that the tuned kernel takes, and the sizes of its table of pairs, all of which every program sorts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfbyte.device import Capability
-from halfbyte.plans.experts import ExpertsProblem
+from halfbyte.plans.linear_spec import ExpertsProblem
 
 #: Pairs of a token and an expert, for each expert, from which on this is faster than the portable kernel. Measured: at 32 and 64 in
 #: some projections, at 128 in all but one (docs/internals/log/linear.md).

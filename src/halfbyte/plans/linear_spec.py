@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from halfbyte.formats import Format
 from halfbyte.plans.weight_spec import CODEBOOK_BYTES, WeightSpec, multiple
+from halfbyte.reference.experts import Activation
 
 
 class LinearProblem(NamedTuple):
@@ -28,6 +29,29 @@ class LinearProblem(NamedTuple):
     def tiles(self, rows: int) -> int:
         """Tiles of so many rows of the weights, none of which is in two of them."""
         return sum(-(-n // rows) for _, n in self.weights)
+
+
+class ExpertsProblem(NamedTuple):
+    """x of `tokens` tokens with `top_k` experts each, times a stack [E, N, K].
+
+    half        of x: "fp16" or "bf16"
+    shared      x has one row a token, and not one a pair
+    gated       gates add up the pairs of a token
+    """
+
+    format: Format
+    stack: tuple[int, int, int]
+    tokens: int
+    top_k: int
+    half: str
+    shared: bool = True
+    gated: bool = False
+    activation: Activation | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and an expert."""
+        return self.tokens * self.top_k
 
 
 @dataclass(frozen=True)

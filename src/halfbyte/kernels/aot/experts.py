@@ -13,8 +13,9 @@ from halfbyte.kernels.aot.compiling import Configuration, empty, recorded
 from halfbyte.kernels.dequantize import launch_experts
 from halfbyte.kernels.linear import experts as portable
 from halfbyte.kernels.linear import experts_mma, experts_prompt, experts_sort
-from halfbyte.plans.experts import ExpertsProblem, experts_tiles
+from halfbyte.plans.experts import experts_tiles
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
+from halfbyte.plans.linear_spec import ExpertsProblem
 from halfbyte.reference.experts import Activation, ExpertsCall
 from halfbyte.tensors import QuantTensor, expected_parts
 
