@@ -127,11 +127,6 @@ def test_appending_at_the_end_of_a_huge_cache(keys: str, values: str, batch: int
             assert not whole[:-1].any()
 
 
-def stored_parts(cache: hb.KVCache) -> list[torch.Tensor]:
-    """Codes, scales and offsets of both planes."""
-    return [t for plane in (cache.keys, cache.values) for t in plane.tensors() if t is not None]
-
-
 # ------------------------------------------------------------------------------------------------------- hard numbers
 
 

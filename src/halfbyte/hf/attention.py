@@ -221,25 +221,10 @@ def _plain(
         return out, None
     if kwargs.get("position_bias") is not None:
         raise Unsupported("position_bias together with softcap or sinks is not implemented")
+    groups, (batch, heads, queries, dim), tokens = query.shape[1] // key.shape[1], query.shape, key.shape[2]
     causal = kwargs.get("is_causal")
     if mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
-        queries, tokens = query.shape[2], key.shape[2]
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
-    return _written_out(module, query, key, value, mask, scaling, dropout, softcap, s_aux), None
-
-
-def _written_out(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    groups, (batch, heads, queries, dim) = query.shape[1] // key.shape[1], query.shape
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = (query @ key.mT).float() * (dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -248,9 +233,9 @@ def _written_out(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype is torch.bool else scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    weights = scores.softmax(-1)[..., :tokens].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2).contiguous()
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 # -------------------------------------------------------------------------------------------------------------------- masks

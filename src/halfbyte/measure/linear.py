@@ -86,11 +86,8 @@ def _peer(session: Session, x: torch.Tensor, w: torch.Tensor) -> Candidate:
 def _ours(session: Session, x: torch.Tensor, w: torch.Tensor, name: str, impl: str) -> Candidate:
     weight = halfbyte.quantize(w, name)
     nbytes = weight.nbytes + _activations(x, w.shape[0])
-    copies = [
-        halfbyte.QuantTensor(weight.format, weight.shape, **{part: t.clone() for part, t in weight.parts().items()})
-        for _ in range(session.copies(nbytes) - 1)
-    ]
-    fns = [lambda weight=weight: halfbyte.linear(x, weight, impl=impl) for weight in [weight, *copies]]
+    rotation = copies_of(weight, session.copies(nbytes))
+    fns = [lambda weight=weight: halfbyte.linear(x, weight, impl=impl) for weight in rotation]
     return Candidate(f"halfbyte {impl}", name, nbytes, fns, promise(x, weight.dequantize))
 
 
