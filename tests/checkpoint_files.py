@@ -362,7 +362,7 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
     (bnb, {}, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(5).byte()), r"bitsandbytes__nf4: its state is damaged"),
     (bnb, {}, drop("weight.quant_state.bitsandbytes__nf4"), r"a\.b: 0 quantization states"),
     (bnb, {}, say(load_in_8bit=True), "load_in_8bit"),
-    (compressed, {}, say(format="float-quantized"), "format='float-quantized'"),
+    (compressed, {}, say(format="float-quantized"), "no weight format has the codes of 'compressed-tensors float-quantized'"),
     *(
         (compressed_int8, {"group": g, "dtype": torch.float16}, say(), f"8-bit codes in groups of {g} .*multiples of 128")
         for g in (32, 64)

@@ -23,8 +23,8 @@ import halfbyte.hf as hf
 from allocated import Allocated
 from fuzz import damage_config, mutate
 from halfbyte import cli
-from halfbyte.checkpoints.adapters import weight_from_tensors
-from halfbyte.checkpoints.fp8 import BlockFp8
+from halfbyte.checkpoints.adapters import open_checkpoint, weight_from_tensors
+from halfbyte.checkpoints.fp8 import Fp8
 from halfbyte.checkpoints.layer import StoredLayer
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported
 from halfbyte.hf.weights import packed_share
@@ -111,6 +111,58 @@ def test_options_are_those_of_quantize(tmp_path: Path, prompt: Any) -> None:
     assert cached.model.norm.weight.dtype is torch.bfloat16
 
 
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "part", "shape"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", ()),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_scale_inv", (1,)),
+        ({"quant_method": "fp8"}, "weight_scale", (-1,)),
+        (COMPRESSED, "weight_scale", (-1, 1)),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_one_scale_and_scales_of_rows(config: Any, part: str, shape: tuple[int, ...], family: str, tmp_path: Path) -> None:
+    """By hand, code by code, into the 16-bit model; scales of activations are left out."""
+    folder, plain = write(tmp_path / "released", family), tmp_path / "plain"
+    state, values = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    for factor in [name for name in state if name.endswith("weight_scale_inv")]:
+        del state[factor]
+        layer = factor.removesuffix(".weight_scale_inv")
+        codes = state[f"{layer}.weight"]
+        rows = torch.linspace(0.01, 0.02, 1 if shape in ((), (1,)) else len(codes)).to(torch.bfloat16)
+        state |= {f"{layer}.{part}": rows.reshape(shape), f"{layer}.input_scale": torch.ones(())}
+        values[f"{layer}.weight"] = codes.float() * rows.float().view(-1, 1)
+    kept = {name: t for name, t in state.items() if not name.endswith((part, "input_scale"))}
+    described = json.loads((folder / "config.json").read_text())
+    del described["quantization_config"]
+    plain.mkdir()
+    for to, tensors, more in ((folder, state, {"quantization_config": config}), (plain, kept | values, {})):
+        save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+        (to / "config.json").write_text(json.dumps(described | more))
+    same(hf.load(folder, "int4_g32", dtype=torch.float32), hf.load(plain, "int4_g32", dtype=torch.float32))
+
+
+def test_scales_that_are_neither(tmp_path: Path) -> None:
+    layer = {"a.weight": torch.ones(4, 32).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"a\.weight_scale is float32 \[2\]; expected .* \[4, 1\]"):
+        Fp8({}).values(StoredLayer("a", 4, 32, layer))
+    with pytest.raises(CheckpointError, match=r"a\.weight_scale_inv is missing"):
+        Fp8({}).values(StoredLayer("a", 4, 32, {"a.weight": layer["a.weight"]}))
+    with pytest.raises(Unsupported, match="no weight format has the codes of 'compressed-tensors float-quantized'"):
+        weight_from_tensors(COMPRESSED, {}, 4, 32)
+    blocks = {"config_groups": {"group_0": {"weights": {"strategy": "block"}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": COMPRESSED | blocks}))
+    with pytest.raises(Unsupported, match="strategy='block'; halfbyte reads 'tensor', 'channel'"):
+        open_checkpoint(tmp_path)
+
+
 def keep(part: str) -> Callable[[State], None]:
     """In 16 bits, as `modules_to_not_convert` says in some releases."""
 
@@ -130,7 +182,7 @@ def test_layers_in_16_bits_among_them(tmp_path: Path) -> None:
 def test_blocks_at_the_edges_and_scales_of_16_bits(tmp_path: Path) -> None:
     """Sizes that blocks of 128 do not divide; transformers refuses them, so layers are compared with one that goes by elements."""
     folder = write(tmp_path, "qwen3", block=(128, 128), dtype=torch.bfloat16, hidden_size=192, intermediate_size=320)
-    tensors, adapter = load_file(folder / "model.safetensors"), BlockFp8({"weight_block_size": [128, 128]})
+    tensors, adapter = load_file(folder / "model.safetensors"), Fp8({"weight_block_size": [128, 128]})
     layers = [name.removesuffix(".weight_scale_inv") for name in tensors if name.endswith("_scale_inv")]
     assert len(layers) == 14
     assert tensors["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (3, 2)
@@ -213,7 +265,7 @@ def test_no_scale_at_all_in_a_mixture(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"weight_block_size": [64, 32]}, r"weight_scale_inv is float32 \[\d, 1\]; expected float32 or .*\[\d, 2\]|expected"),
-        ({"weight_block_size": None}, r"without weight_block_size; halfbyte reads scales of blocks, such as \[128, 128\]"),
+        ({"weight_block_size": None}, r"weight_scale_inv is float32 \[\d, \d\]; expected .* \[\d+, 1\]"),
         ({"weight_block_size": [0, 32]}, r"weight_block_size=\[0, 32\]; expected two positive integers"),
         ({"weight_block_size": 128}, "weight_block_size=128"),
         ({"fmt": "e5m2"}, "fmt='e5m2'"),

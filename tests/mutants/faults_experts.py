@@ -210,14 +210,14 @@ EXPERTS = [
     Mutant(
         "FP8 blocks are as wide as they are high",
         FP8,
-        "BlockFp8.values",
+        "Fp8.values",
         Rewrite("_s.repeat_interleave(columns)", "_s.repeat_interleave(rows)"),
         fp8("test_as_transformers_multiplies_out[qwen3-int8_col]"),
     ),
     Mutant(
         "an FP8 weight of NaN is taken",
         FP8,
-        "BlockFp8.values",
+        "Fp8.values",
         Rewrite("not bool(torch.isfinite(_c).all())", "False"),
         fp8("test_what_is_wrong_is_named"),
     ),

@@ -20,7 +20,7 @@ from halfbyte.checkpoints.awq import Awq
 from halfbyte.checkpoints.bitsandbytes import BitsAndBytes
 from halfbyte.checkpoints.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.fp4 import GptOss, ModelOpt, Quark
-from halfbyte.checkpoints.fp8 import BlockFp8
+from halfbyte.checkpoints.fp8 import CompressedFp8, Fp8
 from halfbyte.checkpoints.gptq import Gptq
 from halfbyte.checkpoints.int8 import CompressedInt8
 from halfbyte.checkpoints.layer import Adapter, Expanded, StoredLayer
@@ -41,8 +41,8 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "mxfp4": GptOss,
 }
 
-#: `quant_method` of files whose codes no weight format has -> adapter.
-EXPANDED: dict[str, type[Expanded]] = {"fp8": BlockFp8}
+#: The same of files whose codes no weight format has.
+EXPANDED: dict[str, type[Expanded]] = {"fp8": Fp8, "compressed-tensors float-quantized": CompressedFp8}
 
 #: The `quant_method` of folders that halfbyte wrote, which need no adapter.
 OWN = "halfbyte"
@@ -68,9 +68,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the configuration and every header. Raises `CheckpointError` for damage, `Unsupported` for what no adapter reads."""
     config = read_quantization(folder)
-    method = None if config is None else config["quant_method"]
-    own = method == OWN
-    adapter = None if config is None or own else EXPANDED[method](config) if method in EXPANDED else make_adapter(config)
+    own = config is not None and config["quant_method"] == OWN
+    adapter = None if config is None or own else (_expanded(config)[1] or make_adapter)(config)
     infos = {name: info for name, info in read_folder(folder).items() if not (own and info.shape == STOP)}
     quantized = config is not None and not (own and not config.get("modules"))  # one of halfbyte may be about the cache alone
     return Checkpoint(folder, infos, quantized, adapter)
@@ -78,16 +77,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def make_adapter(config: Mapping[str, Any]) -> Adapter:
     """What reads a quantization_config code for code. Raises `Unsupported` for a method or an option of it that is not read."""
-    method = config["quant_method"]
-    if isinstance(method, str) and method in EXPANDED:
+    method, (name, expanded) = config["quant_method"], _expanded(config)
+    if expanded is not None:
         raise Unsupported(
-            f"no weight format has the codes of {method!r}; round the folder to one: halfbyte.hf.load(folder, weights='int8_g128')"
+            f"no weight format has the codes of {name!r}; round the folder to one: halfbyte.hf.load(folder, weights='int8_g128')"
         )
     if not isinstance(method, str) or method not in ADAPTERS:
         raise Unsupported(
             f"weights quantized as {method!r}; halfbyte reads {', '.join(ADAPTERS | EXPANDED)}, 16-bit weights and its own format"
         )
     return ADAPTERS.get(f"{method} {config.get('format')}", ADAPTERS[method])(config)
+
+
+def _expanded(config: Mapping[str, Any]) -> tuple[str, type[Expanded] | None]:
+    """The entry of `EXPANDED` that reads a configuration, under its name; None if there is none."""
+    names = (f"{config['quant_method']}", f"{config['quant_method']} {config.get('format')}")
+    return next(((name, EXPANDED[name]) for name in names if name in EXPANDED), ("", None))
 
 
 def weight_from_tensors(

@@ -38,7 +38,7 @@ class CompressedTensors(Adapter):
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
         "weight_global_scale",
     )
-    unused = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
+    unused: ClassVar[tuple[str, ...]] = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         name = "a compressed-tensors checkpoint"
