@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 if os.environ.get("HALFBYTE_GPU_TESTS") != "1":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # this suite is the CPU's, also on a machine with a GPU; tests/gpu is not
@@ -33,6 +34,18 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "copies_beyond_l2", lambda nbytes, l2_bytes, at_most: 2)
     monkeypatch.setattr(session, "QUICK", timing.Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model: the first layers of the shipped one, for what takes as long for each layer and each format."""
+    import transformers
+
+    from halfbyte.paths import shipped_model
+
+    folder = tmp_path_factory.mktemp("shipped") / "two-layers"
+    transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=2).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

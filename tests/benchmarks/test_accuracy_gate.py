@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +32,10 @@ from benchmarks.studies import int8_granularity as granularity
 from benchmarks.studies import int8_splitk as splitk
 from halfbyte.device import Device
 from halfbyte.evals.quality import Setting
-from halfbyte.measure import session
 from halfbyte.measure.caches import DecodeCase, Inputs, Promise, fill, held_by
 from halfbyte.measure.decode import DecodeShape
 from halfbyte.measure.records import Record, Verdict
 from halfbyte.measure.session import Job, Options, Session
-from halfbyte.measure.timing import Effort
 
 FAKE = Device("cpu", "fake", memory_bytes=2**33, cache_bytes=0, cores=1, threads=1)
 LAYER = qkv_layers.AttentionShape("small layer", 128, 4, 2, 32, 24)
@@ -97,8 +96,8 @@ def one_wrong_head(out: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUICK", Effort(seconds=0.0, repeats=2, block_seconds=1e-5, settle_seconds=0.0))
+def _small(monkeypatch: pytest.MonkeyPatch, brief: None, two_layers: Path) -> None:
+    monkeypatch.setattr("halfbyte.paths.shipped_model", lambda: two_layers)
     monkeypatch.setattr(quality_per_bit, "FORMATS", ("int8", "int4"))
     for name, size in (("DIM", 64), ("KV_HEADS", 1), ("Q_HEADS", 2)):
         monkeypatch.setattr(prompts, name, size)
