@@ -104,7 +104,7 @@ def row_factors(around, M, K, C: gl.constexpr):
 
 @gluon.jit
 def addends(tile, M, weights, around, C: gl.constexpr):
-    """What the sums of a tile are added to, and the weight of the norm behind: asked for when a tile begins, needed at its end."""
+    """What the sums of a tile are added to, and the weight of the norm behind: requested when a tile begins, needed at its end."""
     found = ()
     if C.ending is not None and C.ending.adds:
         layout: gl.constexpr = gl.SliceLayout(0, output_layout(C))
