@@ -35,7 +35,7 @@ from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_pool, weight_at
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
-from halfbyte.kernels.linear.results import Around, addends, finish, output_layout, row_factors
+from halfbyte.kernels.linear.results import Around, finish, output_layout, row_factors
 from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.kernels.linear.unpack import make_codebook
@@ -191,7 +191,6 @@ def linear(
         fetch_x(i, x_step, i < end, X, M, K, x_stride, C)
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
-    added = addends(tile, M, weights, around, C)
     factors = row_factors(around, M, K, C)
     check_addresses(pool, S, C)
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
@@ -216,18 +215,17 @@ def linear(
         if (step == steps) | (now + 1 == shared):
             v = tile_sums(acc, pool, red, slot, output_layout(C), S, C)
             if (begin == 0) & (step == steps):
-                finish(v, tile, M, weights, around, factors, added, S, C)
+                finish(v, tile, M, weights, around, factors, S, C)
             else:
                 offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)
                 if arrived == last - first:
                     gl.store(Semaphores + tile, 0)
                     v = sum_partials(Partials, offsets, first, last, program, v, C)
-                    finish(v, tile, M, weights, around, factors, added, S, C)
+                    finish(v, tile, M, weights, around, factors, S, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0
             tile = gl.where(now + 1 == shared, own, tile + 1)
-            added = addends(tile, M, weights, around, C)
         slot = gl.where(slot == C.stages - 1, 0, slot + 1)
         turn = after(turn, C)
         ahead_turn = after(ahead_turn, C)

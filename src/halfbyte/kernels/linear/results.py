@@ -8,9 +8,6 @@ So a norm costs no launch and no instruction in the loop. What modules round to 
 multiplies by its weight: that is rounded once, after the product. Sums of squares of tiles are added in their order.
 """
 
-# ruff: noqa: RUF005
-# Triton compiles a part of Python: tuples are joined with `+`.
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -103,23 +100,8 @@ def row_factors(around, M, K, C: gl.constexpr):
 
 
 @gluon.jit
-def addends(tile, M, weights, around, C: gl.constexpr):
-    """What the sums of a tile are added to, and the weight of the norm behind: requested when a tile begins, needed at its end."""
-    found = ()
-    if C.ending is not None and C.ending.adds:
-        layout: gl.constexpr = gl.SliceLayout(0, output_layout(C))
-        N = weights.features[0]
-        n = tile * C.tile + gl.arange(0, C.tile, layout=gl.SliceLayout(1, layout))[:, None]
-        m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, layout))[None, :]
-        found = (gl.load(around.residual + (m.to(gl.int64) * N + n), mask=(m < M) & (n < N), other=0.0),)
-        if C.ending.norm != "":
-            found = found + (gl.load(around.weight + n, mask=n < N, other=0.0),)
-    return found
-
-
-@gluon.jit
-def finish(v, tile, M, weights, around, factors, added, S: gl.constexpr, C: gl.constexpr):
-    """The sums [tile, rows] of a tile to wherever they go; `added`: its `addends`."""
+def finish(v, tile, M, weights, around, factors, S: gl.constexpr, C: gl.constexpr):
+    """The sums [tile, rows] of a tile to wherever they go."""
     if C.ending is None:
         write_tile(v, tile, 0, M, weights, S, C)
     else:
@@ -128,7 +110,7 @@ def finish(v, tile, M, weights, around, factors, added, S: gl.constexpr, C: gl.c
         if C.ending.activation != "":
             _write_gated(v, tile, M, weights, S, C)
         elif C.ending.adds:
-            _write_sum(v, tile, M, weights, around, added, S, C)
+            _write_sum(v, tile, M, weights, around, S, C)
         else:
             write_tile(v, tile, 0, M, weights, S, C)
 
@@ -153,7 +135,7 @@ def _write_gated(v, tile, M, weights, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _write_sum(v, tile, M, weights, around, added, S: gl.constexpr, C: gl.constexpr):
+def _write_sum(v, tile, M, weights, around, S: gl.constexpr, C: gl.constexpr):
     """h = residual + multiplier * y, and what the norm behind it needs."""
     out = weights.outs[0]
     half: gl.constexpr = out.dtype.element_ty
@@ -162,14 +144,15 @@ def _write_sum(v, tile, M, weights, around, added, S: gl.constexpr, C: gl.conste
     m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     at = m.to(gl.int64) * N + n
     inside = (m < M) & (n < N)
+    residual = gl.load(around.residual + at, mask=inside, other=0.0).to(gl.float32)
     has_bias: gl.constexpr = weights.biases[0] is not None
     v = _scaled(v, n, N, weights.scales[0], weights.biases[0], weights.factors[0], has_bias, S, C).to(half).to(gl.float32)
     if C.ending.multiplier != 1.0:
         v = (v * C.ending.multiplier).to(half).to(gl.float32)
-    total = (added[0].to(gl.float32) + v).to(half)
+    total = (residual + v).to(half)
     gl.store(out + at, total, mask=inside)
     if C.ending.norm != "":
-        weight = added[1].to(gl.float32)
+        weight = gl.load(around.weight + n, mask=n < N, other=0.0).to(gl.float32)
         if C.ending.norm == "offset":
             weight += 1.0
         total = total.to(gl.float32)
