@@ -2,7 +2,8 @@
 
 It is installed, or a folder that `TRITON_KERNELS` names and that is read where it lies: python/triton_kernels/triton_kernels of
 Triton's repository, or vllm/third_party/triton_kernels of a wheel of vLLM. Weights are in the layouts that it picks for the GPU,
-and rows lie as its routing and its own first projection leave them. Written for the package of vLLM 0.32, which is Triton 3.5's.
+and rows lie as its routing and its own first projection leave them. Written for the package of vLLM 0.32, which is Triton 3.5's:
+what Triton 3.6 compiles of its routing sorts wrongly, so that its reference in torch sorts, outside of the time.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ _GROUPS = 4
 
 @dataclass(frozen=True)
 class Way:
-    """How it runs: warps, for which scales are laid out; parts of K, where None is its own choice; with its routing in the call."""
+    """How it runs: warps, for which scales are laid out; parts of K, where None is its own choice."""
 
     warps: int = 8
     splits: int | None = None
-    routed: bool = False
 
     @property
     def name(self) -> str:
         """As records say it."""
-        parts = [_PACKAGE, f"{self.warps} warps"] + ["no parts of K"] * (self.splits == 1) + ["with routing"] * self.routed
+        parts = [_PACKAGE, f"{self.warps} warps"] + ["no parts of K"] * (self.splits == 1)
         return ", ".join(parts)
 
 
 #: Its defaults and what vLLM sets; the fastest counts.
-WAYS = (Way(), Way(splits=1), Way(4), Way(4, 1), Way(routed=True))
+WAYS = (Way(), Way(splits=1), Way(4), Way(4, 1))
 
 
 def missing() -> str:
@@ -100,12 +100,7 @@ class Experts:
         logits = torch.zeros(len(ids), experts, device=ids.device)
         if gates is not None:
             logits.scatter_(1, ids, gates.float().log())
-        self.given = logits, ids.to(torch.int16)
-        return self._routed()
-
-    def _routed(self) -> Any:
-        logits, ids = self.given
-        return self.code.routing.routing(logits, ids.shape[1], expt_indx=ids)
+        return self.code.routing.routing_torch(logits, ids.shape[1], expt_indx=ids)
 
     def _activation(self) -> Any:
         if self.call.activation is None:
@@ -129,7 +124,7 @@ class Experts:
 
     def _run(self, way: Way, codes: Any, scales: Any) -> torch.Tensor:
         kernels, flags = self.code.matmul_ogs, self.code.opt_flags
-        data, gather, scatter = self._routed() if way.routed else self.routing
+        data, gather, scatter = self.routing
         flags.reset_opt_flags_constraints()
         if way.splits:
             flags.update_opt_flags_constraints({"split_k": way.splits})

@@ -15,8 +15,11 @@ from gpu_place import PLACE
 
 import halfbyte as hb
 from accuracy import linear_accuracy, products
+from experts_cases import OAI, Mixture, normal, routed, stack
 from halfbyte.errors import InvalidArgument, Unsupported
 from halfbyte.kv_buffer import KVBuffer
+from halfbyte.ops.block_linear import add_projection, gated_projection
+from halfbyte.reference.block import Norm
 
 ALL = frozenset({"alibi", "window", "softcap", "sinks", "starts"})
 MARKED = [
@@ -55,6 +58,10 @@ FEW = [
     (("int8_col",), 3, 208, torch.float16),
     (("int4_g128",), 2, 1280, torch.bfloat16),
 ]
+#: Mixtures: format and tokens, of which 300 are sorted for dequantized experts.
+MIXTURES = [("int4_g128", 1), ("mxfp4", 5), ("nf4", 17), ("nvfp4", 300)]
+#: Halves of a decoder's block: format and M.
+BLOCKS = [("int4_g128", 1), ("mxfp4", 16)]
 
 
 def moved(t: torch.Tensor | None, device: str) -> torch.Tensor | None:
@@ -112,10 +119,43 @@ def product(names: tuple[str, ...], rows: int, width: int, dtype: torch.dtype, i
         outs = hb.qkv_projection(x.to(PLACE.device), there, impl=impl)  # type: ignore[arg-type]
     for out, w in zip(outs, weights, strict=True):
         truth, base = products(x, w)
-        found = linear_accuracy(out.cpu(), base, truth)
-        if not found.ok:
-            return f"{w.format}: error {found.error:.3g}, allowed {found.allowed:.3g}"
+        if why := wrong(out.cpu(), base, truth):
+            return f"{w.format}: {why}"
     return ""
+
+
+def mixture(name: str, tokens: int) -> str:
+    """What is wrong with a projection of a mixture of five experts, in words."""
+    gates = normal(tokens, 2, seed=2).softmax(1)
+    call = Mixture(normal(tokens, 256).bfloat16(), stack(name, 5, 66, 256), routed(tokens, 2, 5), gates, activation=OAI)
+    x, weight, ids, gates = (t.to(PLACE.device) for t in call[:4])
+    out = hb.experts_linear(x, weight, ids, gates, activation=OAI).cpu()
+    return wrong(out, call.expected(torch.bfloat16), call.expected(torch.float64))
+
+
+def block(name: str, rows: int) -> str:
+    """What is wrong with a sum, the norm behind it, and a gated projection, in words."""
+    x, residual, norm = (normal(*shape, seed=3).bfloat16() for shape in ((rows, 1280), (rows, 512), (512,)))
+    weights = [hb.quantize(normal(512, width, seed=width) * width**-0.5, name) for width in (1280, 512, 512)]
+    there = [w.to(PLACE.device) for w in weights]
+    before = Norm(norm.to(PLACE.device), 1e-5, "rounded")
+    left = add_projection(x.to(PLACE.device), there[0], None, residual.to(PLACE.device), before)[1]
+    assert left is not None
+    out = gated_projection(left, there[1:], [None, None], "silu").cpu()
+
+    def expected(dtype: torch.dtype) -> torch.Tensor:
+        down, gate, up = (w.dequantize(dtype) for w in weights)
+        h = residual.to(dtype) + x.to(dtype) @ down.mT
+        h = h * (h.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.to(dtype)
+        return torch.nn.functional.silu(h @ gate.mT) * (h @ up.mT)
+
+    return wrong(out, expected(torch.bfloat16), expected(torch.float64))
+
+
+def wrong(out: torch.Tensor, base: torch.Tensor, truth: torch.Tensor) -> str:
+    """What of a result breaks the promise of linear layers, in words."""
+    found = linear_accuracy(out, base, truth)
+    return "" if found.ok else f"error {found.error:.3g}, allowed {found.allowed:.3g}"
 
 
 def main() -> int:
@@ -130,6 +170,11 @@ def main() -> int:
         why = product(*call, impl, features)
         failures += bool(why)
         print(f"{impl}: {why or 'ok'}: linear, {call}")
+    for check, cases in ((mixture, MIXTURES), (block, BLOCKS)):
+        for name, rows in cases:
+            why = check(name, rows)
+            failures += bool(why)
+            print(f"{check.__name__}: {why or 'ok'}: {name}, M = {rows}")
     PLACE.sync()
     return int(failures > 0)
 
