@@ -10,6 +10,7 @@ CPU few sequences of few tokens.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,8 +233,9 @@ def _published_cells(gpu: str, kernel: str, r: Record) -> tuple[str, str, str]:
 
 
 def _splits(r: Record) -> str:
-    """Programs for each KV head of a sequence; below one they take several."""
-    count = r.shape.get("splits") or r.shape.get("programs", 0) / (r.shape["B"] * r.shape["H"])
+    """Programs for each KV head of a sequence, by the name of the implementation or its plan; below one they take several."""
+    named = re.search(r"(\d+) splits?$", r.implementation)
+    count = int(named[1]) if named else r.shape.get("splits") or r.shape.get("programs", 0) / (r.shape["B"] * r.shape["H"])
     return f"{count:g}" if count else ""
 
 
