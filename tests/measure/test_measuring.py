@@ -33,7 +33,7 @@ from halfbyte.measure.caches import DecodeCase
 from halfbyte.measure.checks import Accuracy, BenchmarkRefused, attention_accuracy, linear_accuracy
 from halfbyte.measure.page import write_page
 from halfbyte.measure.records import DamagedRecords, Environment, Record, Verdict
-from halfbyte.measure.roofline import Roofline
+from halfbyte.measure.roofline import READERS, Roofline, torch_readers
 from halfbyte.measure.session import Candidate, Case, Options, Session
 from halfbyte.measure.timing import (
     Effort,
@@ -760,6 +760,12 @@ def test_a_page_of_bars(tmp_path: Path) -> None:
     assert "read roofline" in page
     with pytest.raises(InvalidArgument, match="values is empty"):
         charts.marked_bars({}, {}, x_label="x")
+
+
+def test_more_numbers_than_a_dot_of_cublas_takes_are_read_without_it() -> None:
+    many = torch.zeros(1).expand(2**31)
+    assert set(torch_readers(many[1:])) == set(READERS)
+    assert set(READERS) - set(torch_readers(many)) == {"torch.dot"}
 
 
 def test_triton_kernels_read_and_copy_everything() -> None:

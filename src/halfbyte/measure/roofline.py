@@ -69,7 +69,7 @@ class Roofline:
     def _readers(self, x: torch.Tensor) -> dict[str, Reader]:
         """What reads; a kernel of ours that does not read all of `x` is no roofline."""
         if self.device.kind != "cuda":
-            return READERS
+            return torch_readers(x)
         from halfbyte.measure.roofline_kernels import readers
 
         ours = readers(self.device.sm_count or 1)
@@ -79,7 +79,7 @@ class Roofline:
                 raise BenchmarkRefused(
                     f"the read roofline, {name}: its sum over {x.nbytes} bytes is not torch's; report this as a bug"
                 )
-        return {**READERS, **ours}
+        return {**torch_readers(x), **ours}
 
     def copy(self, nbytes: int) -> float:
         """10^9 bytes per second of a copy of `nbytes`, its reads and writes counted."""
@@ -109,6 +109,11 @@ class Roofline:
         b = torch.randn(size, size, device=self.device.torch).bfloat16()
         seconds = measure([lambda: a @ b], device=self.device, threads=self.threads, effort=self.effort).median
         return 2 * size**3 / seconds / 1e12
+
+
+def torch_readers(x: torch.Tensor) -> dict[str, Reader]:
+    """Those of torch that take as many numbers as x has: cuBLAS's dot counts them in 31 bits."""
+    return {name: reader for name, reader in READERS.items() if name != "torch.dot" or x.numel() < 2**31}
 
 
 def _bind(reader: Reader, x: torch.Tensor) -> Call:
