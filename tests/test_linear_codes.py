@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.kernels.common import layouts
 from halfbyte.kernels.linear import unpack
 from halfbyte.plans.weight_spec import WeightSpec, weight_spec
 from machine.inline import Threads, on_block
@@ -29,7 +30,7 @@ def codes(per_word: int) -> torch.Tensor:
 
 
 def every_word(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    on_block(Threads((WORDS // 2,)), (unpack,), monkeypatch)
+    on_block(Threads((WORDS // 2,)), (layouts, unpack), monkeypatch)
     return torch.arange(WORDS, dtype=torch.int32).to(torch.int16)
 
 

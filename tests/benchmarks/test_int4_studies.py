@@ -247,7 +247,7 @@ def test_gqa_is_told_with_the_best_of_its_splits_beside_what_was_published() -> 
     beside = [*measured, one("int4", "fbgemm", 400.0), *swept]
     old, new = int4_gqa.table(beside)[1][-2:]
     assert old[3:7] == ("CU INT4, 4 groups", "", "400.0", "2.5")
-    assert new[2:7] == ("row-wise fbgemm", "CU INT4", "", "390.0", "2.6")
+    assert new[2:7] == ("row-wise fbgemm", "CU INT4", "16", "390.0", "2.6")
     assert int4_gqa.says(beside)[0] == int4_gqa.says(measured)[0]
     assert int4_gqa.says(beside)[2:4] == [
         "FBGEMM's own kernel, with four groups and 32 splits, takes 400.0 us at batch 512.",

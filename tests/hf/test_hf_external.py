@@ -233,7 +233,6 @@ def test_quantize_from(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         ([], "give a MODEL"),
-        (["demo"], "give a MODEL"),
         (["--from", "demo", "--weights", "nf4"], "give a MODEL"),
         (["demo", "--weights", "nf4", "--from", "demo"], "give a MODEL"),
         (["--from", "demo"], "'demo' is not quantized"),

@@ -5,6 +5,7 @@ A writer can be called again after whatever happened to it, and then leaves exac
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -93,7 +94,7 @@ def finished(name: str, folder: Path) -> dict[str, bytes]:
 
 @functools.cache
 def _quantized() -> Any:
-    return hf.quantize(base("llama"), "int4_g32")
+    return hf.quantize(copy.deepcopy(base("llama")), "int4_g32")
 
 
 def _normal(*rows: int, width: int | None = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
