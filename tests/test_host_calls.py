@@ -6,6 +6,7 @@ earlier one. The limits were counted on commit fc9aa77, before the call objects 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -57,6 +58,8 @@ def counted(call: Callable[[], object]) -> tuple[int, int, int]:
             counts[event] += 1
 
     before = sys.gettrace(), sys.getprofile()
+    gc.collect()
+    gc.disable()  # what other tests have left to finalize is not of this call
     try:
         sys.settrace(trace)
         call()
@@ -66,6 +69,7 @@ def counted(call: Callable[[], object]) -> tuple[int, int, int]:
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+        gc.enable()
     return counts["opcode"], counts["call"], counts["c_call"]
 
 
