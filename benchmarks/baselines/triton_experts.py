@@ -2,8 +2,8 @@
 
 It is installed, or a folder that `TRITON_KERNELS` names and that is read where it lies: python/triton_kernels/triton_kernels of
 Triton's repository, or vllm/third_party/triton_kernels of a wheel of vLLM. Weights are in the layouts that it picks for the GPU,
-and rows lie as its routing and its own first projection leave them. Written for the package of vLLM 0.32, which is Triton 3.5's:
-what Triton 3.6 compiles of its routing sorts wrongly, so that its reference in torch sorts, outside of the time.
+and rows lie as its routing and its own first projection leave them. Written for the package of vLLM 0.32, which is Triton 3.5's.
+With Triton 3.6 its routing gave indices out of bounds, so its reference in torch sorts the pairs, outside of the time.
 """
 
 from __future__ import annotations
