@@ -60,15 +60,18 @@ engine-test: $(ENGINE)/.ready  ## the vLLM plugin in real engines, on vLLM's CPU
 	$(ENGINE_PYTEST) -n 2 --dist worksteal -k "not speculation"
 	$(ENGINE_PYTEST) -k speculation
 
-# The libraries whose files are read, as oracles; an environment of its own, because the tests of halfbyte do without them.
+# The libraries whose files are read, as oracles; an environment of its own, because the tests of halfbyte do without them. GPTQModel
+# asks for a newer torch than the pinned one, so it is installed alone, after what it imports.
 ORACLES := .venv-oracles
 $(ORACLES)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ORACLES)
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  auto-round==0.16.1 bitsandbytes==0.50.2 compressed-tensors==0.20.0 torchao==0.18.0 pytest pytest-timeout hypothesis -e '.[hf]'
+	  auto-round==0.16.1 bitsandbytes==0.50.2 compressed-tensors==0.20.0 torchao==0.18.0 pytest pytest-timeout hypothesis -e '.[hf]' \
+	  defuser device-smi dill logbar pillow pypcre threadpoolctl tokenicer
+	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gptqmodel==7.7.0
 	touch $@
 
-oracle-test: $(ORACLES)/.ready ## layers packed by AutoRound, bitsandbytes, compressed-tensors and torchao against their own values
+oracle-test: $(ORACLES)/.ready ## layers packed by AutoRound, bitsandbytes, compressed-tensors, GPTQModel and torchao against their own values
 	PYTHONPATH=.:tests $(ORACLES)/bin/python -m pytest -W ignore tests/oracles
 
 # Rows of tests/trust/programme.py, of which `make test` takes the first seeds; those that need a GPU run where there is one.

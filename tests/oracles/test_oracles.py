@@ -1,7 +1,7 @@
 """Layers packed by other libraries, which run here themselves: their values, bit for bit. `make oracle-test`.
 
-bitsandbytes quantizes and dequantizes; compressed-tensors and AutoRound pack and unpack; torchao decodes MXFP4 and NVFP4. All on a
-CPU.
+bitsandbytes quantizes and dequantizes; compressed-tensors, AutoRound and GPTQModel pack and unpack; torchao decodes MXFP4 and
+NVFP4. All on a CPU.
 """
 
 from __future__ import annotations
@@ -103,6 +103,65 @@ def test_auto_round(
     parts = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
     config = config | {"bits": 4, "group_size": group, "sym": symmetric}
     assert torch.equal(loaded(config, parts, tmp_path, WORDS).half().float(), theirs)
+    assert theirs.unique().numel() > 100
+
+
+def drawn_linear(
+    bits: int, symmetric: bool, group: int, rng: torch.Generator
+) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """A layer of `WORDS` to be packed, with scales of fp16 numbers and zero points, float32 [N, groups]; symmetric: the middle."""
+    rows, columns = WORDS
+    scales = (torch.rand(rows, columns // group if group > 0 else 1, generator=rng) * 0.02 + 0.005).half().float()
+    zeros = torch.full(scales.shape, 1 << (bits - 1)) if symmetric else torch.randint(1 << bits, scales.shape, generator=rng)
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = normal(shape=WORDS)
+    return linear, scales, zeros.float()
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "group"), [*product((4,), (True, False), (32, 128, -1)), (8, True, 128), (8, True, -1)]
+)
+def test_gptqmodel(
+    bits: int, symmetric: bool, group: int, version: str, act_order: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Packed by the library with scales, zero points (0 among them) and an order drawn here, saved as v1 by its own conversion."""
+    monkeypatch.setenv("GPTQMODEL_DISABLE_PACK_EXT", "1")  # the same in C++, which would be built first
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    (rows, columns), rng = WORDS, torch.Generator().manual_seed(group % 1000)
+    linear, scales, zeros = drawn_linear(bits, symmetric, group, rng)
+    g_idx = torch.arange(columns, dtype=torch.int32) // (group if group > 0 else columns)
+    if act_order:
+        g_idx = g_idx[torch.randperm(columns, generator=rng)]
+    layer = TorchLinear(bits, group, symmetric, act_order, columns, rows, register_buffers=False)
+    layer.pack(linear, scales, zeros, g_idx)
+    layer.post_init()
+    theirs = layer.eval().dequantize_weight().T
+    if version == "gptq":
+        convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(bits=bits, group_size=group))
+    parts = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
+    config |= {"checkpoint_format": version, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+    assert torch.equal(loaded(config, parts, tmp_path, WORDS).half(), theirs)
+    assert theirs.unique().numel() > 100
+
+
+@pytest.mark.parametrize("group", [32, 128, -1])
+def test_awq_of_gptqmodel(group: int, tmp_path: Path) -> None:
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+
+    (rows, columns), rng = WORDS, torch.Generator().manual_seed(group % 1000)
+    linear, scales, zeros = drawn_linear(4, False, group, rng)
+    layer = AwqTorchLinear(4, group, False, False, columns, rows)
+    layer.pack(linear, scales, zeros)
+    theirs = layer(torch.eye(columns, dtype=torch.float16)).T
+    parts = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    assert torch.equal(loaded(config, parts, tmp_path, WORDS).half(), theirs)
     assert theirs.unique().numel() > 100
 
 
