@@ -1,7 +1,8 @@
 """The suite with other versions of Python, torch, transformers and Triton: `make versions`, or `versions.py [CORNER ...]`.
 
-A corner has a virtual environment of its own and a record in results/trust.jsonl. CI runs what constraints.txt pins; the others are
-for a nightly job. torch's CUDA builds are several GB, and a corner whose Python is not on this machine is left out.
+A corner has a virtual environment of its own and a record in results/trust.jsonl. CI runs what constraints.txt pins, with pinned
+seeds; the others are for a nightly job, with seeds that their records name. torch's CUDA builds are several GB, and a corner whose
+Python is not on this machine is left out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("corners", nargs="*", metavar="CORNER", help=f"default: those of the nightly job ({', '.join(CORNERS)})")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="what to run; default: the whole suite but the GPU's")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-versions", help="where the environments are")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**31), help="of what tests draw")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "trust.jsonl")
     given = parser.parse_args()
     if unknown := set(given.corners) - set(CORNERS):
@@ -74,7 +77,7 @@ def main() -> int:
         if python is None:
             print(f"{name}: not run, there is no python{corner.python} here")
             continue
-        record = tried(name, installed(corner, python, given.folder / name), given.tests)
+        record = tried(name, installed(corner, python, given.folder / name), given.tests, given.seed)
         with given.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         print(f"{name}: {record['count']} passed, {len(record['failures'])} failed in {record['seconds']} s")
@@ -93,9 +96,10 @@ def installed(corner: Corner, python: str, folder: Path) -> Path:
     return made
 
 
-def tried(name: str, python: Path, tests: list[str]) -> dict[str, Any]:
-    """A record of these tests with this Python."""
-    start, env = time.monotonic(), {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+def tried(name: str, python: Path, tests: list[str], seed: int) -> dict[str, Any]:
+    """A record of these tests with this Python, which draw from `seed`."""
+    start, path = time.monotonic(), f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HALFBYTE_SEED": str(seed)}
     made = subprocess.run(
         [python, "-W", "ignore", "-c", ENVIRONMENT], cwd=ROOT, env=env, check=True, capture_output=True, text=True
     )
@@ -111,6 +115,7 @@ def tried(name: str, python: Path, tests: list[str]) -> dict[str, Any]:
             "-W",
             f"ignore:{OLD_PATCH}",
             f"--junitxml={report}",
+            f"--hypothesis-seed={seed}",
             *tests,
         ]
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
@@ -120,6 +125,7 @@ def tried(name: str, python: Path, tests: list[str]) -> dict[str, Any]:
     return {
         "row": f"versions: {name}",
         "tests": tests,
+        "seed": seed,
         "count": passed,
         "failures": failures,
         "seconds": round(time.monotonic() - start, 1),
