@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -67,12 +69,9 @@ class Decoding:
         return graph
 
 
-def grow(formats: tuple[str, str], steps: int, impl: str, check_every: int) -> None:
-    """Graph and eager side by side, compared at every step on the device and looked at every so many."""
-    replayed, eager = Decoding(formats, steps, impl), Decoding(formats, steps, impl)
-    graph = replayed.captured()
+def side_by_side(replayed: Decoding, graph: Captured, eager: Decoding, steps: int, check_every: int) -> Iterator[int]:
+    """Steps of a graph and of eager calls, compared at every step on the device and looked at every so many."""
     different = torch.zeros((), dtype=torch.bool, device=PLACE.device)
-    used: list[int] = []
     for i in range(steps):
         replayed.feed(i)
         eager.feed(i)
@@ -81,13 +80,44 @@ def grow(formats: tuple[str, str], steps: int, impl: str, check_every: int) -> N
         different |= differs(out, expected[0]) | differs(lse, expected[1])
         if i % check_every == check_every - 1:
             assert not different, f"within the {check_every} steps up to {i}"
-        if not PLACE.dry and i in (steps // 10, steps - 1):
-            used.append(torch.cuda.memory_allocated())
-    assert len(set(used)) <= 1, f"memory drifts: {used} bytes"
+        yield i
     assert int(replayed.cache.lengths.min()) == int(replayed.cache.lengths.max()) == steps
     assert not different
     for a, b in zip(replayed.cache.tensors(), eager.cache.tensors(), strict=True):
         assert same_bits(a, b)
+
+
+def grow(formats: tuple[str, str], steps: int, impl: str, check_every: int) -> None:
+    replayed, eager = Decoding(formats, steps, impl), Decoding(formats, steps, impl)
+    used: list[int] = []
+    for i in side_by_side(replayed, replayed.captured(), eager, steps, check_every):
+        if not PLACE.dry and i in (steps // 10, steps - 1):
+            used.append(torch.cuda.memory_allocated())
+    assert len(set(used)) <= 1, f"memory drifts: {used} bytes"
+
+
+def grow_in_threads(steps: int, impl: str, check_every: int, seed: int = 0) -> None:
+    """Two layers at once, each in a thread and on a stream of its own. Memory is the device's."""
+    pairs = [[Decoding(FORMATS[i], steps, impl, seed=seed + i) for _ in range(2)] for i in range(2)]
+    streams = [contextlib.nullcontext() if PLACE.dry else torch.cuda.stream(torch.cuda.Stream()) for _ in pairs]
+    graphs = [replayed.captured() for replayed, _ in pairs]  # one at a time: nothing else may run while a graph is recorded
+    PLACE.sync()
+
+    def decode(i: int, steps: int) -> None:
+        replayed, eager = pairs[i]
+        with streams[i]:
+            for _ in side_by_side(replayed, graphs[i], eager, steps, check_every):
+                pass
+            replayed.cache.reset()
+            eager.cache.reset()
+        PLACE.sync()
+
+    used: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        for count in (1, steps, steps):
+            list(pool.map(decode, range(2), (count, count)))
+            used.append(0 if PLACE.dry else torch.cuda.memory_allocated())
+    assert len(set(used)) == 1, f"memory drifts: {used} bytes"
 
 
 @pytest.mark.timeout(600)

@@ -342,6 +342,16 @@ def soak(seed: int, folder: Path) -> int:
     return 1000
 
 
+def soak_of_graphs(seed: int, folder: Path) -> int:
+    """Steps from graphs beside the same steps without, in two threads on two streams, twice."""
+    import test_gpu_graphs as graphs
+    from gpu_place import PLACE
+
+    steps = PLACE.size(1250, 35)
+    graphs.grow_in_threads(steps, PLACE.impls[0], PLACE.size(250, 5), seed)
+    return 8 * steps
+
+
 def mutants(seed: int, folder: Path) -> int:
     """Every twentieth of them, and their tests without a fault, each in a process of its own: minutes."""
     sys.path.insert(0, f"{ROOT}/tests/mutants")
@@ -400,6 +410,7 @@ ROWS = {
         ),
         Row("soak, CPU", _SOAK, "decode steps", 1_000_000, soak, megabytes=10),
         Row("soak, GPU", _SOAK, "decode steps", 1_000_000, soak, "gpu", 600, 10),
+        Row("soak of graphs and streams, GPU", _SOAK, "decode steps", 1_000_000, soak_of_graphs, "gpu", 600, 100),
         Row("mutants", "A fault seeded in a named function is noticed by the tests", "faults", 150, mutants, seconds=3600),
         Row("sanitizers", "memcheck, racecheck, initcheck and synccheck report nothing", "tools", 4, sanitizers, "gpu", 4 * 3600),
     )
