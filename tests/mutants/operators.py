@@ -28,12 +28,16 @@ RECORDS = Path(__file__).parents[2] / "results" / "trust.jsonl"
 TESTS = {
     "cpu/codes.py": ("test_cpu_attention.py", "test_cpu_linear.py"),
     "cpu/decode_attention.py": ("test_cpu_attention.py", "test_attention_varlen.py", "test_trust_determinism.py"),
+    "cpu/experts.py": ("test_experts.py",),
     "cpu/linear.py": ("test_cpu_linear.py", "test_trust_linear.py"),
     "cache.py": ("test_cache.py", "test_window.py", "test_bad_input.py"),
     "paging.py": ("test_paging.py", "test_cache.py"),
-    "checkpoints/gptq.py": ("test_checkpoints.py",),
-    "checkpoints/integers.py": ("test_checkpoints.py",),
-    "checkpoints/layer.py": ("test_checkpoints.py",),
+    **{
+        f"checkpoints/{name}.py": ("test_checkpoints.py",)
+        for name in ("autoround", "awq", "bitsandbytes", "compressed_tensors", "fp4", "gptq", "int8", "integers", "layer")
+    },
+    "checkpoints/experts.py": ("hf/test_hf_expert_files.py",),
+    "checkpoints/fp8.py": ("hf/test_hf_fp8.py",),
     "checkpoints/safetensors_files.py": (
         *(f"hf/test_hf_checkpoint.py::test_{name}" for name in ("damaged_files", "good_files", "shard_names", "indexes")),
         *("test_checkpoints.py", "hf/test_hf_hostile_folders.py"),
