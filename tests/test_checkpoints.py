@@ -171,6 +171,15 @@ def test_awq_by_hand(tmp_path: Path) -> None:
     assert weight.offsets.flatten().tolist() == [1, 0, 0, 0, 15, 0, 0, 0]  # type: ignore[union-attr]
 
 
+def test_awq_groups_are_of_128_unless_it_says_so(tmp_path: Path) -> None:
+    drawn = awq(8, 256, group=128)
+    del drawn.config["group_size"]
+    np.testing.assert_array_equal(convert(drawn, tmp_path).dequantize().numpy(), drawn.values)
+    drawn = awq(8, 256, group=64)
+    drawn.config["q_group_size"] = drawn.config.pop("group_size")
+    np.testing.assert_array_equal(convert(drawn, tmp_path).dequantize().numpy(), drawn.values)
+
+
 def test_bitsandbytes_by_hand(tmp_path: Path) -> None:
     """The even element is in the high nibble."""
     drawn = bnb(2, 64)

@@ -34,7 +34,7 @@ TESTS = {
     "paging.py": ("test_paging.py", "test_cache.py"),
     **{
         f"checkpoints/{name}.py": ("test_checkpoints.py",)
-        for name in ("autoround", "awq", "bitsandbytes", "compressed_tensors", "fp4", "gptq", "int8", "integers", "layer")
+        for name in ("awq", "bitsandbytes", "compressed_tensors", "fp4", "gptq", "int8", "integers", "layer")
     },
     "checkpoints/experts.py": ("hf/test_hf_expert_files.py",),
     "checkpoints/fp8.py": ("hf/test_hf_fp8.py",),
