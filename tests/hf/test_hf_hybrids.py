@@ -16,11 +16,24 @@ from torch._dynamo.testing import CompileCounter
 import halfbyte.hf as hf
 from halfbyte import memory
 from halfbyte.errors import CapacityError, InvalidArgument, Unsupported
+from halfbyte.hf import model_support
 from halfbyte.hf.cache_layers import EmptyLayer, HybridLayer, PackedLayer
 
 #: A recurrence, a convolution, layers without any cache, and a state next to the keys and values of the same layer.
 KINDS = ("qwen3_next", "lfm2", "nemotron_h", "zaya")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def states_by_layer(request: pytest.FixtureRequest) -> None:
+    if not model_support._STATES_BY_LAYER and "refused_with_older" not in request.node.name:
+        pytest.skip("this transformers keeps the states of other layers elsewhere, so hybrids are refused")
+
+
+def test_hybrids_are_refused_with_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_support, "_STATES_BY_LAYER", False)
+    with pytest.raises(Unsupported, match="keeps the states of its other layers elsewhere; upgrade it"):
+        packed("lfm2")
 
 
 def prompts(rows: int = 2, tokens: int = 21) -> torch.Tensor:
