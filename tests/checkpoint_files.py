@@ -367,7 +367,7 @@ REFUSED: list[tuple[Callable[..., Drawn], dict[str, Any], Callable[[Drawn], Any]
         (compressed_int8, {"group": g, "dtype": torch.float16}, say(), f"8-bit codes in groups of {g} .*multiples of 128")
         for g in (32, 64)
     ),
-    (compressed_int8, {}, put("weight_zero_point", torch.ones(8, 1).to(torch.int8)), r"a\.b\.weight_zero_point is not 0"),
+    (compressed_int8, {}, put("weight_zero_point", torch.eye(8, 1).to(torch.int8)), r"a\.b\.weight_zero_point is not 0"),
     (compressed_int8, {}, fill("weight_scale", 0), r"a\.b\.weight_scale holds 1 scales of 8 that are not finite and not 0"),
     (compressed, {}, say(format=None), "format=None"),
     (compressed, {}, say(transform_config={"config_groups": {"R1": {}}}), "transforms"),

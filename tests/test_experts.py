@@ -112,6 +112,12 @@ def test_awkward_shapes(
         assert (level(case).double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm() + 1e-3
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_float64_is_computed_in_float64(level: str) -> None:
+    case = Mixture(normal(3, 64).double(), stack("int4_g32", 4, 8, 64), routed(3, 2, 4))
+    torch.testing.assert_close(LEVELS[level](case), case.expected(torch.float64), rtol=1e-12, atol=1e-12)
+
+
 def test_strides_and_integers_of_any_kind() -> None:
     weight, ids = stack("int4_g64", 4, 8, 128), routed(6, 2, 4)
     x = normal(128, 6).mT

@@ -34,9 +34,10 @@ TESTS = {
     "paging.py": ("test_paging.py", "test_cache.py"),
     **{
         f"checkpoints/{name}.py": ("test_checkpoints.py",)
-        for name in ("awq", "bitsandbytes", "compressed_tensors", "fp4", "gptq", "int8", "integers", "layer")
+        for name in ("awq", "bitsandbytes", "compressed_tensors", "gptq", "int8", "integers", "layer")
     },
     "checkpoints/experts.py": ("hf/test_hf_expert_files.py",),
+    "checkpoints/fp4.py": ("test_checkpoints.py", "hf/test_hf_expert_files.py"),
     "checkpoints/fp8.py": ("hf/test_hf_fp8.py",),
     "checkpoints/safetensors_files.py": (
         *(f"hf/test_hf_checkpoint.py::test_{name}" for name in ("damaged_files", "good_files", "shard_names", "indexes")),
