@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -16,7 +17,8 @@ import halfbyte
 from halfbyte import cli, hf, memory, settings
 from halfbyte.cli import bench_model, inspect, models
 from halfbyte.cli.shared import human_bytes
-from halfbyte.errors import InvalidArgument
+from halfbyte.doctor import diagnose
+from halfbyte.errors import InvalidArgument, MissingPackage, require
 from halfbyte.measure import records
 
 
@@ -313,13 +315,25 @@ for line in sys.argv[1:]:
 """
 
 
+#: The command that installs it; the upper bound is the one of when halfbyte was installed here.
+TRANSFORMERS = r"pip install 'transformers<[\d.]+,>=5\.4'"
+
+
+def test_a_version_that_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "6.1.0" if name == "transformers" else real(name))
+    with pytest.raises(MissingPackage, match=rf"halfbyte.hf needs another transformers than 6\.1\.0: {TRANSFORMERS}"):
+        require("transformers", "halfbyte.hf")
+    assert any("needs another transformers than 6.1.0" in problem for problem in diagnose().problems)
+
+
 def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> None:
     commands = ["eval demo", "generate demo --prompt x", "memory demo", "extract demo -o x", "calibrate demo --bits 5 -o x", "demo"]
     commands += ["quantize demo --weights nf4 -o x", "quantize --from demo -o x"]
     done = subprocess.run([sys.executable, "-c", WITHOUT, *commands], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["1"] * len(commands), done.stderr
-    said = "halfbyte: halfbyte.hf needs transformers, which is not installed: pip install 'transformers<6,>=5.4'"
-    assert done.stderr.splitlines() == [said] * len(commands)
+    said = rf"halfbyte: halfbyte.hf needs transformers, which is not installed: {TRANSFORMERS}\n"
+    assert re.fullmatch(said * len(commands), done.stderr)
     assert not list(tmp_path.iterdir())
 
 

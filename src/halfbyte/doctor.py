@@ -12,9 +12,10 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from halfbyte.errors import pip_install
+from halfbyte.errors import other_version, pip_install
 
 #: Packages that not every use needs -> what does.
 OPTIONAL = {"transformers": "halfbyte.hf and the commands that take a model", "matplotlib": "charts in reports and pages"}
@@ -209,4 +210,5 @@ def _notes(versions: dict[str, str]) -> list[str]:
 
 
 def _problems(found: dict[str, str]) -> list[str]:
-    return [f"{name} {state}" for name, state in found.items() if state.startswith(FAILED)]
+    failed = [f"{name} {state}" for name, state in found.items() if state.startswith(FAILED)]
+    return failed + [f"halfbyte needs another {why}" for name in OPTIONAL if (why := guarded(partial(other_version, name)))]

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import re
 import warnings
+from contextlib import suppress
 
 
 class HalfbyteError(Exception):
@@ -21,7 +22,7 @@ class Unsupported(HalfbyteError, NotImplementedError):
 
 
 class MissingPackage(Unsupported, ImportError):
-    """An optional package is not installed; the message has the command that installs it."""
+    """An optional package is not installed, or in another version; the message has the command that installs it."""
 
 
 class CapacityError(HalfbyteError):
@@ -39,21 +40,39 @@ def check(condition: bool, message: str) -> None:
 
 
 def require(package: str, who: str) -> None:
-    """Import an optional package; raise `MissingPackage`, which names `who` needs it, where it is not installed."""
+    """Import an optional package; raise `MissingPackage`, which names `who` needs it, without a version that halfbyte declares."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise MissingPackage(f"{who} needs {package}, which is not installed: {pip_install(package)}") from error
+    if why := other_version(package):
+        raise MissingPackage(f"{who} needs another {why}")
+
+
+def other_version(package: str) -> str:
+    """The installed version of an optional package and the command that replaces it; "" where halfbyte declares this version."""
+    with suppress(ImportError):  # a module without metadata, or neither of the packages that bring `packaging`
+        from packaging.requirements import Requirement
+
+        wanted, found = Requirement(_declared(package)), importlib.metadata.version(package)
+        if not wanted.specifier.contains(found, prereleases=True):
+            return f"{package} than {found}: {pip_install(package)}"
+    return ""
 
 
 def pip_install(package: str) -> str:
     """The command that installs an optional package in a version that halfbyte declares. It works outside of a checkout too."""
+    return f"pip install '{_declared(package)}'"
+
+
+def _declared(package: str) -> str:
+    """A package with the versions that halfbyte declares, as `name<6,>=5.4`; its name alone where it declares none."""
     try:
         declared = importlib.metadata.requires("halfbyte") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
         declared = []
     wanted = (line.partition(";")[0].strip() for line in declared)
-    return f"pip install '{next((w for w in wanted if re.split('[^a-z]', w)[0] == package), package)}'"
+    return next((w for w in wanted if re.split("[^a-z]", w)[0] == package), package)
 
 
 _WARNED: set[str] = set()
