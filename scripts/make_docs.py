@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no part of the package
 
 import make_tables as tables
-from docgen import formats, hero, performance, reference, summary, trust
+from docgen import first_hour, formats, hero, performance, reference, summary, trust
 from docgen.figures import FIGURES
 from docgen.markup import fill, words
 from docgen.sources import QUESTIONS
@@ -55,6 +55,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "linear bars": tables.linear_verdicts,
         "quoted": tables.quoted_figures,
     },
+    "docs/start/install.md": {"first hour": first_hour.table},
     "docs/performance/cpu.md": {"speed": tables.speed},
     "docs/performance/comparisons.md": {"losses": performance.losses, "libraries": performance.libraries},
     **{f"docs/performance/{name}.md": {name: partial(tables.study, name)} for name in QUESTIONS},

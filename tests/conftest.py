@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,35 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("shipped") / "two-layers"
     transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the shipped model with drawn layers of GPTQ."""
+    import transformers
+    from safetensors.torch import save_file
+
+    from checkpoint_files import draw
+    from halfbyte.hf.weights import linear_size
+    from halfbyte.paths import shipped_model
+
+    folder = tmp_path_factory.mktemp("models") / "gptq"
+    model = transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
+    state = {name: t for name, t in model.state_dict().items() if not name.startswith("lm_head")}
+    drawn = None
+    for seed, (name, module) in enumerate(model.model.layers.named_modules()):
+        if (size := linear_size(module)) is not None:
+            drawn = draw("gptq v1", *size, seed)
+            state.pop(f"model.layers.{name}.weight")
+            state |= {f"model.layers.{name}.{part}": t for part, t in drawn.tensors.items()}
+    assert drawn is not None
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": drawn.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in shipped_model().glob("tokenizer*"):
+        shutil.copy(file, folder)
     return folder
 
 

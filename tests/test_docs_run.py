@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import shlex
 import shutil
@@ -20,14 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-import transformers as tf
-from safetensors.torch import save_file
 
 import benchmarks.cli
-from checkpoint_files import draw
 from halfbyte import cli
-from halfbyte.hf.weights import linear_size
 from halfbyte.paths import shipped_model
 
 ROOT = Path(__file__).parents[1]
@@ -51,26 +45,10 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The shipped model, and the same with layers of GPTQ."""
-    folder = tmp_path_factory.mktemp("models") / "gptq"
-    model = tf.AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
-    state = {name: t for name, t in model.state_dict().items() if not name.startswith("lm_head")}
-    drawn = None
-    for seed, (name, module) in enumerate(model.model.layers.named_modules()):
-        if (size := linear_size(module)) is not None:
-            drawn = draw("gptq v1", *size, seed)
-            state.pop(f"model.layers.{name}.weight")
-            state |= {f"model.layers.{name}.{part}": t for part, t in drawn.tensors.items()}
-    assert drawn is not None
-    model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": drawn.config}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in shipped_model().glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return {"shipped": str(shipped_model()), "gptq": str(folder)}
+@pytest.fixture
+def models(gptq_folder: Path) -> dict[str, str]:
+    """What stands in the place of models that would be downloaded."""
+    return {"shipped": str(shipped_model()), "gptq": str(gptq_folder)}
 
 
 @pytest.mark.usefixtures("brief")

@@ -118,7 +118,10 @@ def load(
     if isinstance(adapter, Expanded):
         _ask(adapter, folder, weights, options)
     elif checkpoint.quantized and weights is not None:
-        raise InvalidArgument(f"weights={weights!r}: the weights of {folder} are quantized already; leave weights out")
+        raise InvalidArgument(
+            f"weights={weights!r}: the weights of {folder} are quantized already; leave weights out, or on the command line of "
+            f"halfbyte quantize write --from in place of MODEL"
+        )
     empty = _build_empty(folder, checkpoint.infos)
     try:
         external = None if adapter is None else ExternalCheckpoint(checkpoint, adapter, empty, skipped)
