@@ -76,7 +76,7 @@ def test_nested_objects(folder):
     (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 200_000 + "]" * 200_000 + "}")
     refused(folder, "objects and lists")
     (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 30_000 + "]" * 30_000 + "}")
-    refused(folder, "no valid JSON")
+    refused(folder, "no valid JSON|24 levels")  # from Python 3.14 on the parser goes as deep
     (folder / "config.json").write_text(" " * (folder_guard.MAX_BYTES + 1))
     refused(folder, "more than")
 
