@@ -24,6 +24,7 @@ from halfbyte.cache_plan import CachePlan, LayerFormats, ModelSizes
 from halfbyte.checkpoints.projections import Metadata, Projections
 from halfbyte.evals.assignment import Sensitivity
 from halfbyte.evals.calibrate import Measurements
+from halfbyte.evals.card import Card
 from halfbyte.formats import weight_format
 from halfbyte.measure import records
 from halfbyte.paths import new_folder
@@ -41,6 +42,10 @@ def plan(folder: Path) -> None:
 
 def report(folder: Path) -> None:
     Report("A page").code("x" * 5000).write(folder / "page.html")
+
+
+def card(folder: Path) -> None:
+    Card("owner/name", SIZES, "a text", (8, 512), 16, 0, (), (), (32, 32), {}).write(folder / "card.json")
 
 
 def measurements(folder: Path) -> None:
@@ -76,7 +81,7 @@ def extract(folder: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
-    write.__name__: write for write in (plan, report, measurements, bench, tuned_plans, saved_model, extract)
+    write.__name__: write for write in (plan, report, card, measurements, bench, tuned_plans, saved_model, extract)
 }
 
 
