@@ -387,8 +387,9 @@ def test_the_demo_from_its_command(quick: bool, tmp_path: Path, capsys: pytest.C
     monkeypatch.setattr(demo, "every_kv_setting", lambda dim: [Setting("int8", "int8"), Setting("int4_g32", "int4_g32")])
     monkeypatch.setattr(demo, "every_weight_setting", list)
     page, records = tmp_path / "demo.html", tmp_path / "demo.jsonl"
-    assert run("demo", *["--quick"] * quick, "--html", str(page), "-o", str(records)) == 0
-    said = capsys.readouterr().out
+    assert run("demo", "--quick" if quick else "--wide", "--html", str(page), "-o", str(records)) == 0
+    said, _, every_figure = capsys.readouterr().out.partition("Every figure")
+    assert ("KL by third" in every_figure) is not quick
     assert "INT8 cache: 1.94x smaller, perplexity" in said
     assert max(map(len, said.splitlines())) <= max(80, len(f"Report: {page}"))
     written = page.read_text()

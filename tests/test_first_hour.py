@@ -67,6 +67,8 @@ def test_from_a_bare_machine_to_a_decision(tmp_path: Path) -> None:
     assert "int4_channel" in step(tmp_path, "formats", "--for", "kv")
     assert "1 x 16,384 tokens" in step(tmp_path, "memory", "demo", "--context", "16k", "--memory", "24GB")
     assert "tuned" in step(tmp_path, "explain", "--context", "1M")
+    timed_here = ("--batch", "1", "--heads", "8/2", "--dim", "64", "--context", "256", "--formats", "int8", "--impl", "auto")
+    assert "halfbyte auto" in step(tmp_path, "bench", "decode", *timed_here, "--quick")
 
     advice = step(tmp_path, "advise", "demo", "--gpu", "24GB", "--batch", "8", "--context", "2k")
     assert "by the evidence card of demo" in advice

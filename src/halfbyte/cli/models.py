@@ -20,6 +20,7 @@ from halfbyte.cli.shared import (
     PlainModel,
     Source,
     Where,
+    Wide,
     check_new_folder,
     check_page,
     check_writable,
@@ -54,15 +55,20 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A quarter of the text, and no variants with outliers.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
     port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
+    wide: Wide = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
     from halfbyte.evals.demo import demo as run
-    from halfbyte.evals.present import append_records
+    from halfbyte.evals.present import HEADERS, append_records, rows
 
     check_page(html, "html")
     check_writable(output, "output")
     server = _bound(port) if serve else None
     shown = run(html, console(), console(stderr=True), quick)
+    if wide:
+        print_table(
+            "Every figure, without outliers", HEADERS, rows([r for r in shown.results if not r.model]), text_columns=2, wide=True
+        )
     if output is not None:
         append_records(shown.results, output, took=shown.took)
     if server is not None:

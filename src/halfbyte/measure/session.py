@@ -284,7 +284,6 @@ class Session:
             f"read {read.gb_per_s:,.1f} GB/s ({read.reader}), copy {self.roofline.copy(nbytes):,.1f} GB/s, "
             f"bf16 product of {size} x {size}: {self.roofline.matmul(size):.3g} TFLOP/s",
             highlight=False,
-            soft_wrap=True,
         )
 
     def show_table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
@@ -298,7 +297,6 @@ class Session:
                 f"note: {noisy} of {len(self.records)} times vary by more than half from sample to sample (p10 - p90): "
                 f"something else runs on this machine",
                 highlight=False,
-                soft_wrap=True,
             )
 
     def say(self, text: str) -> None:

@@ -44,7 +44,7 @@ def show_table(
     console.print(table)
     console.width = before
     if left := headers[len(widths) :]:
-        console.print(f"--wide also shows: {', '.join(left)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"--wide also shows: {', '.join(left)}", markup=False, highlight=False)
 
 
 def _longest(texts: Sequence[str], cut: Callable[[str], list[str]]) -> int:
