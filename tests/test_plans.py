@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte import plans
-from halfbyte.device import GPU, H200
+from halfbyte.device import GPU, H200, block_shared_memory
 from halfbyte.errors import InvalidArgument
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS, Format
 from halfbyte.plans import toolchain
@@ -86,7 +86,11 @@ def test_a_plan_fits_into_shared_memory(name: str, capability: tuple[int, int]) 
     ("change", "why"),
     [
         ({"keys": "int8_channel", "k_scale_stride": 0}, "do not have the stride of a head"),
-        ({"deterministic_batch": True}, "partitions the whole batch"),
+        ({"deterministic_batch": True, "dim": 80}, "the capacity decides whether heads of 80 bytes are aligned"),
+        (
+            {"deterministic_batch": True, "group": 33},
+            "33 query rows of 128 per KV head exceed the registers of the tuned",
+        ),
         ({"aligned": False}, "not aligned to 16 bytes"),
         ({"keys": "fp16"}, "bf16 queries over fp16"),
         ({"page": 24}, "pages of 24 tokens"),
@@ -136,7 +140,11 @@ def test_many_rows_take_warp_group_products(name: str, dim: int) -> None:
         ({"queries": 2, "group": 129}, (9, 0), 0),  # not even one token fits
         ({"queries": 2, "group": 33}, (8, 0), 0),
         ({"queries": 512, "keys": "int8_channel"}, (9, 0), 8),  # nor have scales of channels
-        ({"queries": 512, "deterministic_batch": True}, (9, 0), 0),
+        ({"queries": 512, "deterministic_batch": True}, (9, 0), 8),  # nor splits of fixed size
+        ({"queries": 512, "deterministic_batch": True, "batch": 5000}, (9, 0), 8),
+        ({"deterministic_batch": True, "batch": 5000}, (9, 0), 1),  # in several launches
+        ({"deterministic_batch": True, "batch": 4000, "capacity": 2**20}, (9, 0), 1),
+        ({"deterministic_batch": True, "batch": 5000, "group": 33}, (9, 0), 0),
         ({"queries": 512, "sink_tokens": 4, "recent_tokens": 64}, (9, 0), 8),  # nor has what is stored in 16 bits
         ({"queries": 512, "recent_tokens": 1}, (8, 0), 8),
         ({"queries": 2, "group": 33, "recent_tokens": 1}, (9, 0), 0),
@@ -148,7 +156,36 @@ def test_prompts_are_cut_into_blocks_that_a_tuned_kernel_holds(
     p = replace(LAYER, **change)
     assert queries_of_a_block(p, capability) == tokens
     if tokens:
-        tuned(replace(p, queries=tokens), capability=capability)
+        tuned(replace(p, queries=tokens, batch=min(p.batch, 8)), capability=capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_no_fact_of_a_batch_decides_on_bits_that_must_not_depend_on_it(name: str, capability: tuple[int, int]) -> None:
+    """Whether the tuned kernel runs, what its warps own and where splits lie, for decodes and the blocks of a prompt alike."""
+    values = KV_FORMATS[name].code.name if KV_FORMATS[name].token_block else name
+    for dim, group in product((64, 96, 128, 256), (1, 3, 4, 8, 16, 32)):
+        sizes = {"dim": dim, "value_dim": dim, "group": group, "dtype": "fp16" if name == "fp16" else "bf16"}
+        p = replace(LAYER, keys=name, values=values, deterministic_batch=True, **sizes)
+        decode = tuple(
+            replace(p, batch=batch, capacity=capacity, page=page, window=window)
+            for batch, capacity, page, window in ((1, 77, 16, False), (64, 8192, 64, True), (2048, 40000, 256, False))
+        )
+        blocks = ragged_blocks(replace(p, ragged=True, queries=700, page=16), 700, capability)
+        assert blocks.queries == max(1, 8 // group)
+        found = [gluon_plan(q, num_sms, capability, True) for q in (*decode, blocks) for num_sms in (20, 132)]
+        if isinstance(found[0], str):
+            assert set(found) == {found[0]}
+            continue
+        owned = set()
+        for plan in found:
+            assert isinstance(plan, DecodePlan)
+            s = plan.spec
+            assert not s.reuses_ring
+            assert s.split % s.tile == 0
+            assert s.shared_bytes <= block_shared_memory(capability)
+            owned.add((s.keys, s.values, s.warps, s.tokens, s.padded_rows, s.heads, s.split, s.reduce_fanin))
+        assert len(owned) == 1
 
 
 def test_explain_tells_of_blocks() -> None:
@@ -430,9 +467,10 @@ def test_an_explanation_says_which_kernel_and_why() -> None:
     facts = explanation(*sizes, False, H200)
     assert facts["kernel"].startswith("gluon")
     assert "64 work items" in facts["work"]
-    facts = explanation(*sizes, True, H200)
+    assert "1024 tokens each" in explanation(*sizes, True, H200)["splits"]
+    facts = explanation(8, 33, 1, 128, 8192, 1, "int8", "int8", 0, "bf16", True, H200)
     assert facts["kernel"].startswith("triton")
-    assert "deterministic_batch" in facts["not gluon"]
+    assert "with deterministic_batch" in facts["not gluon"]
     assert "1024 tokens each" in facts["splits"]
     with pytest.raises(InvalidArgument, match="heads=7/3"):
         explanation(1, 7, 3, 128, 64, 1, "int8", "int8", 0, "bf16", False, H200)

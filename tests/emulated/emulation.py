@@ -15,7 +15,7 @@ from halfbyte.kv_buffer import AttentionOptions, DecodeCall
 from halfbyte.ops import _decode_on_gpu, _linear_on_gpu
 from halfbyte.ops._linear_call import LinearCall
 from halfbyte.ops.experts_linear import _run_on_gpu as run_experts
-from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block
+from halfbyte.plans.decode_attention import DecodePlan, DecodeProblem, gluon_plan, queries_of_a_block, ragged_blocks
 from halfbyte.plans.experts_mma import ExpertsPlan, tuned_experts
 from halfbyte.plans.linear_spec import ExpertsProblem, LinearPlan, LinearProblem
 from halfbyte.plans.linear_wgmma import tuned_linear
@@ -45,8 +45,19 @@ def machine(order: Order, backwards: bool = False, change: Callable[[str], str] 
         EARLY.update(early)
 
 
-def attend(call: Call, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    call: Call, order: Order, num_sms: int = 3, backwards: bool = False, deterministic_batch: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call by the tuned kernel of a Hopper GPU with so many multiprocessors."""
+    cache, given = call.cache, dict(call.options)
+    start = given.pop("query_start", None)
+    options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
+    kv = cache.keys, cache.values, cache.lengths
+    return run(DecodeCall(call.q, *kv, start, cache.page_table, options, "gluon", deterministic_batch), order, num_sms, backwards)
+
+
+def run(call: DecodeCall, order: Order, num_sms: int = 3, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a call that may be ragged."""
 
     def plan(problem: DecodeProblem, *_: Any) -> DecodePlan:
         found = gluon_plan(problem, num_sms, (9, 0), True)
@@ -54,17 +65,15 @@ def attend(call: Call, order: Order, num_sms: int = 3, backwards: bool = False) 
             raise Refused(found)
         return found
 
-    cache, given = call.cache, dict(call.options)
-    start = given.pop("query_start", None)
-    options = AttentionOptions(**{"sm_scale": cache.head_dim**-0.5, "rotate_keys": cache.rotate_keys} | given)
-    decode_call = DecodeCall(call.q, cache.keys, cache.values, cache.lengths, start, cache.page_table, options, "gluon")
-
     def blocks(problem: DecodeProblem, *_: Any) -> int:
         return queries_of_a_block(problem, (9, 0))
 
-    patched = mock.patch.multiple(_decode_on_gpu, _plan=plan, _queries_of_a_block=blocks)
+    def ragged(problem: DecodeProblem, most: int, *_: Any) -> int:
+        return ragged_blocks(problem, most, (9, 0)).queries
+
+    patched = mock.patch.multiple(_decode_on_gpu, _plan=plan, _queries_of_a_block=blocks, _ragged_block=ragged)
     with patched, machine(order, backwards):
-        return _decode_on_gpu.run(decode_call, compiled=True)
+        return _decode_on_gpu.run(call, compiled=True)
 
 
 def multiply(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from emulation import EARLY, ORDERS, Refused, attend
-from gpu_cases import Call, Case, Variant, build, same_bits, simple, with_scale
+from emulation import EARLY, ORDERS, Refused, attend, run
+from gpu_cases import Call, Case, Variant, build, same_bits, simple, some_of, with_scale
 
 import halfbyte as hb
 from accuracy import lse_bound
+from halfbyte.plans import decode_attention
 from halfbyte.reference.attention import read
 from halfbyte.reference.hadamard import rotate
+from varlen_cases import batch_of
 
 PLAIN = frozenset[str]()
 ROTATED = frozenset({"rotate"})
@@ -211,6 +215,83 @@ def test_a_token_of_a_tail_is_in_no_other_score(hidden: float) -> None:
     other.cache.keys.tail[:, :, 39 % 32] = hidden
     first, second = _attend(plain, ORDERS[0]), _attend(other, ORDERS[0])
     assert all(same_bits(a[:, :, 0], b[:, :, 0]) for a, b in zip(first, second, strict=True))
+
+
+INVARIANT = {
+    "int8, pages": Case(Variant("int8", "int8", group=4, page=16), 2, (700, 7, 0, 1000)),
+    "int4": Case(Variant("int4", "int4", group=8), 1, (900, 130)),
+    "groups, 2 queries, every option": Case(
+        Variant("int8", "int4_g32", group=5, queries=2, page=64, options=frozenset({"window", "alibi", "softcap"})), 1, (600, 77)
+    ),
+    "channels": Case(Variant("int4_channel", "int8", dim=64, group=4), 2, (500, 95)),
+    "sinks and recent tokens": Case(Variant("int4", "int8", group=4, exact=(4, 64)), 2, (600, 3, 200)),
+    "tokens first, two heads, starts, sinks": Case(
+        Variant("int4", "int4", layout="BTHD", group=4, options=frozenset({"starts", "sinks"})), 2, (500, 64)
+    ),
+    "16 bits, rotated, 16 heads": Case(Variant("bf16", "bf16", group=16, options=ROTATED), 1, (400, 65)),
+    "a prompt in blocks, one scale": Case(Variant("fp8_tensor", "int2", group=8, queries=9), 1, (300, 40)),
+}
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of a few hundred tokens have several splits, and groups of them."""
+    monkeypatch.setattr(decode_attention, "FIXED_SPLIT", 256)
+    monkeypatch.setattr(decode_attention, "FIXED_FANIN", 2)
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("name", INVARIANT)
+def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
+    """By any number of programs, alone, in another order, with more capacity: the same bits."""
+    call = build(INVARIANT[name], "cpu")
+    whole = attend(call, ORDERS[0], deterministic_batch=True)
+    assert not call.wrong(*whole)
+    assert all(map(same_bits, attend(call, ORDERS[1], 7, True, True), whole))
+    rows = list(range(len(call.cache.lengths)))
+    for some in (rows[::-1], *([row] for row in rows)):
+        found = attend(some_of(call, some, slack=300), ORDERS[1], 2 + len(some), deterministic_batch=True)
+        assert all(same_bits(a, b[some]) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize(
+    ("keys", "values", "given"),
+    [
+        ("int8", "int4_g32", {}),
+        ("int4", "int4", {"window": 300}),
+        ("int8", "fp8", {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    ],
+    ids=["plain", "window", "softcap"],
+)
+def test_a_token_does_not_depend_on_its_chunk(keys: str, values: str, given: dict[str, Any]) -> None:
+    """A prompt's last tokens, in one chunk with others, next to a decode, and alone, in other pages: the same bits."""
+    prompt, decode = (6, 515), (1, 300)
+
+    def attended(sequences: list[tuple[int, int]], num_sms: int, page: int = 16, cut: slice = slice(None), most: int = 0) -> Any:
+        batch = batch_of(sequences, keys, values, dtype=torch.bfloat16, page=page, cut=cut)
+        call = batch.call("gluon")._replace(deterministic_batch=True, max_query_len=max(most, batch.most))
+        call = call._replace(options=call.options._replace(**given))
+        return [x[0].transpose(0, 1) for x in run(call, ORDERS[0], num_sms)]
+
+    whole = attended([prompt, decode], 3)
+    for part, rows in ((slice(0, 1), slice(0, 6)), (slice(1, 2), slice(6, 7))):
+        for most in (1, 2):  # a decode as such, and as a block
+            found = attended([prompt, decode], 5, 64, part, most)
+            assert all(same_bits(a, b[rows]) for a, b in zip(found, whole, strict=True))
+    batch = batch_of([prompt], keys, values, dtype=torch.bfloat16)
+    for last in (511, 512, 513):
+        at, call = last - 510, batch.call("gluon")
+        call = call._replace(
+            q=call.q[:, :, at : at + 1],
+            lengths=torch.tensor([last], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            max_query_len=1,
+            deterministic_batch=True,
+            options=call.options._replace(**given),
+        )
+        alone = run(call, ORDERS[1], 4)
+        assert all(same_bits(a[0, :, 0], b[at]) for a, b in zip(alone, whole, strict=True))
 
 
 def _attend(call: Call, order: object, num_sms: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -397,6 +397,28 @@ def build(case: Case, device: str) -> Call:
     return Call(q if case.seed % 2 else q.contiguous(), cache, _options(case, normal, lengths))
 
 
+def some_of(call: Call, rows: list[int], slack: int = 0) -> Call:
+    """Sequences of a call, with `slack` more tokens of capacity, which hold junk. Pages stay, and the table has more of them."""
+    index, cache = torch.tensor(rows, device=call.q.device), call.cache
+    _, per_head, per_token, _ = cache.keys.codes.stride()
+
+    def kept(t: torch.Tensor) -> torch.Tensor:
+        t, more = t[index], list(t.shape)
+        more[0], more[token_axis(t)] = len(rows), 0 if cache.keys.format.token_block else slack
+        return laid_out(torch.cat([t, junk(t.new_empty(more))], token_axis(t)), "BTHD" if per_head < per_token else "BHTD")
+
+    def side(buffer: KVBuffer) -> KVBuffer:
+        tail = None if buffer.tail is None else buffer.tail[index]
+        return replace(buffer if cache.page_table is not None else mapped(buffer, kept), tail=tail)
+
+    table = None if cache.page_table is None else cache.page_table[index]
+    if table is not None:
+        table = torch.nn.functional.pad(table, (0, -(-slack // cache.keys.codes.shape[2])))
+    options = {n: x[index] if n in ("starts", "query_start") else x for n, x in call.options.items()}
+    made = wrapped(side(cache.keys), side(cache.values), cache.lengths[index], table, cache.rotate_keys)
+    return Call(call.q[index], made, options)
+
+
 def wrapped(
     keys: KVBuffer, values: KVBuffer, lengths: torch.Tensor, page_table: torch.Tensor | None, rotate_keys: bool
 ) -> hb.KVCache:

@@ -54,12 +54,15 @@ def test_even_batches(most: int, impl: str) -> None:
     assert_same((out,), (expected,))
 
 
-def test_bits_do_not_depend_on_chunks_if_asked(impl: str) -> None:
-    prompt = [(PLACE.size(500, 40), PLACE.size(500, 40)), (3, 70), (1, 77)]
-    given = {"impl": impl, "deterministic_batch": True, "window": 60}
-    whole = batch(prompt[:1], FORMATS[0]).to(PLACE.device).attend(**given)
-    assert_same(in_chunks(batch(prompt[:1], FORMATS[0], page=64).to(PLACE.device), 33, **given), whole)
-    mixed = batch(prompt, FORMATS[0]).to(PLACE.device).attend(**given)
+@pytest.mark.parametrize(("formats", "window"), [(FORMATS[0], 60), (FORMATS[1], None), (FORMATS[3], 1100)])
+def test_bits_do_not_depend_on_chunks_if_asked(formats: tuple[str, str], window: int | None, impl: str) -> None:
+    """By the tuned kernel and by the portable one: at once, in chunks over other pages, token after token, next to others."""
+    prompt = [(PLACE.size(1100, 40), PLACE.size(1100, 40)), (3, 70), (1, 77)]
+    given = {"impl": "gluon" if impl == "auto" else impl, "deterministic_batch": True, "window": window}
+    whole = batch(prompt[:1], formats).to(PLACE.device).attend(**given)
+    for page, chunk in ((64, 33), (16, 1)):
+        assert_same(in_chunks(batch(prompt[:1], formats, page=page).to(PLACE.device), chunk, **given), whole)
+    mixed = batch(prompt, formats).to(PLACE.device).attend(**given)
     assert_same(tuple(x[: prompt[0][0]] for x in mixed), whole)
 
 

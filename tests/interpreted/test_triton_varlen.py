@@ -70,6 +70,19 @@ def test_blocks_of_ragged_queries_are_sequences_of_their_own(queries: int, monke
     batch_of(MIXED, "int4", "int4", dtype=torch.bfloat16, padding=1).check("triton", exact=True)
 
 
+@pytest.mark.parametrize("most", [3, 7, 20])
+def test_blocks_in_several_launches_have_the_same_bits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some sequences and some tokens each: with deterministic_batch no number of them leads to another kernel."""
+    monkeypatch.setattr(on_gpu, "_queries_of_a_ragged_block", lambda call: 4)
+    batch = batch_of(MIXED, dtype=torch.bfloat16, padding=21)
+    whole = batch.attend(impl="triton", deterministic_batch=True)
+    monkeypatch.setattr(on_gpu, "most_sequences", lambda heads, capacity: most)
+    assert_same(batch.attend(impl="triton", deterministic_batch=True), whole)
+    plain = batch.attend(impl="triton")
+    for got, expected in zip(whole, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("queries", [3, 16])
 def test_blocks_of_bounds_that_no_engine_makes(queries: int) -> None:
     """Every index lies where there is something, and every token has a result."""

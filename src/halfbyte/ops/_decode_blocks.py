@@ -27,7 +27,7 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
     held = c.lengths.to(q.device, non_blocking=True)  # which may be in pinned memory of the host
     first = held - length if c.query_start is None else c.query_start
     query_start = first[:, None] + torch.arange(0, count * queries, queries, dtype=torch.int32, device=q.device)
-    most = max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, c.keys.heads * c.capacity)))
+    most = most_sequences(c.keys.heads, c.capacity)
     some = max(1, most // count)
     for b, begin in itertools.product(range(0, batch, some), range(0, count, most)):
         here, those = slice(b, b + some), slice(begin, begin + most)
@@ -50,10 +50,16 @@ def blocks_of(c: DecodeCall, queries: int, results: Tensors) -> Iterator[tuple[D
         yield call, tuple(whole[here, :, begin * queries :] for whole in results)
 
 
+def most_sequences(heads: int, capacity: int) -> int:
+    """Sequences, or blocks of them, that one launch of a tuned kernel takes."""
+    return max(1, min(MOST_SEQUENCES, MOST_TOKENS // max(1, heads * capacity)))
+
+
 def blocks_of_ragged(c: DecodeCall, queries: int) -> tuple[DecodeCall, Tensors]:
     """Ragged queries over pages as blocks of `queries` tokens, each a sequence of its own; and the places of tokens.
 
-    Sequence b begins with block cu_seqlens_q[b] // queries + b, so the host knows how many blocks there are at most.
+    Sequence b begins with block cu_seqlens_q[b] // queries + b, so the host knows how many blocks there are at most. Tokens before
+    cu_seqlens_q[0], which is not 0 in a part of a call, are no blocks', and padding as those behind the last one are.
     """
     assert c.cu_seqlens_q is not None and c.page_table is not None
     tokens, batch, device = c.q.shape[2], len(c.lengths), c.q.device
@@ -70,7 +76,7 @@ def blocks_of_ragged(c: DecodeCall, queries: int) -> tuple[DecodeCall, Tensors]:
     call = c._replace(
         q=q.masked_fill_(~real[:, :, None], 0).transpose(0, 1),
         lengths=torch.where(real[:, 0], c.lengths[owner], 0),
-        query_start=(c.lengths[owner] - counts[owner] + begin).int(),
+        query_start=((c.lengths - counts if c.query_start is None else c.query_start)[owner] + begin).int(),
         page_table=c.page_table[owner],
         options=c.options._replace(starts=starts, ends=ends),
         cu_seqlens_q=None,
@@ -78,7 +84,7 @@ def blocks_of_ragged(c: DecodeCall, queries: int) -> tuple[DecodeCall, Tensors]:
     )
     sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, batch - 1)
     inside = (token - bounds[sequence]).clamp_min(0)
-    return call, (first[sequence] + inside // queries, inside % queries, token >= bounds[-1])
+    return call, (first[sequence] + inside // queries, inside % queries, (token < bounds[0]) | (token >= bounds[-1]))
 
 
 def from_blocks(result: torch.Tensor, places: Tensors, otherwise: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ the compiled kernel, all sizes and strides) is stored in the launch cache; later
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall
-from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, put
+from halfbyte.ops._decode_blocks import blocks_of, blocks_of_ragged, from_blocks, most_sequences, put
 from halfbyte.ops._decode_problem import DTYPES, problem_of
 from halfbyte.ops.launch_cache import Layout, Signature, layout, replay, signature, store
 from halfbyte.ops.workspace import counters, floats, shared
@@ -58,6 +59,11 @@ def run(
     with torch.cuda.device_of(q):
         call = _dense(call)
         if call.cu_seqlens_q is not None:
+            one_each = call.deterministic_batch and call.max_query_len == 1 and q.shape[2] == len(call.lengths)
+            if one_each and _queries_of_a_ragged_block(call):
+                decodes = call._replace(q=q[0].transpose(0, 1).unsqueeze(2), cu_seqlens_q=None, max_query_len=0)
+                out, lse = run(decodes, compiled=compiled, into=out[0].transpose(0, 1).unsqueeze(2))
+                return out.squeeze(2).transpose(0, 1)[None], lse.squeeze(2).t()[None]
             _run_ragged(call, out, lse, compiled)
             return out, lse
         problem = problem_of(call)
@@ -95,6 +101,9 @@ def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: boo
         out.zero_()
         lse.fill_(-math.inf)
     elif queries := _queries_of_a_ragged_block(call):
+        if call.deterministic_batch:
+            _run_ragged_pieces(call, queries, out, lse, own)
+            return
         blocks, places = blocks_of_ragged(call, queries)
         for whole, part, otherwise in zip((out, lse), _run_block(blocks, own), (0, -math.inf), strict=True):
             whole[0].transpose(0, 1).copy_(from_blocks(part, places, otherwise))
@@ -102,9 +111,41 @@ def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: boo
         _launch_ragged(call, out, lse, own)
 
 
+def _run_ragged_pieces(call: DecodeCall, queries: int, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
+    """Blocks of ragged queries in as many launches as they take: no number of tokens or sequences leads to another kernel."""
+    bounds, tokens, batch = call.cu_seqlens_q, call.q.shape[2], len(call.lengths)
+    assert bounds is not None
+    assert call.page_table is not None
+    found = out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    for whole, otherwise in zip(found, (0, -math.inf), strict=True):
+        whole.fill_(otherwise)
+    most = most_sequences(call.keys.heads, call.capacity)
+    some = max(1, min(batch, most // 2))
+    many = max(1, most - some) * queries
+    for b, first in itertools.product(range(0, batch, some), range(0, tokens, many)):
+        here, those = slice(b, b + some), slice(first, first + many)
+        begin, lengths = bounds[b : b + some + 1], call.lengths[here]
+        piece = call._replace(
+            q=call.q[:, :, those],
+            lengths=lengths,
+            query_start=lengths - begin.diff() + (first - begin[:-1]).clamp_min(0),
+            page_table=call.page_table[here],
+            cu_seqlens_q=(begin - first).clamp(0, min(many, tokens - first)),
+            options=call.options._replace(starts=_part(call.options.starts, here), ends=_part(call.options.ends, here)),
+        )
+        blocks, places = blocks_of_ragged(piece, queries)
+        for whole, part in zip(found, _run_block(blocks, own), strict=True):
+            rows = whole[those]
+            rows.copy_(torch.where(places[2].view(-1, *[1] * (rows.ndim - 1)), rows, from_blocks(part, places, 0.0)))
+
+
+def _part(t: torch.Tensor | None, some: slice) -> torch.Tensor | None:
+    return None if t is None else t[some]
+
+
 def _queries_of_a_ragged_block(call: DecodeCall) -> int:
     """New tokens that the tuned kernel takes at a time; 0: it takes none."""
-    if call.impl == "triton" or call.deterministic_batch or call.page_table is None or call.keys.tail is not None:
+    if call.impl == "triton" or call.page_table is None or call.keys.tail is not None:
         return 0
     return _ragged_block(problem_of(call), call.max_query_len, call.impl, _index(call.q), pair_launches())
 

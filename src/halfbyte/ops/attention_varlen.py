@@ -49,8 +49,8 @@ def attention_varlen(
     prefill       "cache": every key and value is read as it is stored. "exact": those of this call are taken from k and v
     k, v          [T, H, D] and [T, H, Dv], only for "exact": what was appended, before it was quantized
     out           [T, Hq, Dv] in q's dtype, to be written and returned; without a copy where it is contiguous
-    deterministic_batch   a token's result on a GPU has the same bits however tokens are cut into calls and batches: this takes the
-                  portable kernel and tiles of one size
+    deterministic_batch   a token's result on a GPU has the same bits however tokens are cut into calls and batches: this takes
+                  splits and blocks of one size, so that prompts take longer
 
     With "cache" a token sees the same codes and the same keys however its prompt is cut into chunks, whatever the pages' size and
     whoever else is in the batch. `cpu` and `reference` give fp32 queries the same bits, too; other levels keep the accuracy

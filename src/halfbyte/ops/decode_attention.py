@@ -142,8 +142,8 @@ def decode_attention(
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
     out           [B, Hq, L, Dv] in q's dtype, to be written and returned; without a copy on a GPU where it is contiguous
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
-    deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes the portable kernel
-                  and splits of fixed size; the `cpu` and `reference` levels compute one sequence after the other
+    deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes splits of fixed
+                  size; the `cpu` and `reference` levels compute one sequence after the other
 
     Types: scores and sums of 16-bit queries are fp32. Queries of 32 and 64 bits are computed in float64 and have no kernel: on a
     GPU they run blocked torch code, many times slower, which a CUDA graph cannot record.

@@ -20,6 +20,8 @@ from halfbyte.reference.hadamard import block_size, rotated
 WIDEST, MOST_TOKENS, MOST_SEQUENCES = 2**30, 2**32, 4096
 #: Query rows of a KV head times the size of a head that the registers of the kernel for few rows hold.
 MOST_NUMBERS = 4096
+#: Tokens of a split where bits must not depend on the batch, and how many such splits are added at first.
+FIXED_SPLIT, FIXED_FANIN = 1024, 16
 
 
 def programs(items: int, slots: int) -> int:
@@ -111,15 +113,19 @@ class DecodePlan:
     programs: int
     work_items: int  # KV heads of sequences, or pairs of them
     why: str
+    groups: int = 0  # of `reduce_fanin` splits of fixed size, in a full work item
 
     @property
     def floats(self) -> int:
-        """fp32 numbers of a workspace: a program leaves two partial results at most."""
-        return 2 * self.programs * self.spec.partial_floats
+        """fp32 numbers of a workspace: two partial results a program, or two groups of splits, and sums of groups."""
+        partials = 2 * self.programs * (self.spec.reduce_fanin if self.spec.split else 1) + self.work_items * self.groups
+        return partials * self.spec.partial_floats
 
     @property
     def semaphores(self) -> int:
-        """Semaphores of a workspace: one a work item, two for every `reduce_fanin` programs."""
+        """Semaphores of a workspace: one a work item, two for every `reduce_fanin` programs, or one a program."""
+        if self.spec.split:
+            return self.work_items + self.programs
         return self.work_items + 2 * -(-self.programs // self.spec.reduce_fanin)
 
     def describe(self) -> dict[str, str]:
@@ -129,13 +135,16 @@ class DecodePlan:
         divided = f"16 of {spec.padded_rows} query rows" if wgmma else f"{spec.tokens} by {spec.padded_rows} query rows"
         exact = f"{spec.chunks} chunks of {spec.chunk} tokens in 16 bits, each shared out as {spec.chunk_cost / 8:g} tiles"
         tail = {"tail": exact} if spec.tail_rows else {}
+        splits = "where shares meet inside a work item; the last program to arrive reduces, in fixed order"
+        if spec.split:
+            splits = f"{spec.split} tokens each, whatever the batch; the last program to arrive reduces, in the order of tokens"
         return {
             "kernel": "gluon (tuned)" + ", wgmma for many query rows" * wgmma,
             "tile": f"{spec.tile} tokens: {spec.warps} warps of {divided}",
             **tail,
             "ring": f"{spec.stages} tiles, {spec.shared_bytes / 1024:.0f} KB of shared memory a program",
             "programs": f"{self.programs}; each takes an equal share of the tokens, by the lengths on the device",
-            "splits": "where shares meet inside a work item; the last program to arrive reduces, in fixed order",
+            "splits": splits,
         }
 
 
@@ -160,22 +169,30 @@ def gluon_plan(p: DecodeProblem, num_sms: int, capability: Capability, use_pdl: 
             return (
                 f"{exact}; the tuned kernel reads them for {MOST_NUMBERS // max(p.dim, p.value_dim)} query rows per KV head at most"
             )
-        if not supports_wgmma(capability):
+        if p.deterministic_batch or not supports_wgmma(capability):
             dim = max(p.dim, p.value_dim)
-            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel on this GPU"
+            where = "with deterministic_batch" if p.deterministic_batch else "on this GPU"
+            return f"{p.rows} query rows of {dim} per KV head exceed the registers of the tuned kernel {where}"
         wgmma = wgmma_spec(keys, values, p.rows, p.queries, padded(p.batch), p.page, flags, limit)
         if isinstance(wgmma, str):
             return wgmma
         return _wgmma_plan(replace(wgmma[0], rotate=rotate), wgmma[1], p.batch * p.heads, num_sms)
-    lean = p.queries == 1 and not p.alibi and not p.softcap
-    even = not (p.page or p.window) and all(s.token_stride == 1 and s.scale_stride == 1 for s in (keys, values))
+    lean = (p.queries == 1 or p.deterministic_batch) and not p.alibi and not p.softcap
+    even = not (p.page or p.window or p.deterministic_batch) and all(
+        s.token_stride == 1 and s.scale_stride == 1 for s in (keys, values)
+    )
     heads = _heads(keys, values, p.heads)
     warps, tokens, stages, per_sm = shape_of(keys, values, heads, rows, lean, lean and even, limit)
     spec = DecodeSpec(keys, values, warps, tokens, stages, p.rows, rows, p.queries, padded(p.batch), p.page, **flags, heads=heads)
     spec = replace(spec, sink_tokens=p.sink_tokens, recent_tokens=p.recent_tokens)
+    items = p.batch * p.heads // heads
+    if p.deterministic_batch:
+        spec, per_sm = _in_fixed_splits(replace(spec, rotate=rotate), per_sm, limit)
     if spec.shared_bytes > limit:
         return f"its ring takes {spec.shared_bytes} bytes of shared memory and this GPU has {limit}"
-    items = p.batch * p.heads // heads
+    if spec.split:
+        count = programs(items, num_sms * per_sm)
+        return DecodePlan(spec, count, items, _why(spec, count, items), -(-p.capacity // (spec.split * spec.reduce_fanin)))
     alone = _one_each(spec, lean, items, num_sms, limit)
     if alone is None and lean and even:
         alone = _many_partials(spec, items, p.capacity, num_sms, limit)
@@ -192,7 +209,11 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
     """
     narrow = MOST_NUMBERS // max(p.dim, p.value_dim)
     if p.rows <= narrow:
-        return 0
+        many = p.batch > MOST_SEQUENCES or p.batch * p.heads * p.capacity > MOST_TOKENS
+        one = replace(p, batch=1)
+        return p.queries if many and p.deterministic_batch and isinstance(gluon_plan(one, 1, capability, True), DecodePlan) else 0
+    if p.deterministic_batch:
+        p = replace(p, batch=1)  # blocks are launched in as many pieces as it takes
     for rows in (MOST_ROWS, narrow) if supports_wgmma(capability) else (narrow,):
         queries = min(p.queries, rows // p.group)
         # Whether it takes them does not depend on the number of multiprocessors.
@@ -204,6 +225,8 @@ def queries_of_a_block(p: DecodeProblem, capability: Capability) -> int:
 def ragged_blocks(p: DecodeProblem, most: int, capability: Capability) -> DecodeProblem:
     """Ragged queries, at most `most` of a sequence, as a tuned kernel takes them: each block of them is a sequence of its own."""
     even = replace(p, ragged=False, batch=1, queries=min(most, p.queries))
+    if p.deterministic_batch:  # as many as fill the rows of a decode, whatever the call
+        return replace(even, queries=max(1, 8 // p.group))
     queries = queries_of_a_block(even, capability) or even.queries
     return replace(even, queries=queries, batch=p.queries // queries + p.batch)
 
@@ -238,15 +261,16 @@ def _refusal(p: DecodeProblem, capability: Capability) -> str:
     """Why the tuned kernel cannot run a problem, formats aside; "" if nothing is in the way."""
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the tuned kernel needs 8.0"
-    if p.deterministic_batch:
-        return "deterministic_batch: the tuned kernel partitions the whole batch"
     if p.ragged:
         return "ragged queries; the tuned kernel takes blocks of them, over pages of keys without a tail"
     if not p.aligned:
         codes = "codes are not aligned to 16 bytes, not contiguous along a head, or the queries span 2^31 elements or more"
         return codes + (", or the tail of the keys is not contiguous" if format_of(p.keys).token_block else "")
-    for name in (p.keys, p.values):
+    for name, dim in ((p.keys, p.dim), (p.values, p.value_dim)):
         fmt = format_of(name)
+        row = dim * fmt.code.bits // 8
+        if p.deterministic_batch and not p.page and row % 32:
+            return f"deterministic_batch: the capacity decides whether heads of {row} bytes are aligned"
         if not fmt.is_quantized and fmt.name != p.dtype:
             return f"{p.dtype} queries over {fmt.name} keys or values"
     if p.page and (p.page & (p.page - 1) or p.page < 16):
@@ -295,6 +319,18 @@ def shape_of(
         if rings:
             return 4, tokens, (enough[:1] or rings[-1:])[0].stages, per_sm
     return 4, 16, 2, 1
+
+
+def _in_fixed_splits(spec: DecodeSpec, per_sm: int, limit: int) -> tuple[DecodeSpec, int]:
+    """The spec with splits of fixed size, and programs of a multiprocessor. Its ring goes on while warps are summed, elsewhere."""
+    one = replace(spec, split=FIXED_SPLIT, reduce_fanin=FIXED_FANIN, separate_reduce_smem=True)
+    for together, stages in product(range(per_sm, 0, -1), range(spec.stages, 1, -1)):
+        padded = [replace(one, stages=stages, pad_slots=slots) for slots in (0, 1)]
+        fitting = [s for s in padded if together * (s.shared_bytes + 1024) <= limit]
+        alone = [s for s in fitting if spec.padded_rows == 8 and (together + 1) * (s.shared_bytes + 1024) > limit]
+        if fitting:
+            return (alone or fitting)[0], together
+    return replace(one, stages=2), 1
 
 
 def _filled(spec: DecodeSpec, per_sm: int, limit: int) -> DecodeSpec:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from halfbyte.device import Capability
 from halfbyte.formats import Format
-from halfbyte.plans.decode_attention import DecodeProblem, format_of
+from halfbyte.plans.decode_attention import FIXED_SPLIT, DecodeProblem, format_of
 
-#: Tokens of one split where the split must not depend on the batch: a function of a sequence's own length only.
-_FIXED_CHUNK = 1024
 #: Programs that keep one multiprocessor busy, warps counted: beyond them more splits only cost.
 _WARPS_PER_SM = 16
 
@@ -64,7 +62,7 @@ def _tiles(p: DecodeProblem, batch: int, rows: int, num_sms: int, capability: Ca
         dim=max(p.dim, p.value_dim),
         num_sms=num_sms,
         capability=capability,
-        chunk=_FIXED_CHUNK if p.deterministic_batch else 0,
+        chunk=FIXED_SPLIT if p.deterministic_batch else 0,
     )
 
 

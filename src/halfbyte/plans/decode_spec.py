@@ -136,6 +136,7 @@ class DecodeSpec:
     rotate: int = 0  # dims of a Hadamard block, where queries are to be rotated as keys are; 0: they are not
     sink_tokens: int = 0  # tokens that are read in 16 bits: the first ones, and the last
     recent_tokens: int = 0
+    split: int = 0  # tokens of which a partial result is made, whatever the batch; 0: those of a program's share
 
     wgmma: ClassVar[bool] = False  # whether it is the kernel for many query rows
 
@@ -173,6 +174,11 @@ class DecodeSpec:
     def tile(self) -> int:
         """Tokens of one tile."""
         return self.runs * self.tokens
+
+    @property
+    def split_tiles(self) -> int:
+        """Tiles of a split."""
+        return self.split // self.tile
 
     @property
     def tail_rows(self) -> int:

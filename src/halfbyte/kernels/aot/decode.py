@@ -20,12 +20,34 @@ from halfbyte.plans.decode_spec import DecodeWgmmaSpec
 _SUMS = "up to 72 bytes, where parts of a unit are added: nothing is spilled in the loop over tiles"
 _CHANNELS = "up to 152 bytes, where more than 8 query rows take per-channel scales; 8 bytes with 8 rows on sm_80"
 _TAIL = "up to 208 bytes, where 16 query rows, or heads of 256, take a tail: none in the loop over tiles but with heads of 256"
+_SPLITS = "up to 96 bytes, where queries stay in registers while splits of fixed size are added, of 16 rows or with a tail"
 _FULL = "up to 72 bytes: heads of 256, many rows, or masks by row, fill the registers; tiles were chosen for sm_90"
+
+
+#: Calls of the sample that are compiled with `deterministic_batch`, too.
+_INVARIANT = {
+    "int4-int4-D128-G8-L1",
+    "int8-int8-D128-G8-L1-page64-sinks",
+    "int8-int4_g32-D128-G4-L1-page64-rotate-window",
+    "int4_g32-int4_g32-D128-G4-L4-alibi",
+    "int8_token-int8_token-D96-G5-L2-starts",
+    "int4_channel-int8_g32-D64-G8-L1-page64-rotate",
+    "bf16-bf16-D128-G4-L1",
+    "int2-int2-D128-G8-L1-many",
+    "int4-int4-D128-G8-L1-tokens-first",
+    "int4-int4-D128-G8-L1-recent",
+}
 
 
 def configurations() -> list[Configuration]:
     """Those of every call of the sample."""
-    return [c for one in sample() for c in _configurations(one)]
+    calls = list(sample())
+    calls += [
+        one._replace(name=f"{one.name}-invariant", call=one.call._replace(deterministic_batch=True))
+        for one in calls
+        if one.name in _INVARIANT
+    ]
+    return [c for one in calls for c in _configurations(one)]
 
 
 def recorded_launch(name: str, call: DecodeCall, plan: DecodePlan) -> list[Configuration]:
@@ -49,6 +71,8 @@ def _configurations(one: Sample) -> Iterator[Configuration]:
                 spilling = _CHANNELS
             if spec.tail_rows and spec.numbers > 1024:
                 spilling = _TAIL
+            if spec.split and (spec.padded_rows > 8 or spec.tail_rows):
+                spilling = _SPLITS
             target = 10 * capability[0] + capability[1]
             for found in recorded_launch(f"{one.name}-{of_capability(capability)}", one.call, plan):
                 yield replace(found, targets=(target,), may_spill=spilling)
@@ -62,7 +86,7 @@ def problem_of(call: DecodeCall) -> DecodeProblem:
     return DecodeProblem(
         *(plain_format(call.q.dtype).name, batch, k.heads, query_heads // k.heads, queries, dim, call.values.dim, call.capacity),
         *(k.format.name, call.values.format.name, page),
-        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, False),
+        *(True, o.window is not None, o.alibi_slopes is not None, o.softcap is not None, call.deterministic_batch),
         *(stride, stride, stride, stride),
         *(o.rotate_keys, False, k.sink_tokens, k.recent_tokens),
     )

@@ -235,7 +235,8 @@ def powers_of(top):
 def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
     """Queries as mma operands, their sums per group, and the factor that scores are to be multiplied by.
 
-    For fp16 operands the rows are multiplied by a power of two that puts the largest number of all at 2^8.
+    For fp16 operands the rows are multiplied by a power of two that puts the largest number of all at 2^8; in splits of fixed size
+    that of each row, whose bits know of no other.
     """
     mma: gl.constexpr = mma_layout(C)
     lb: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -250,9 +251,13 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
         for j in gl.static_range(1, gl.constexpr(S.sections * S.operands)):
             largest = gl.maximum(largest, gl.abs(loaded[j].to(gl.float32)))
         largest = gl.where(largest < float("inf"), largest, 0.0)  # else one infinity would make all other rows 0
-        top = gl.max(gl.max(largest, axis=1), axis=1)
-        up, down = powers_of(top)
-        up = gl.convert_layout(up, gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
+        if C.split > 0:
+            up, down = powers_of(gl.max(largest, axis=1))
+            up = up[:, None, :]
+        else:
+            top = gl.max(gl.max(largest, axis=1), axis=1)
+            up, down = powers_of(top)
+            up = gl.convert_layout(up, gl.SliceLayout(1, gl.SliceLayout(2, lb)))[:, None, None]
         i = gl.arange(0, S.rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, lb)))[None, :, None]
         made = ()
         sums = ()
@@ -270,7 +275,10 @@ def query_operands(loaded, S: gl.constexpr, C: gl.constexpr):
                     x = _divided(x, j, S)
                 made = made + (x,)
             sums = sums + (gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, mma))[:, None, :],)
-        factor = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+        if C.split > 0:
+            factor = gl.convert_layout(down, gl.SliceLayout(1, mma))[:, None, :]
+        else:
+            factor = gl.convert_layout(down, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
         return made, sums, factor
 
 

@@ -21,6 +21,9 @@ Queries, scales and sums differ by stream; all else is as with one head, and so 
 Work is partitioned on the device. Each item costs its tiles of tokens plus a constant; the programs take equal shares of the total,
 so a share may begin and end inside an item. An item that one program computes alone is written at once; else the partial results go
 to the workspace and the program that arrives last adds them up, in the order of the programs and never of their arrival.
+
+With `deterministic_batch` shares meet where splits of a fixed size do. Every split has a state of its own, whoever computes it, and
+those are added in the order of tokens; the ring goes on across them.
 """
 
 # ruff: noqa: RUF005, SIM108, E741
@@ -50,11 +53,55 @@ from halfbyte.kernels.decode.loads import (
     rows_of_head,
 )
 from halfbyte.kernels.decode.per_channel import tail_scores, whole_blocks
-from halfbyte.kernels.decode.reduce import add_partials, partial_slot, split_planes, sum_warps, write_partial, write_rows
+from halfbyte.kernels.decode.reduce import add_partials, add_split, partial_slot, split_planes, sum_warps, write_partial, write_rows
 from halfbyte.kernels.decode.rotation import rotate_operands
 from halfbyte.kernels.decode.softmax import accumulate, adjust, empty_state, raw_scores
 from halfbyte.kernels.decode.tail import add_tail
-from halfbyte.kernels.decode.work_split import chunk_at, coded_keys, next_work_item, partition, visible_keys, work_item_at
+from halfbyte.kernels.decode.work_split import (
+    chunk_at,
+    coded_keys,
+    next_work_item,
+    partition,
+    position_of_split,
+    splits_of,
+    visible_keys,
+    work_item_at,
+)
+
+
+@gluon.jit
+def _add_tiles(state, slot, page, begin, end, t_end, rings, keys, scoring, head, call, C: gl.constexpr):
+    """The state, the ring's slot and the page behind tiles begin .. end of a work item; requests go as far as t_end."""
+    KS: gl.constexpr = C.keys
+    VS: gl.constexpr = C.values
+    k_rings, v_rings, k_at, v_at = rings
+    lo, lo_all, hi_all, coded, hi, limit, tail = keys
+    operands, sums, factor, position, slopes, row = scoring
+    for tile in range(begin, end):
+        async_copy.wait_group(C.stages - 2)
+        free = gl.where(slot == 0, C.stages - 1, slot - 1)
+        page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, coded, hi, C)
+        token = tile * C.tile + row
+        if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
+            s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
+            s = adjust(s, token, position, slopes, call.softcap, C)
+            state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
+        else:
+            s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
+            if KS.scale == "channel":
+                s = gl.where(token >= coded, tail, s)
+            s = adjust(s, token, position, slopes, call.softcap, C)
+            there = (token >= lo) & (token < hi)
+            if C.queries == 1:
+                s = gl.where(there, s, float("-inf"))
+            else:
+                visible = there & (token <= position) & (token < limit)
+                if C.window:
+                    visible = visible & (token > position - call.window)
+                s = gl.where(visible, s, float("-inf"))
+            state = accumulate(v_rings, slot, head, s, there, state, False, VS, C)
+        slot = gl.where(slot == C.stages - 1, 0, slot + 1)
+    return state, slot, page
 
 
 @gluon.jit
@@ -91,9 +138,9 @@ def decode_few_rows(call: Call, C: gl.constexpr):
         for i in range(C.stages - 1):
             page = fetch(k_rings, v_rings, i, k_at, v_at, t_begin + i, page, t_end, lo, coded, hi, C)
 
-        # Who shares this item, while its first tile is on the way.
-        first_program = program_at(start, programs, total)
-        last_program = program_at(start + cost - 1, programs, total)
+        if C.split == 0:  # Who shares this item, while its first tile is on the way.
+            first_program = program_at(start, programs, total)
+            last_program = program_at(start + cost - 1, programs, total)
 
         if C.rotate:
             loaded = rotate_operands(loaded, KS, C)
@@ -125,56 +172,66 @@ def decode_few_rows(call: Call, C: gl.constexpr):
             lo_all = gl.maximum(lo, first + (C.queries - call.window))
         hi_all = gl.minimum(coded, gl.minimum(limit, first + 1))
 
+        tail = ()
         if KS.scale == "channel":
             tail = gl.full([C.kv_warps, C.tokens, C.padded_rows], 0.0, gl.float32, mma)
             if (hi > coded) & (t_begin * C.tile <= coded) & (coded < t_end * C.tile):
                 tail_at = call.k.tail + first_head(b, head, call) * (KS.block * KS.words * KS.codes_per_word)
                 tail = tail_scores(tail_at, coded, lo, hi, operands, factor, KS, C)
 
-        state = empty_state(VS, C)
-        slot = 0
-        for tile in range(t_begin, t_end):
-            async_copy.wait_group(C.stages - 2)
-            free = gl.where(slot == 0, C.stages - 1, slot - 1)
-            page = fetch(k_rings, v_rings, free, k_at, v_at, tile + (C.stages - 1), page, t_end, lo, coded, hi, C)
-            token = tile * C.tile + row
-            if (tile * C.tile >= lo_all) & (tile * C.tile + C.tile <= hi_all):
-                s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
-                s = adjust(s, token, position, slopes, call.softcap, C)
-                state = accumulate(v_rings, slot, head, s, True, state, True, VS, C)
-            else:
-                s = raw_scores(k_rings, slot, head, operands, sums, factor, KS, C)
-                if KS.scale == "channel":
-                    s = gl.where(token >= coded, tail, s)
-                s = adjust(s, token, position, slopes, call.softcap, C)
-                there = (token >= lo) & (token < hi)
-                if C.queries == 1:
-                    s = gl.where(there, s, float("-inf"))
-                else:
-                    visible = there & (token <= position) & (token < limit)
-                    if C.window:
-                        visible = visible & (token > position - call.window)
-                    s = gl.where(visible, s, float("-inf"))
-                state = accumulate(v_rings, slot, head, s, there, state, False, VS, C)
-            slot = gl.where(slot == C.stages - 1, 0, slot + 1)
-        async_copy.wait_group(0)
-
-        item = b * (call.heads // C.heads) + h
-        m, l, z, o = state
-        state = m, l, z, split_planes(o, VS, C)
-        if C.tail_rows:
-            if KS.scale != "tensor":
-                exact_factor = factor * (1.0 / KS.step)  # the same, without a register in the loop
-            here = visible_keys(b, True, call, C)  # once more: no register is free for it in the loop
-            part = chunk_at(begin, here, C), chunk_at(end, here, C)
-            state = add_tail(state, call, first_head(b, head, call), part, here, (operands, exact_factor, position, slopes), C)
-        merged = sum_warps(k_rings[0], state, VS, C)
-        whole = (begin == 0) & (end == cost)
-        if not whole:
-            write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
-            whole, merged = add_partials(call, item, call.batch * (call.heads // C.heads), first_program, last_program, VS, C)
-        if whole:
-            write_rows(call, item * C.heads, head, merged, VS, C)
+        rings = k_rings, v_rings, k_at, v_at
+        keys = lo, lo_all, hi_all, coded, hi, limit, tail
+        scoring = operands, sums, factor, position, slopes, row
+        if C.split == 0:
+            state = empty_state(VS, C)
+            slot = gl.to_tensor(0)
+            state, slot, page = _add_tiles(state, slot, page, t_begin, t_end, t_end, rings, keys, scoring, head, call, C)
+            async_copy.wait_group(0)
+            item = b * (call.heads // C.heads) + h
+            m, l, z, o = state
+            state = m, l, z, split_planes(o, VS, C)
+            if C.tail_rows:
+                if KS.scale != "tensor":
+                    exact_factor = factor * (1.0 / KS.step)  # the same, without a register in the loop
+                here = visible_keys(b, True, call, C)  # once more: no register is free for it in the loop
+                part = chunk_at(begin, here, C), chunk_at(end, here, C)
+                state = add_tail(state, call, first_head(b, head, call), part, here, (operands, exact_factor, position, slopes), C)
+            merged = sum_warps(k_rings[0], state, VS, C)
+            whole = (begin == 0) & (end == cost)
+            if not whole:
+                write_partial(call.results.partial, partial_slot(program, begin == 0), merged, VS, C)
+                whole, merged = add_partials(call, item, call.batch * (call.heads // C.heads), first_program, last_program, VS, C)
+            if whole:
+                write_rows(call, item * C.heads, head, merged, VS, C)
+        else:
+            first_split, last_split, split_begin, split_end = splits_of(here, begin, end, cost, t_begin, t_end, C)
+            item = b * (call.heads // C.heads) + h
+            slot = 0
+            for split in range(split_begin, split_end):
+                t_start = gl.maximum(split * C.split_tiles, t_begin)
+                t_stop = gl.minimum(split * C.split_tiles + C.split_tiles, t_end)
+                state, slot, page = _add_tiles(
+                    empty_state(VS, C), slot, page, t_start, t_stop, t_end, rings, keys, scoring, head, call, C
+                )
+                m, l, z, o = state
+                state = m, l, z, split_planes(o, VS, C)
+                visible = here
+                if C.tail_rows:
+                    visible = visible_keys(b, True, call, C)
+                    part = 0, gl.where(split == first_split, chunk_at(cost, visible, C), 0)
+                    scores = operands, exact_factor if KS.scale == "tensor" else factor * (1.0 / KS.step), position, slopes
+                    state = add_tail(state, call, first_head(b, head, call), part, visible, scores, C)
+                merged = sum_warps(k_rings[0], state, VS, C)
+                whole = last_split - first_split == 1
+                if not whole:
+                    group = split // C.reduce_fanin * C.reduce_fanin
+                    owner = program_at(start + position_of_split(group, visible, C), programs, total)
+                    whole, merged = add_split(
+                        call, item, split, (first_split, last_split), (split_begin, split_end), owner, merged, VS, C
+                    )
+                if whole:
+                    write_rows(call, item * C.heads, head, merged, VS, C)
+            async_copy.wait_group(0)
         x, b, h, start = next_work_item(b, h, start, cost, end, call.heads // C.heads)
         if C.reuses_ring:
             barrier()  # the next item's first requests must not overtake a warp that still reads sums from where they go

@@ -213,7 +213,8 @@ def _load_partial(base, offsets, ok, other, sure: gl.constexpr):
 
 @gluon.jit
 def _load_partials(Partial, begin, step, last, first, many: gl.constexpr, sure: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
-    """m, l and values by section of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all)."""
+    """m, l and values by section of one head in `many` parts: programs begin, begin + step, ..., as far as `last` (`sure`: all); in
+    splits of fixed size slots instead, those from `first` on."""
     R: gl.constexpr = C.padded_rows
     G: gl.constexpr = S.sections
     size: gl.constexpr = S.rows * R * S.operands
@@ -223,11 +224,16 @@ def _load_partials(Partial, begin, step, last, first, many: gl.constexpr, sure: 
     vs = ()
     for y in gl.static_range(many):
         program = begin + y * step
-        base = Partial + partial_slot(program, program == first).to(gl.int64) * C.partial_floats
-        ms = ms + (_load_partial(base + G * size, r, program <= last, -3.0e38, sure),)
-        ls = ls + (_load_partial(base + (G * size + R), r, program <= last, 0.0, sure),)
+        if C.split > 0:
+            base = Partial + program.to(gl.int64) * C.partial_floats
+            there = (program >= first) & (program <= last)
+        else:
+            base = Partial + partial_slot(program, program == first).to(gl.int64) * C.partial_floats
+            there = program <= last
+        ms = ms + (_load_partial(base + G * size, r, there, -3.0e38, sure),)
+        ls = ls + (_load_partial(base + (G * size + R), r, there, 0.0, sure),)
         for g in gl.static_range(G):
-            vs = vs + (_load_partial(base + g * size, at, program <= last, 0.0, sure),)
+            vs = vs + (_load_partial(base + g * size, at, there, 0.0, sure),)
     return ms, ls, vs
 
 
@@ -284,12 +290,16 @@ def _nothing(S: gl.constexpr, C: gl.constexpr):
     return state
 
 
+@gluon.constexpr_function
+def _at_a_time(S, C):  # as many parts as 64 registers hold, 8 heads' at most
+    return max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.sections * S.rows * C.padded_rows * S.operands)))
+
+
 @gluon.jit
 def _sum_partials(Partial, begin, step, count, first, S: gl.constexpr, C: gl.constexpr):
     """Merge the parts of `count` programs begin, begin + step, ... of one work item, in that order."""
-    # As many parts at a time as 64 registers hold, 8 heads' at most; what is left over, half as many at a time.
-    many: gl.constexpr = max(2, min(8 // C.heads, 2048 * C.warps // (C.heads * S.sections * S.rows * C.padded_rows * S.operands)))
-    half: gl.constexpr = many // 2
+    many: gl.constexpr = _at_a_time(S, C)
+    half: gl.constexpr = many // 2  # of what is left over
     state = _nothing(S, C)
     rest = begin + count // many * many * step
     last = begin + (count - 1) * step
@@ -301,10 +311,10 @@ def _sum_partials(Partial, begin, step, count, first, S: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def _last_of(Semaphore, count):
-    """Count this program in, all of whose stores come before that; whether it is the last of `count`. Leaves zero behind."""
+def _last_of(Semaphore, count, mine=1):
+    """Count `mine` parts in, all of whose stores come before that; whether they are the last of `count`. Leaves zero behind."""
     barrier()
-    last = gl.atomic_add(Semaphore, 1, sem="acq_rel", scope="gpu") == count - 1
+    last = gl.atomic_add(Semaphore, mine, sem="acq_rel", scope="gpu") == count - mine
     if last:
         gl.store(Semaphore, 0)
     return last
@@ -340,4 +350,51 @@ def add_partials(call, item, items, first, last, S: gl.constexpr, C: gl.constexp
             whole = _last_of(results.semaphores + item, sums)
             if whole:
                 state = _sum_partials(results.partial, first, C.reduce_fanin, sums, first, S, C)
+    return whole, state
+
+
+@gluon.jit
+def _sum_slots(Partial, slot, first, last, S: gl.constexpr, C: gl.constexpr):
+    """Merge the parts first .. last behind `slot`, in that order. Which are added at a time does not depend on which are there, so
+    that parts of no tokens change no bit."""
+    many: gl.constexpr = _at_a_time(S, C) // 2
+    state = _nothing(S, C)
+    base = Partial + slot.to(gl.int64) * C.partial_floats
+    for part in range(first // many * many, last + 1, many):
+        state = _add_partials(state, base, part, 1, last, first, many, False, S, C)
+    return state
+
+
+@gluon.jit
+def add_split(call, item, split, all, mine, owner, merged, S: gl.constexpr, C: gl.constexpr):
+    """As `add_partials`, of one split of a work item. The item has splits `all`, and splits `mine` of them are this program's.
+
+    The last of the programs of C.reduce_fanin neighbours, a group, adds these up; who brings a group's last sum, those. Groups of
+    one program lie in slots of its own, others with the `owner`, in whose share they begin: only one group leaves a share.
+    """
+    N: gl.constexpr = C.reduce_fanin
+    results = call.results
+    group = split // N
+    first = gl.maximum(all[0], group * N)
+    last = gl.minimum(all[1], group * N + N)
+    end = gl.minimum(last, mine[1])
+    count = end - gl.maximum(first, mine[0])
+    shared = count < last - first  # with other programs
+    slot = gl.where(shared, 2 * owner + 1, 2 * gl.program_id(0)) * N
+    write_partial(results.partial, slot + split % N, merged, S, C)
+    state, whole = _nothing(S, C), split + 1 == end
+    if whole:
+        if shared:
+            whole = _last_of(results.semaphores + call.batch * (call.heads // C.heads) + owner, last - first, count)
+        else:
+            barrier()
+        if whole:
+            state = _sum_slots(results.partial, slot, first % N, (last - 1) % N, S, C)
+            first, last = all[0] // N, (all[1] - 1) // N
+            if first < last:
+                slot = 2 * N * gl.num_programs(0) + item * ((call.capacity + (C.split * N - 1)) // (C.split * N))
+                write_partial(results.partial, slot + group, state, S, C)
+                whole = _last_of(results.semaphores + item, last + 1 - first)
+                if whole:
+                    state = _sum_slots(results.partial, slot, first, last, S, C)
     return whole, state

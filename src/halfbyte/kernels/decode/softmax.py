@@ -43,6 +43,15 @@ def _scales_of(ring, slot, head, g: gl.constexpr, S: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
+def _product(a, b, C: gl.constexpr):
+    """a b; in splits of fixed size rounded, whatever follows: paths that mask scores could not fuse it with a sum, others would."""
+    if C.split > 0:
+        return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+    else:
+        return a * b
+
+
+@gluon.jit
 def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.constexpr):
     """q . k of one tile in fp32, [W, T, R], scales and offsets of the keys included.
 
@@ -62,15 +71,15 @@ def raw_scores(rings, slot, head, q, sums, factor, S: gl.constexpr, C: gl.conste
         for j in gl.static_range(gl.constexpr(S.operands)):
             dot = mma_v2(a[operand_of(S, g, j)], q[g * S.operands + j], dot)
         if S.scale != "token":
-            total = dot * factor
+            total = _product(dot, factor, C)
         elif S.groups == 1:
-            total = dot * (_scales_of(rings[1], slot, head, g, S, C) * factor)
+            total = _product(dot, _scales_of(rings[1], slot, head, g, S, C) * factor, C)
         else:
             total += dot * _scales_of(rings[1], slot, head, g, S, C)
         if S.offset:
             shift += _scales_of(rings[2], slot, head, g, S, C) * sums[g]
     if S.groups > 1:
-        total = total * factor
+        total = _product(total, factor, C)
     if S.offset:
         total += shift
     return total
@@ -84,7 +93,7 @@ def adjust(s, token, row_position, slopes, softcap, C: gl.constexpr):
         y = s * s
         small = s * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 - y * (17.0 / 315.0))))
         e = gl.exp2(s * 2.8853900817779268)
-        s = gl.where(gl.abs(s) < 0.15, small, 1.0 - 2.0 / (1.0 + e)) * (softcap * 1.4426950408889634)
+        s = _product(gl.where(gl.abs(s) < 0.15, small, 1.0 - 2.0 / (1.0 + e)), softcap * 1.4426950408889634, C)
     if C.alibi:
         s += slopes * (token - row_position).to(gl.float32)
     return s

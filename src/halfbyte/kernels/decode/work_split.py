@@ -3,6 +3,9 @@
 A work item is a KV head of a sequence, or two of them. All items lie one behind the other on a line, each as long as its tiles
 cost and a little more; every program takes an equal piece of the line. Where sink and recent tokens are stored in 16 bits, an item
 begins with the chunks of its tail (decode/tail.py), and its tiles are those of the tokens between.
+
+Where bits must not depend on the batch, pieces begin and end where splits of `C.split` tokens do, counted from a sequence's first
+token on: each at the one that is nearest. The tail belongs to an item's first split.
 """
 
 from __future__ import annotations
@@ -95,10 +98,52 @@ def partition(keys, call, C: gl.constexpr):
     b = program * 0
     start = program * 0
     if C.batch > 1:
-        before = (ends <= x) & (every < call.batch)
-        b = gl.sum(before.to(gl.int32), axis=0)
-        start = gl.max(gl.where(before, ends, 0), axis=0)
+        if C.split > 0:
+            x = _to_split(x, *_sequence_at(x, ends, every, call), call, C)
+            x_end = _to_split(x_end, *_sequence_at(x_end, ends, every, call), call, C)
+        b, start = _sequence_at(x, ends, every, call)
+    elif C.split > 0:
+        x = _to_split(x, b, start, call, C)
+        x_end = _to_split(x_end, b, start, call, C)
     return total, programs, x, x_end, b, start
+
+
+@gluon.jit
+def _sequence_at(x, ends, every, call):
+    """The sequence that position x lies in, and where that begins."""
+    before = (ends <= x) & (every < call.batch)
+    return gl.sum(before.to(gl.int32), axis=0), gl.max(gl.where(before, ends, 0), axis=0)
+
+
+@gluon.jit
+def _to_split(x, b, start, call, C: gl.constexpr):
+    """Position x, of sequence b, which begins at `start`, moved to where the nearest split begins; the end of all work stays."""
+    keys = visible_keys(gl.minimum(b, call.batch - 1), True, call, C)
+    first, tiles, cost = _tiles_and_cost(keys, C)
+    item = start + quotient(x - start, cost) * cost
+    tile = first + _tile_at(x - item, tiles, keys, C)
+    nearest = (tile + C.split_tiles // 2) // C.split_tiles
+    position = position_of_split(nearest, keys, C)
+    return item + gl.where(x == item, 0, gl.where(nearest * C.split_tiles >= first + gl.maximum(tiles, 1), cost, position))
+
+
+@gluon.jit
+def position_of_split(split, keys, C: gl.constexpr):
+    """Where a split begins within its work item."""
+    before = split * C.split_tiles - coded_keys(keys, C)[0] // C.tile
+    position = before * TILE_COST
+    if C.tail_rows:
+        position += _tail_cost(keys, C)
+    return gl.where(before > 0, position, 0)
+
+
+@gluon.jit
+def splits_of(keys, begin, end, cost, t_begin, t_end, C: gl.constexpr):
+    """Splits of a work item, [first, last), and those of its part [begin, end), whose tiles are [t_begin, t_end)."""
+    lo, hi = coded_keys(keys, C)
+    first = lo // C.split
+    last = gl.where(hi > lo, (hi - 1) // C.split, first) + 1
+    return first, last, gl.where(begin == 0, first, t_begin // C.split_tiles), gl.where(end == cost, last, t_end // C.split_tiles)
 
 
 @gluon.jit
