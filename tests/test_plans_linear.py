@@ -81,15 +81,17 @@ def test_decompositions_by_hand(n: int, k: int, programs: int, cut: str) -> None
 @pytest.mark.parametrize("k", [256, 1280, 4096, 28672])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_every_program_has_a_step(n: int, k: int, rows: int) -> None:
-    """At most two partial results a program: so much workspace is planned."""
+    """At most two partial results a program, or one part of a tile for its owner: so much workspace is planned."""
     for name in ("int4_sym_g128", "int8_col"):
         found = tuned(name, n, k, rows)
         assert 1 <= found.programs <= found.tiles * found.steps
         assert found.tiles * found.spec.tile >= n > (found.tiles - 1) * found.spec.tile
         assert found.steps * found.spec.step >= k > (found.steps - 1) * found.spec.step
         shared = found.tiles % found.programs  # else nothing is added up
-        assert found.floats == (2 * found.programs * found.spec.tile * found.spec.block_m if shared else 1)
-        assert found.counters == shared
+        owner = rows <= 4 and shared > 0 and found.programs <= 2 * found.tiles
+        assert found.owner_reduces == owner
+        assert found.floats == (2 * found.programs * found.spec.tile * found.spec.block_m if shared and not owner else 1)
+        assert found.counters == (found.programs * found.spec.tile * found.spec.x_rows if owner else shared)
 
 
 @pytest.mark.parametrize(("tiles", "steps", "programs"), [(5, 3, 5), (1, 8, 3), (320, 8, 256), (7, 4, 3), (3, 5, 13), (10, 1, 4)])

@@ -13,6 +13,7 @@ import halfbyte as hb
 from accuracy import check_product
 from halfbyte.device import GPU
 from halfbyte.formats import WEIGHT_FORMATS
+from halfbyte.ops import _linear_on_gpu
 from halfbyte.plans import toolchain
 from halfbyte.plans.linear import gluon_linear
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec
@@ -77,6 +78,23 @@ def test_products_keep_their_promise(case: Product) -> None:
         check_product(out, x, weight, bias)
     again = multiply(x, weights, biases, ORDERS[1], case.num_sms, backwards=True, capability=case.capability)
     assert all(map(same_bits, outs, again))
+
+
+def test_owners_of_split_tiles_leave_zeros_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five steps a tile four programs take 3, 3, 2, 2: an owner waits for numbers of others, NaN among them, and clears them."""
+    words = torch.zeros(1 << 12, dtype=torch.int32)
+    monkeypatch.setattr(_linear_on_gpu, "counters", lambda device, size, own: words[:size])
+    x = torch.randn(2, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[1, 4000] = float("nan")
+    weight = hb.quantize(torch.randn(40, 5120, generator=torch.Generator().manual_seed(1)), "int4_sym_g128")
+    plan = gluon_linear(LinearProblem(((weight.format, 40),), 2, 5120, "bf16"), GPU("", 5, (9, 0)), use_pdl=True)
+    assert isinstance(plan, LinearPlan)
+    assert plan.owner_reduces
+    assert (plan.tiles, plan.steps, plan.programs) == (2, 5, 4)
+    (out,) = multiply(x, [weight], [None], ORDERS[0], 5)
+    check_product(out[:1], x[:1], weight, None)
+    assert out[1].isnan().all()
+    assert not words.any()
 
 
 @pytest.mark.parametrize("case", [Product("int4_sym_g128", 16, (200,), 1280), Product("nf4", 2, (200,), 1088, num_sms=1)])

@@ -29,7 +29,8 @@ def _code(ptx: str) -> Code:
 
 @contextmanager
 def emulated(order: Order, backwards: bool = False, change: Callable[[str], str] = str) -> Iterator[set[int]]:
-    """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order; change: another PTX instead.
+    """Here launches of kernels run on the CPU. backwards: the blocks of a launch in reverse order, unless
+    they wait for earlier ones; change: another PTX instead.
 
     Yields addresses of the storages that a launch read or wrote before it waited for the kernel before.
     """
@@ -46,7 +47,8 @@ def emulated(order: Order, backwards: bool = False, change: Callable[[str], str]
         launch = Launch((*grid, 1, 1)[:3], values, made.metadata.shared)
         blocks = list(itertools.product(*(range(n) for n in launch.grid[::-1])))
         memory = Memory(tensors)
-        for block in blocks[::-1] if backwards else blocks:
+        ordered = getattr(kwargs.get("C"), "owner_reduces", False)  # a block waits for those that were started before it
+        for block in blocks[::-1] if backwards and not ordered else blocks:
             Block(code, memory, launch, block[::-1], order).run()
         early.update(memory.early)
 

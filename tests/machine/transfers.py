@@ -72,8 +72,8 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
     names = names if isinstance(names, tuple) else (names,)
     at, size = address(str(where), registers), TYPES[kind].itemsize
     whole = size * len(names)
-    shared = parts[1] == "shared"
-    assert shared or parts[1] == "global", one.text
+    shared = "shared" in parts
+    assert shared or "global" in parts, one.text
     if loads:
         writes = [writer(name, registers, kind) for name in names]
 

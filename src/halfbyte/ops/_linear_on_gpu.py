@@ -13,7 +13,7 @@ from halfbyte.device import gpu
 from halfbyte.errors import Unsupported
 from halfbyte.ops._linear_call import KINDS, LinearCall
 from halfbyte.ops.launch_cache import Signature, layout, store, with_compiled
-from halfbyte.ops.workspace import counters, floats, shared
+from halfbyte.ops.workspace import at_hand, counters, floats, shared
 from halfbyte.plans.linear_portable import GATHERED_ROWS, LinearTiles, expanded, linear_tiles, slab_rows
 from halfbyte.plans.linear_spec import Ending, LinearPlan, LinearProblem, LinearSpec
 from halfbyte.plans.tuning_cache import linear_plan, table_of
@@ -140,6 +140,8 @@ def _run_plan(
     elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
     weights, kernel = weights_of(call.weights, _alike(call.biases, call.weights), outs), kernel_of(plan)
+    if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters):
+        plan = replace(plan, spec=replace(plan.spec, owner_reduces=False))
     partials, semaphores = floats(x.device, plan.floats, compiled), counters(x.device, plan.counters, compiled)
     if compiled:
         kernel.launch(x, weights, plan, partials, semaphores)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-#: Counters set aside for calls in CUDA graphs. They are handed out once and never come back: graphs live as long as they like.
-_RESERVE = 1 << 20
+#: Counters set aside for calls in CUDA graphs, at least and at most. They are handed out once and never come back: graphs live as
+#: long as they like. Between the two as many as so many of the largest calls need.
+_RESERVE, _MOST, _CALLS = 1 << 20, 1 << 24, 192
 
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -35,6 +36,14 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     return found
 
 
+def at_hand(device: torch.device, size: int) -> bool:
+    """Whether `counters` finds so many without a launch that clears them."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return True
+    reserve, used = _reserves.get(device, _UNUSED)
+    return reserve is not None and used + size <= reserve.numel()
+
+
 def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     """At least `size` int32 zeros for one launch on the current stream, which leaves zeros behind."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -55,7 +64,8 @@ def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch
     None while a graph is recorded, where earlier calls have left less than so many of each, and where the reserve of counters runs
     low, which `counters` refills.
     """
-    if torch.cuda.is_current_stream_capturing() or _reserves.get(device, _UNUSED)[1] > _RESERVE // 2:
+    reserve, used = _reserves.get(device, _UNUSED)
+    if torch.cuda.is_current_stream_capturing() or (reserve is not None and used > reserve.numel() // 2):
         return None
     stream = stream_of(device)
     part, count = _floats.get((device, stream)), _counters.get((device, stream))
@@ -72,10 +82,12 @@ def stream_of(device: torch.device) -> int:
 
 def prepare(device: torch.device) -> None:
     """Set counters aside for CUDA graphs that will be recorded on this device, if there are not enough yet."""
+    largest = max((c.numel() for (of, _), c in _counters.items() if of == device), default=0)
+    size = min(max(_RESERVE, _CALLS * largest), _MOST)
     reserve, used = _reserves.get(device, _UNUSED)
-    if reserve is None or used > _RESERVE // 2:
+    if reserve is None or used > reserve.numel() // 2 or reserve.numel() < size:
         _used_up.extend([] if reserve is None else [reserve])
-        _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device), 0
+        _reserves[device] = torch.zeros(size, dtype=torch.int32, device=device), 0
         torch.cuda.current_stream(device).synchronize()  # once: a graph on any stream may use it from now on
 
 

@@ -38,7 +38,15 @@ def gluon_linear(p: LinearProblem, gpu: GPU, use_pdl: bool) -> LinearPlan | str:
     tiles = p.tiles(spec.tile)
     steps = -(-p.width // spec.step)
     programs = fewest_programs(tiles, steps, gpu.num_sms, per_sm)
-    return LinearPlan(spec, programs, tiles, steps, tiles % programs, per_sm)
+    return planned(spec, programs, tiles, steps, per_sm)
+
+
+def planned(spec: LinearSpec, programs: int, tiles: int, steps: int, per_sm: int) -> LinearPlan:
+    """The plan of so many programs. The owner of a split tile reduces where it waits for few numbers of few programs, as measured:
+    it reads one part after the other."""
+    split = tiles % programs
+    owner_reduces = split > 0 and spec.x_rows <= 4 and programs <= 2 * tiles
+    return LinearPlan(replace(spec, owner_reduces=owner_reduces), programs, tiles, steps, split, per_sm)
 
 
 def one_weight_spec(p: LinearProblem, e2m1_codebook: bool = False) -> WeightSpec | str:

@@ -102,6 +102,7 @@ class LinearSpec:
     pad_slots: int  # unused slots of the ring: without them one more block would fit on an SM, and blocks would spread unevenly
     ending: Ending | None = field(default=None, kw_only=True)  # None: y
     equal_parts: bool = field(default=False, kw_only=True)  # shared memory is seen as equal parts of the whole pool, or not at all
+    owner_reduces: bool = field(default=False, kw_only=True)  # of a split tile: the program that begins it; else the last to arrive
 
     @property
     def sources(self) -> int:
@@ -323,14 +324,20 @@ class LinearPlan:
         return f"{tiles}; {programs} programs, {decomposition(programs, self.tiles)}"
 
     @property
+    def owner_reduces(self) -> bool:
+        """Whether the program that begins a split tile adds up its parts."""
+        return isinstance(self.spec, LinearSpec) and self.spec.owner_reduces
+
+    @property
     def floats(self) -> int:
         """fp32 numbers of workspace: two partial results a program, unless it computes whole tiles only."""
-        return 2 * self.programs * self.spec.partial_floats if self.split_tiles else 1
+        return 2 * self.programs * self.spec.partial_floats if self.split_tiles and not self.owner_reduces else 1
 
     @property
     def counters(self) -> int:
-        """Semaphores: one for each split tile; with none there is nothing to clear."""
-        return self.split_tiles
+        """Words that are zero before and after: a semaphore for each split tile, or the numbers that its owner waits for."""
+        spec = self.spec
+        return self.programs * spec.tile * spec.x_rows if isinstance(spec, LinearSpec) and spec.owner_reduces else self.split_tiles
 
     def describe(self, m: int) -> dict[str, str]:
         """The plan of x [m, K] in words, as `halfbyte explain` prints them."""

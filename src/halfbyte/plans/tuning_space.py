@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from halfbyte.device import GPU, Capability
-from halfbyte.plans.linear import staged, with_copies
+from halfbyte.plans.linear import planned, staged, with_copies
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem, LinearSpec, LinearWgmmaSpec
 from halfbyte.plans.linear_wgmma import wgmma_staged
 
@@ -48,10 +48,9 @@ def with_linear_choice(plan: LinearPlan, c: LinearChoice, p: LinearProblem, gpu:
         most = max(tiles, most)
     if not 1 <= c.programs <= min(tiles * steps, most):
         return f"{c.programs} programs for {tiles} tiles of {steps} steps on {gpu.num_sms} multiprocessors"
-    split = tiles % c.programs
-    if isinstance(spec, LinearWgmmaSpec) and split:
-        split = tiles
-    return LinearPlan(spec, c.programs, tiles, steps, split, c.blocks)
+    if isinstance(spec, LinearSpec):
+        return planned(spec, c.programs, tiles, steps, c.blocks)
+    return LinearPlan(spec, c.programs, tiles, steps, tiles if tiles % c.programs else 0, c.blocks)
 
 
 def _few_rows(spec: LinearSpec, c: LinearChoice, width: int, capability: Capability) -> LinearSpec | str:

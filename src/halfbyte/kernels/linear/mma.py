@@ -14,7 +14,9 @@ Work is the tiles of all weights that are computed together. Each program comput
 tiles that are left: their steps, one after the other, are divided into equal parts, and a program begins with its part. With as
 many programs as tiles none are left (data-parallel), with n times as many each tile is split into n (split-K), with as many as the
 GPU runs at once a part may begin and end inside a tile (stream-K). What one program computes alone is written at once; otherwise
-partial results go to the workspace, and the program that arrives last adds them up, in the order of the programs.
+partial results go to the workspace, and one program adds them up, in the order of the programs: the one that arrives last, or for
+few rows (`owner_reduces`) the one that begins the tile. That one waits for the numbers themselves, which costs neither fence nor
+semaphore: an fp32 is stored as its complement, and 0 says that it is not there yet.
 """
 
 # ruff: noqa: RUF005
@@ -35,7 +37,7 @@ from halfbyte.kernels.common.shares import quotient
 from halfbyte.kernels.linear.async_copy import fetch_codes, fetch_scales, fetch_x, make_pool, weight_at
 from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
-from halfbyte.kernels.linear.results import Around, finish, output_layout, row_factors
+from halfbyte.kernels.linear.results import Around, finish, output_layout, row_squares
 from halfbyte.kernels.linear.ring import Weights
 from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
 from halfbyte.kernels.linear.unpack import make_codebook
@@ -127,11 +129,49 @@ def keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphore
     return offsets, first, last, arrived
 
 
+@gluon.jit
+def _number_at(v, program, M, Numbers, C: gl.constexpr):
+    """Where a program's part of a tile's sums goes, and which of them are of rows of x."""
+    n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
+    m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
+    return Numbers + ((program * C.tile + n) * C.x_rows + m), (m < M) & (n >= 0)
+
+
+@gluon.jit
+def _publish(v, program, M, Numbers, C: gl.constexpr):
+    """Hand a part of a tile's sums to the program that began the tile. A NaN of ones only becomes another.
+
+    Added to 0, once: a thread that holds a copy of a sum must not write it when the owner has cleared it.
+    """
+    at, there = _number_at(v, program, M, Numbers, C)
+    word = ~v.to(gl.int32, bitcast=True)
+    gl.atomic_add(at, gl.where(word == 0, 1, word), mask=there, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _add_published(v, first, last, M, Numbers, C: gl.constexpr):
+    """v plus what programs first..last publish, in that order."""
+    for other in range(first, last + 1):
+        at, there = _number_at(v, other, M, Numbers, C)
+        v += gl.inline_asm_elementwise(
+            "{ .reg .pred p, q; .reg .b32 w; setp.ne.u32 p, $2, 0; mov.b32 w, -1; again: @p ld.relaxed.gpu.global.b32 w, [$1]; "
+            "setp.eq.u32 q, w, 0; @q bra again; not.b32 $0, w; }",
+            "=r,l,r,~{memory}",
+            [at.to(gl.int64), there.to(gl.int32)],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+        barrier()  # all that hold the same sum have read it
+        gl.store(at, 0, mask=there)
+    return v
+
+
 @gluon.jit(do_not_specialize=["M", "whole", "split_tiles", "each", "more"])
 def linear(
     X,  # [M, K], strides x_row and 1
-    Partials,  # fp32 workspace: two partial results a program
-    Semaphores,  # int32, one a split tile, zero before and after
+    Partials,  # fp32 workspace: two partial results a program; nothing where owners reduce
+    Semaphores,  # int32, zero before and after: one a split tile; where owners reduce numbers [programs, tile, x_rows]
     M,
     K,
     x_stride,
@@ -152,6 +192,8 @@ def linear(
         red = gl.allocate_shared_memory(gl.float32, [C.k_slices, C.tile, C.sums], plain(3))
     steps = (K + C.step - 1) // C.step
     program = gl.program_id(0)
+    if C.owner_reduces:  # programs are started in order: this one waits for those before it only
+        program = gl.num_programs(0) - 1 - program
     shared = each + (program < more).to(gl.int32)
     own = split_tiles + program * whole
     end = shared + whole * steps
@@ -183,6 +225,8 @@ def linear(
     select = ()
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
+    if C.x_rows <= 4:  # measured: with more rows the block had better meet behind the wait
+        check_addresses(pool, S, C)
     if C.use_pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -191,8 +235,9 @@ def linear(
         fetch_x(i, x_step, i < end, X, M, K, x_stride, C)
         commit()
         x_step = gl.where((x_step + 1 == steps) | (i + 1 == shared), 0, x_step + 1)
-    factors = row_factors(around, M, K, C)
-    check_addresses(pool, S, C)
+    squares = row_squares(around, M, C)
+    if C.x_rows > 4:
+        check_addresses(pool, S, C)
     acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
     slot = 0
     turn = 0
@@ -214,14 +259,22 @@ def linear(
         step += 1
         if (step == steps) | (now + 1 == shared):
             v = tile_sums(acc, pool, red, slot, output_layout(C), S, C)
-            if (begin == 0) & (step == steps):
-                finish(v, tile, M, weights, around, factors, S, C)
+            if C.owner_reduces:
+                if begin > 0:
+                    _publish(v, program, M, Semaphores, C)
+                else:
+                    if step < steps:
+                        last = _program_at(tile * steps + (steps - 1), each, more)
+                        v = _add_published(v, program + 1, last, M, Semaphores, C)
+                    finish(v, tile, M, K, weights, around, squares, S, C)
+            elif (begin == 0) & (step == steps):
+                finish(v, tile, M, K, weights, around, squares, S, C)
             else:
                 offsets, first, last, arrived = keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphores, C)
                 if arrived == last - first:
                     gl.store(Semaphores + tile, 0)
                     v = sum_partials(Partials, offsets, first, last, program, v, C)
-                    finish(v, tile, M, weights, around, factors, S, C)
+                    finish(v, tile, M, K, weights, around, squares, S, C)
             acc = gl.full([C.k_slices, C.tile, C.block_m], 0.0, gl.float32, mma)
             begin = 0
             step = 0

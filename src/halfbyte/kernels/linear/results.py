@@ -85,28 +85,33 @@ def _scaled(v, n, N, scales, bias, factor, has_bias: gl.constexpr, S: gl.constex
 
 
 @gluon.jit
-def row_factors(around, M, K, C: gl.constexpr):
-    """1 / sqrt(mean(h^2) + eps) of each row, as columns of a tile's sums; () without them."""
-    factors = ()
+def row_squares(around, M, C: gl.constexpr):
+    """The sums of squares of parts of the rows, [parts, M]; () without them. Asked for early, added up where a tile ends."""
+    squares = ()
     if C.ending is not None and C.ending.parts > 0:
         layout: gl.constexpr = _square_layout(C)
         part = gl.arange(0, C.ending.padded_parts, layout=gl.SliceLayout(1, layout))[:, None]
         m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, layout))[None, :]
         there = (part < C.ending.parts) & (m < M)
-        squares = gl.sum(gl.load(around.squares + (part * M + m), mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-        columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, output_layout(C)))
-        factors = gl.convert_layout(gl.rsqrt(squares / K + C.ending.eps), columns)
-    return factors
+        squares = gl.load(around.squares + (part * M + m), mask=there, other=0.0, cache_modifier=".cg")
+    return squares
 
 
 @gluon.jit
-def finish(v, tile, M, weights, around, factors, S: gl.constexpr, C: gl.constexpr):
+def _row_factors(squares, K, C: gl.constexpr):
+    """1 / sqrt(mean(h^2) + eps) of each row, as columns of a tile's sums."""
+    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, output_layout(C)))
+    return gl.convert_layout(gl.rsqrt(gl.sum(squares, axis=0) / K + C.ending.eps), columns)
+
+
+@gluon.jit
+def finish(v, tile, M, K, weights, around, squares, S: gl.constexpr, C: gl.constexpr):
     """The sums [tile, rows] of a tile to wherever they go."""
     if C.ending is None:
         write_tile(v, tile, 0, M, weights, S, C)
     else:
         if C.ending.parts > 0:
-            v = v * gl.expand_dims(factors, 0)
+            v = v * gl.expand_dims(_row_factors(squares, K, C), 0)
         if C.ending.activation != "":
             _write_gated(v, tile, M, weights, S, C)
         elif C.ending.adds:
