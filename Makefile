@@ -105,7 +105,7 @@ gpu-test:      ## the GPU's suite with PYTHON=..., which must have torch, triton
 gpu-sanitize:  ## compute-sanitizer over a few configurations, with PYTHON=...
 	$(ON_GPU) $(PYTHON) tests/gpu/sanitize.py
 	for tool in memcheck racecheck initcheck synccheck; do \
-	  $(ON_GPU) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/gpu/sanitize.py || exit 1; \
+	  $(ON_GPU) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/gpu/sanitize.py $$tool || exit 1; \
 	done
 
 gpu-bench:     ## time the kernels with PYTHON=... and add the records to results/gpu.jsonl

@@ -58,8 +58,10 @@ FEW = [
     (("int8_col",), 3, 208, torch.float16),
     (("int4_g128",), 2, 1280, torch.bfloat16),
 ]
-#: Mixtures: format and tokens, of which 300 are sorted for dequantized experts.
+#: Mixtures: format and tokens, of which 300 are sorted for dequantized experts and torch's grouped GEMM. That one stores by TMA,
+#: which initcheck does not see: it takes results for memory that was never written.
 MIXTURES = [("int4_g128", 1), ("mxfp4", 5), ("nf4", 17), ("nvfp4", 300)]
+UNSEEN = {"initcheck": MIXTURES[3:]}
 #: Halves of a decoder's block: format and M.
 BLOCKS = [("int4_g128", 1), ("mxfp4", 16)]
 
@@ -158,9 +160,9 @@ def wrong(out: torch.Tensor, base: torch.Tensor, truth: torch.Tensor) -> str:
     return "" if found.ok else f"error {found.error:.3g}, allowed {found.allowed:.3g}"
 
 
-def main() -> int:
-    """Run all; the number of failures becomes the exit status."""
-    failures = 0
+def main(tool: str = "") -> int:
+    """Run all that a tool can watch; the number of failures becomes the exit status."""
+    failures, mixtures = 0, [case for case in MIXTURES if case not in UNSEEN.get(tool, [])]
     for case in MARKED:
         for what, why in (*((impl, attention(case, impl)) for impl in PLACE.impls), ("append", append(case))):
             failures += bool(why)
@@ -170,7 +172,7 @@ def main() -> int:
         why = product(*call, impl, features)
         failures += bool(why)
         print(f"{impl}: {why or 'ok'}: linear, {call}")
-    for check, cases in ((mixture, MIXTURES), (block, BLOCKS)):
+    for check, cases in ((mixture, mixtures), (block, BLOCKS)):
         for name, rows in cases:
             why = check(name, rows)
             failures += bool(why)
@@ -180,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -131,7 +131,7 @@ def keep_partial(v, tile, steps, begin, program, each, more, Partials, Semaphore
 
 @gluon.jit
 def _number_at(v, program, M, Numbers, C: gl.constexpr):
-    """Where a program's part of a tile's sums goes, and which of them are of rows of x."""
+    """Where a program's part of a tile's sums goes, and which of them lie within M."""
     n = gl.arange(0, C.tile, layout=gl.SliceLayout(1, v.type.layout))[:, None]
     m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, v.type.layout))[None, :]
     return Numbers + ((program * C.tile + n) * C.x_rows + m), (m < M) & (n >= 0)

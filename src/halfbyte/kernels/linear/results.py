@@ -86,7 +86,7 @@ def _scaled(v, n, N, scales, bias, factor, has_bias: gl.constexpr, S: gl.constex
 
 @gluon.jit
 def row_squares(around, M, C: gl.constexpr):
-    """The sums of squares of parts of the rows, [parts, M]; () without them. Asked for early, added up where a tile ends."""
+    """The sums of squares of parts of the rows, [parts, M]; () without them. Loaded early, added up where a tile ends."""
     squares = ()
     if C.ending is not None and C.ending.parts > 0:
         layout: gl.constexpr = _square_layout(C)
