@@ -88,7 +88,7 @@ def test_every_program_has_a_step(n: int, k: int, rows: int) -> None:
         assert found.tiles * found.spec.tile >= n > (found.tiles - 1) * found.spec.tile
         assert found.steps * found.spec.step >= k > (found.steps - 1) * found.spec.step
         shared = found.tiles % found.programs  # else nothing is added up
-        owner = rows <= 4 and shared > 0 and found.programs <= 2 * found.tiles
+        owner = rows <= 8 and shared > 0 and found.programs <= 2 * found.tiles
         assert found.owner_reduces == owner
         assert found.floats == (2 * found.programs * found.spec.tile * found.spec.block_m if shared and not owner else 1)
         assert found.counters == (found.programs * found.spec.tile * found.spec.x_rows if owner else shared)

@@ -45,7 +45,7 @@ def planned(spec: LinearSpec, programs: int, tiles: int, steps: int, per_sm: int
     """The plan of so many programs. The owner of a split tile reduces where it waits for few numbers of few programs, as measured:
     it reads one part after the other."""
     split = tiles % programs
-    owner_reduces = split > 0 and spec.x_rows <= 4 and programs <= 2 * tiles
+    owner_reduces = split > 0 and spec.x_rows <= 8 and programs <= 2 * tiles
     return LinearPlan(replace(spec, owner_reduces=owner_reduces), programs, tiles, steps, split, per_sm)
 
 
