@@ -89,3 +89,30 @@ def test_a_workspace_is_shared_by_a_stream_if_it_is_large_enough(monkeypatch: py
     assert workspace.shared(device, 100, 10) is None
     stream, recording = 7, True
     assert workspace.shared(device, 100, 10) is None
+
+
+def test_counters_are_at_hand_unless_a_launch_would_clear_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, recording = torch.device("cuda", 0), False
+    monkeypatch.setattr(workspace, "_reserves", {device: (torch.zeros(100, dtype=torch.int32), 64)})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    assert workspace.at_hand(device, 1000)
+    assert not workspace.at_hand(device, 1000, own=True)
+    recording = True
+    assert workspace.at_hand(device, 36, own=True)
+    assert not workspace.at_hand(device, 37)
+    assert not workspace.at_hand(torch.device("cuda", 1), 1)
+
+
+def test_the_reserve_grows_with_the_largest_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, stream = torch.device("cpu"), type("Stream", (), {"synchronize": lambda self: None})
+    monkeypatch.setattr(workspace, "_reserves", {})
+    monkeypatch.setattr(workspace, "_counters", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream())
+    sizes = []
+    for size in (1 << 12, 1 << 13, 1 << 20):
+        workspace._counters[(device, 0)] = torch.zeros(size, dtype=torch.int32)
+        workspace.prepare(device)
+        reserve = workspace._reserves[device][0]
+        assert reserve is not None
+        sizes.append(reserve.numel())
+    assert sizes == [1 << 20, 192 << 13, 1 << 24]

@@ -140,7 +140,7 @@ def _run_plan(
     elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16 or x.stride(0) * x.shape[0] >= 2**31:
         x = x.clone(memory_format=torch.contiguous_format)
     weights, kernel = weights_of(call.weights, _alike(call.biases, call.weights), outs), kernel_of(plan)
-    if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters):
+    if isinstance(plan.spec, LinearSpec) and plan.owner_reduces and not at_hand(x.device, plan.counters, compiled):
         plan = replace(plan, spec=replace(plan.spec, owner_reduces=False))
     partials, semaphores = floats(x.device, plan.floats, compiled), counters(x.device, plan.counters, compiled)
     if compiled:

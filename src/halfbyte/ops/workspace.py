@@ -36,10 +36,10 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
     return found
 
 
-def at_hand(device: torch.device, size: int) -> bool:
+def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
     """Whether `counters` finds so many without a launch that clears them."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return True
+        return not own
     reserve, used = _reserves.get(device, _UNUSED)
     return reserve is not None and used + size <= reserve.numel()
 
