@@ -53,7 +53,7 @@ BLOCK = [
         "projections do not scale the rows of a norm",
         RESULTS,
         "finish",
-        Rewrite("v * gl.expand_dims(factors, 0)", "v"),
+        Rewrite("v * gl.expand_dims(_row_factors(squares, K, C), 0)", "v"),
         tuned("test_projections_of_rows_without_their_factor[int4_g128-1x96x1536]"),
     ),
     Mutant(

@@ -6,13 +6,14 @@ from edits import InText, Rewrite
 from mutant import Mutant, tests_of
 
 PLAN, SPEC = "plans/linear.py", "plans/linear_spec.py"
-SYNC = "kernels/linear/sync.py"
+MMA, SYNC = "kernels/linear/mma.py", "kernels/linear/sync.py"
 COPIES = "kernels/linear/async_copy.py"
 UNPACK = "kernels/linear/unpack.py"
 
 streams = tests_of("test_linear_streams.py")
 copies = tests_of("test_linear_copies.py")
 codes = tests_of("test_linear_codes.py")
+emulated = tests_of("emulated/test_tuned_linear.py")
 
 LINEAR = [
     # -- streams of warps that wait for each other's copies
@@ -36,6 +37,21 @@ LINEAR = [
         "_scale_slots",
         Rewrite("range(_m, _s - 1, -1)", "range(_m, _s - 2, -1)"),
         streams("test_plans_keep_scales_of_so_many_steps"),
+    ),
+    # -- parts of a tile that its owner waits for
+    Mutant(
+        "an owner leaves behind what it has read",
+        MMA,
+        "_add_published",
+        Rewrite("gl.store(at, 0, mask=there)", "gl.store(at, 1, mask=there)"),
+        emulated("test_owners_of_split_tiles_leave_zeros_behind"),
+    ),
+    Mutant(
+        "an owner does without the last part of its tile",
+        MMA,
+        "_add_published",
+        Rewrite("range(first, last + 1)", "range(first, last)"),
+        emulated("test_owners_of_split_tiles_leave_zeros_behind"),
     ),
     # -- copies into shared memory, and the barriers of the loop
     Mutant(

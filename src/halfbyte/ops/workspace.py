@@ -38,7 +38,9 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
 
 def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
     """Whether `counters` finds so many without a launch that clears them."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return True
+    if not torch.cuda.is_current_stream_capturing():
         return not own
     reserve, used = _reserves.get(device, _UNUSED)
     return reserve is not None and used + size <= reserve.numel()
