@@ -488,6 +488,14 @@ def test_an_explanation_names_the_kernel_for_many_rows() -> None:
     assert facts["tile"] == "64 tokens: 4 warps of 16 of 64 query rows"
 
 
+def test_an_explanation_says_who_reduces() -> None:
+    """256 programs share 128 tiles of 32 rows with 32 numbers each at M = 1."""
+    facts = explained((4096,), 1, "int4_g128", width=14336)
+    assert facts["partial sums"] == "0.03 MB; the program that begins a tile reduces, in fixed order"
+    facts = explained((4096,), 16, "int4_g128", width=14336)
+    assert facts["partial sums"].endswith("MB at most; the last program to arrive reduces, in fixed order")
+
+
 def test_an_explanation_of_a_product_follows_its_plan() -> None:
     facts = explained((6144,), 1, "int4_g128")
     assert facts["kernel"].startswith("gluon")

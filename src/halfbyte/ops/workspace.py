@@ -1,4 +1,5 @@
-"""Memory that kernels scribble in: fp32 partial results that are never cleared, and counters that are zero between launches.
+"""Memory that kernels scribble in: fp32 partial results that are never cleared, and counters that are zero between launches, where
+owners of split tiles of GEMMs also wait for numbers.
 
 Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed concurrently with
 anything else, so each call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-#: Counters set aside for calls in CUDA graphs, at least and at most. They are handed out once and never come back: graphs live as
-#: long as they like. Between the two as many as so many of the largest calls need.
+#: Counters set aside for calls in CUDA graphs: enough for `_CALLS` of the largest call, at least `_RESERVE`, at most `_MOST`. They
+#: are handed out once and never come back: graphs live as long as they like.
 _RESERVE, _MOST, _CALLS = 1 << 20, 1 << 24, 192
 
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}

@@ -346,6 +346,8 @@ class LinearPlan:
         small = isinstance(spec, LinearSpec)
         launches = "one launch" if small else "wgmma; two launches, the first permutes x"
         partials = f"{4 * self.floats / 1e6:.2f} MB at most; the last program to arrive reduces, in fixed order"
+        if self.owner_reduces:
+            partials = f"{4 * self.counters / 1e6:.2f} MB; the program that begins a tile reduces, in fixed order"
         return {
             "kernel": f"gluon (tuned); {launches}",
             "tile": f"{spec.tile} output channels by {spec.block_m} of M (M = {m}){blocks}; {spec.warps} warps",
