@@ -398,7 +398,7 @@ ROWS = {
         Row("repeats, CPU", _REPEATS, "repeats", 20_000, repeats),
         Row("repeats, GPU", _REPEATS, "repeats", 20_000, repeats, "gpu", 600, 20_000),
         Row("damaged layers", _DAMAGED, "layers of every checkpoint kind", 100_000, damaged_layers, megabytes=300),
-        Row("damaged folders", _DAMAGED, "folders through `hf.load`", 20_000, damaged_folders, megabytes=500),
+        Row("damaged folders", _DAMAGED, "folders through `hf.load`", 100_000, damaged_folders, megabytes=500),
         Row("guided fuzz", _GUIDED, "headers, indexes and configurations", 200_000, guided),
         Row("kills", "A killed writer loses no old file and leaves no trace after the next run", "kills", 500, kills),
         Row(
