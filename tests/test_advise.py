@@ -314,16 +314,35 @@ def test_the_shipped_card_is_of_the_shipped_model() -> None:
     assert found.recommended is not None
 
 
+def test_advice_for_fp16(llama: str) -> None:
+    """16 bits are fp16, evidence in bf16 counts and is said to be, and what is printed says the type."""
+    found = advise("demo", gpu="h200", context=1024, dtype="fp16", weights="bf16")
+    assert {c.weights for c in found.choices} == {"fp16"}
+    assert (found.choices[0].keys, found.choices[0].values) == ("fp16", "fp16")
+    assert all(c.evidence is not None for c in found.choices)
+    assert "the evidence card was measured in bf16, not in fp16" in found.notes
+    assert command(found, found.choices[0]).endswith("--keys fp16 --values fp16 --dtype fp16")
+    assert python_lines(found, found.choices[0]).endswith("halfbyte.paths.shipped_model(), dtype=torch.float16)")
+    mine = advise(llama, gpu="h200", dtype="fp16", card=card(llama, result("fp16", "fp16", "fp16", 0.0)))
+    assert mine.choices[0].evidence is not None
+    assert not any("measured in" in note for note in mine.notes)
+
+
 @pytest.mark.slow
 def test_suite_and_advise_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the first layer of the shipped model: every setting quantizes its weights and searches their clip."""
     file, model = tmp_path / "card.json", str(tmp_path / "one layer")
     transformers.AutoModelForCausalLM.from_pretrained(shipped_model(), num_hidden_layers=1).save_pretrained(model)
     with pytest.raises(SystemExit) as done:
-        cli.main(["eval", model, "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file)])
+        cli.main(
+            ["eval", model, "--suite", "--windows", "1", "--length", "32", "--long", "96", "--card", str(file), "--dtype", "fp16"]
+        )
     assert not done.value.code
     made = read_card(file)
     assert made.windows == (1, 32)
+    assert made.dtype == "fp16"
+    assert {(r["keys"], r["values"], r["weights"]) for r in made.results[:1]} == {("fp16", "fp16", "fp16")}
+    assert "| fp16 + fp16 |" in file.with_suffix(".md").read_text()
     assert sum("long_context" in r for r in made.results) == 9
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:

@@ -150,10 +150,11 @@ def test_measurements_of_something_else_are_refused(shipped: Any, ids: torch.Ten
         fingerprint(shipped, ids, 8),
         fingerprint(shipped, ids[:1], 16),
         fingerprint(with_outliers(shipped, PROFILES[0]), ids, 16),
+        fingerprint(models.load("demo", "cpu", "fp16")[0], ids, 16),
     ]
     before = path.read_text()
     for other in others:
-        with pytest.raises(InvalidArgument, match="another model, text or cut, or with other"):
+        with pytest.raises(InvalidArgument, match="another model, dtype, text or cut, or with other"):
             Measurements(path, other)
     path.write_text(before + '{"layer": 1}\n')
     with pytest.raises(InvalidArgument, match="is damaged"):
@@ -215,11 +216,12 @@ def run(*arguments: str) -> int:
 def test_the_command_writes_plans_that_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, page = tmp_path / "plan.json", tmp_path / "page.html"
     options = ["--formats", "int8,int4", "--windows", "1", "--length", "32"]
-    assert run("calibrate", "demo", "--bits", "5,7", "-o", str(output), *options, "--html", str(page)) == 0
+    assert run("calibrate", "demo", "--bits", "5,7", "-o", str(output), *options, "--html", str(page), "--dtype", "fp16") == 0
     assert "best uniform choice" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {"plan-5.json", "plan-7.json", "plan.measured.jsonl", "page.html"}
     small, large = (read_plan(tmp_path / f"plan-{bits}.json") for bits in (5, 7))
     assert 4.5 <= small.bits <= 5 < large.bits <= 7
+    assert small.measured["dtype"] == large.measured["dtype"] == "fp16"
     assert small.measured["kl"] >= large.measured["kl"] > 0
     assert page.read_text().count("<svg") == 1
     assert len(measurements_path(output).read_text().splitlines()) == 1 + 6 * (4 + 2)

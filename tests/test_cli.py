@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import halfbyte
 from halfbyte import cli, hf, memory, settings
@@ -141,6 +142,10 @@ def test_formats_that_nobody_named_are_those_of_hf_quantize(monkeypatch: pytest.
     ):
         assert run("quantize", "demo", "-o", "./it", *given) == 1
         assert (asked["weights"], asked["clip"], asked["lm_head"]) == taken
+        assert asked["dtype"] is torch.bfloat16
+    for given, dtype in ((["demo", "--dtype", "fp16"], torch.float16), (["--from", "demo"], "auto")):
+        assert run("quantize", "-o", "./it", *given) == 1
+        assert asked["dtype"] == dtype
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +356,14 @@ def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> N
         (["eval", "demo", "--plan", "./missing.json"], "plan='missing.json'"),
         (["eval", "demo", "--html", "./no-such-folder/it.html"], "--html"),
         (["generate", "demo", "--prompt", "x", "--keys", "int9"], "keys='int9'"),
+        *(
+            ([*command, "--dtype", "fp32"], "dtype='fp32'; choose bf16 or fp16")
+            for command in (
+                *(["eval", "demo"], ["eval", "demo", "--suite"], ["generate", "demo", "--prompt", "x"], ["bench", "model", "demo"]),
+                *(["calibrate", "demo", "--bits", "5", "-o", "plan.json"], ["advise", "demo", "--measure"], ["explain"]),
+                ["quantize", "demo", "-o", "./it"],
+            )
+        ),
         (["generate", "demo", "--prompt", "x", "--weights", "int3"], "weights='int3'"),
         (["calibrate", "demo", "--bits", "5", "-o", "plan.json", "--formats", "int9"], "formats='int9'"),
         (["extract", "demo", "-o", "./no-such-folder/it"], "the folder it would lie in"),
@@ -361,7 +374,7 @@ def test_without_transformers_a_command_says_so_in_one_line(tmp_path: Path) -> N
 def test_what_is_known_before_a_model_is_loaded_is_checked_before(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for loads in ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte.hf.extract.load_layer"):
+    for loads in ("halfbyte.evals.model.load", "halfbyte.hf.load", "halfbyte.hf.extract.load_layer", "halfbyte.hf.model_step.load"):
         monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(*arguments) == 1
     said = capsys.readouterr().err

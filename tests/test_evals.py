@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent / "hf"))
 import tiny_models
@@ -28,6 +29,7 @@ from halfbyte.evals.quality import (
     Quality,
     Setting,
     _Tally,
+    cache_for,
     evaluate,
     every_kv_setting,
     every_weight_setting,
@@ -38,6 +40,7 @@ from halfbyte.evals.quality import (
 from halfbyte.evals.text import ByteTokenizer, heldout_text, load_tokenizer, windows
 from halfbyte.evals.verdict import cards, verdict
 from halfbyte.formats import KV_FORMATS, WEIGHT_FORMATS
+from halfbyte.hf.model_support import half_type
 from halfbyte.paths import shipped_model
 from halfbyte.report import Report
 
@@ -332,6 +335,30 @@ def test_eval_rotates_as_caches_do(options: list[str], name: str, capsys: pytest
     assert 0 < said["results"][1]["kl_mean"] < 0.1
 
 
+def test_eval_of_an_fp16_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights, the 16-bit run's cache and what a cache keeps in 16 bits are fp16, also where a CPU computes in fp32."""
+    file, options = tmp_path / "results.jsonl", ["--windows", "2", "--length", "64", "--keys", "int8", "--values", "int8"]
+    assert run("eval", "demo", "--dtype", "fp16", *options, "--every", "--json", "-o", str(file)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["equal_tokens"] == said["compared_tokens"] == 64
+    plain, *others = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (plain["keys"], plain["values"], plain["kl_mean"]) == ("fp16", "fp16", 0)
+    assert {r["dtype"] for r in (plain, *others)} == {r["plain_weights"] for r in (plain, *others)} == {"fp16"}
+    assert {r["kv"] for r in others if r["weights"]} == {"fp16"}
+    assert not any("bf16" in (r["keys"], r["values"]) for r in others)
+    model, _ = models.load("demo", "cpu", "fp16")
+    stored = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float16).state_dict()
+    held = model.state_dict()
+    assert all(torch.equal(held[name], x.float()) for name, x in stored.items())
+    assert (model.dtype, half_type(model)) == (torch.float32, torch.float16)
+    layers = cache_for(model, Setting("int8_channel", "int8", skip_layers=(0,), dtype="fp16"), 64).layers
+    assert [(layers[i].key_format.name, layers[i].value_format.name) for i in (0, 1)] == [("fp16",) * 2, ("int8_channel", "int8")]
+    layers[1].update(torch.ones(1, 2, 3, 64), torch.ones(1, 2, 3, 64))
+    assert layers[1].kv.keys.tail.dtype is torch.float16
+    with pytest.raises(InvalidArgument, match="of a model in fp16, and begin with its 16-bit run"):
+        evaluate(model, [Setting()], torch.zeros(1, 8, dtype=torch.int64))
+
+
 def test_quantize_rotates_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from halfbyte import hf
 
@@ -349,7 +376,7 @@ def test_quantize_generate_and_their_errors(tmp_path: Path, capsys: pytest.Captu
     folder = tmp_path / "nvfp4"
     assert run("quantize", "demo", "--weights", "nvfp4", "-o", str(folder)) == 0
     assert "equal bit for bit" in capsys.readouterr().out
-    assert run("generate", str(folder), "--prompt", "def f(", "--keys", "int8", "--tokens", "5") == 0
+    assert run("generate", str(folder), "--prompt", "def f(", "--keys", "int8", "--tokens", "5", "--dtype", "fp16") == 0
     said = capsys.readouterr().out
     assert said.startswith("def f(")
     assert len(said) == len("def f(") + 5 + 1

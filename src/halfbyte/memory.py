@@ -19,7 +19,7 @@ import torch
 from halfbyte.errors import CheckpointError, InvalidArgument, Unsupported, check
 from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
 from halfbyte.paths import resolve_model
-from halfbyte.settings import KEYS, VALUES
+from halfbyte.settings import HALVES, KEYS, VALUES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 #: Share of a GPU's memory left to activations, the CUDA context and the allocator; engines leave as much by default.
@@ -100,7 +100,7 @@ def estimate(
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
     check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
-    weight, head = (None if name in ("bf16", "fp16", "none") else weight_format(name) for name in (weights, lm_head))
+    weight, head = (None if name == "none" else weight_or_plain(name) for name in (weights, lm_head))
     config = load_config(resolve_model(model))
     skeleton, stored = meta_model(config, model), stored_weights(config)
     cache = replace(packed_layers(config, keys, values, skip_layers), window=sink_tokens + recent_tokens)
@@ -187,6 +187,11 @@ def meta_model(config: Any, name: str) -> torch.nn.Module:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"model={name!r}: transformers cannot build what its config.json describes ({reason})") from error
     return model
+
+
+def weight_or_plain(name: str) -> Format | None:
+    """The weight format of this name; None for the name of a 16-bit type, in which weights stay."""
+    return None if name in HALVES else weight_format(name)
 
 
 def packed_layers(config: Any, keys: str | Sequence[str], values: str | Sequence[str], skip_layers: Collection[int]) -> CacheSizes:

@@ -9,14 +9,23 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from halfbyte.errors import InvalidArgument
+from halfbyte.errors import InvalidArgument, check
 
 #: Formats of a model where none are named, in `hf.quantize`, `hf.HalfbyteConfig` and on the command line: the least KL divergence
 #: of the shipped model and its outlier variants at about 4.5 bits a weight and 6.5 bits an element of the cache
 #: (docs/performance/quality-per-bit.md). Unclipped, nvfp4 has more than nf4.
 WEIGHTS, CLIP, KEYS, VALUES = "nvfp4", "search", "int4_channel", "int8"
 
+#: 16-bit types of what is not quantized; the first where none is named on the command line.
+HALVES = ("bf16", "fp16")
+
 IMPLS = ("auto", "reference", "cpu", "triton", "gluon")
+
+
+def check_half(dtype: str) -> str:
+    """`dtype`, if it is one of `HALVES`."""
+    check(dtype in HALVES, f"dtype={dtype!r}; choose {' or '.join(HALVES)}")
+    return dtype
 
 
 def default_impl() -> str:

@@ -29,6 +29,7 @@ from halfbyte.hf.model_step import (
     short_name,
     timed,
 )
+from halfbyte.hf.model_support import half_type
 from halfbyte.hf.recorded_step import kept_steps
 from halfbyte.nn import QuantLayer
 
@@ -38,7 +39,7 @@ FORMATS = Formats("int4_g64", "int8", "int4_g32")
 def test_parts_of_a_step_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's are subtracted, and what is left is divided by the steps."""
     model, steps = load("demo", describe("cpu"), FORMATS), Steps(2, 8, 3)
-    hf.quantize(model, **vars(FORMATS), fuse_qkv=True, fuse_gate_up=True)
+    hf.quantize(model, **FORMATS.options, fuse_qkv=True, fuse_gate_up=True)
     layers = model.config.num_hidden_layers
     for way in (PACKED[0], PACKED[2]):
         parts = parts_of(model, steps, way)
@@ -179,6 +180,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pyte
     assert all(r["p10"] == r["seconds"] == r["p90"] > 0 and r["repeats"] == 1 and r["kernels"] for r in found)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert kept == [*({**r, "kernels": {}} for r in found), *found]  # each when it was timed, and again when all were
+    run(*options, "--dtype", "fp16", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert [r["formats"] for r in found] == ["fp32", *["nf4, int8_col lm_head, int4_channel/int8, fp16"] * 3]
     run(*options)
     said = capsys.readouterr().out
     assert "A step of halfbyte, fused blocks" in said
@@ -194,10 +198,13 @@ def test_refused(tmp_path) -> None:
         Formats("nf4", "int3", "int8")
     with pytest.raises(InvalidArgument, match="int9"):
         Formats("nf4", "int8", "int8", "int9")
+    with pytest.raises(InvalidArgument, match="dtype='fp32'; choose bf16 or fp16"):
+        Formats("nf4", "int8", "int8", dtype="fp32")
     config = LlamaConfig(hidden_size=96, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3, vocab_size=9)
     for formats, said in (("int4_g64", "int8", "int8"), "96"), (("int8_col", "int4_g64", "int8"), "keys='int4_g64'"):
         with pytest.raises(InvalidArgument, match=said):
             of_sizes(config, machine, Formats(*formats))
+    assert half_type(load("demo", machine, Formats("nf4", "int8", "int8", dtype="fp16"))) is torch.float16
     hf.save(hf.quantize(load("demo", machine, FORMATS), "nf4"), tmp_path / "packed")
     with pytest.raises(InvalidArgument, match="is quantized already; give one of 16-bit weights"):
         load(str(tmp_path / "packed"), machine, FORMATS)

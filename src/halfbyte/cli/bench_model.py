@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.options import Keys, Output, Values
+from halfbyte.cli.options import Dtype, Keys, Output, Values
 from halfbyte.cli.shared import Json, LmHead, Model, Where, Wide, check_appendable, console, print_table, token_count
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def bench_model(
     keys: Keys = settings.KEYS,
     values: Values = settings.VALUES,
     random: Annotated[bool, typer.Option("--random", help="Random weights; the model's config.json is enough.")] = False,
+    dtype: Dtype = settings.HALVES[0],
     device: Where = None,
     output: Output = None,
     as_json: Json = False,
@@ -50,7 +51,7 @@ def bench_model(
 
     check_appendable(output, "output")
     steps, machine = Steps(batch, context, new), describe(device)
-    formats = Formats(weights, keys, values, None if lm_head == "bf16" else lm_head)
+    formats = Formats(weights, keys, values, None if lm_head == "bf16" else lm_head, dtype)
     loaded = of_sizes(read_config(resolve_model(model)), machine, formats) if random else load(model, machine, formats)
     found: list[Record] = []
     with console(stderr=True).status("") as status:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfbyte import settings
+from halfbyte.cli.options import Dtype
 from halfbyte.cli.shared import (
     Html,
     Model,
@@ -38,6 +40,7 @@ def calibrate(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 16,
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,
+    dtype: Dtype = settings.HALVES[0],
     device: Where = None,
     html: Html = None,
 ) -> None:
@@ -57,7 +60,7 @@ def calibrate(
     check_writable(output, "output")
     for name in words(formats):
         key_format(name, "formats")
-    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, device)
+    made = _calibrated(model, sizes, output, text, words(formats), (windows, length, chunk), exact, (device, dtype))
     paths = [output if len(sizes) == 1 else output.with_stem(f"{output.stem}-{size:g}") for size in sizes]
     for one, path in zip(made, paths, strict=True):
         one.plan.write(path)
@@ -84,9 +87,9 @@ def _calibrated(
     formats: list[str],
     cut: tuple[int, int, int],
     exact: tuple[int, int],
-    device: str | None,
+    where: tuple[str | None, str],
 ) -> list[Calibrated]:
-    """Load, measure what is not known yet, choose."""
+    """Load, measure what is not known yet, choose. where: the device, and the 16-bit type."""
     from halfbyte.evals import calibrate as steps
     from halfbyte.evals.assignment import candidates
     from halfbyte.evals.model import load
@@ -95,7 +98,7 @@ def _calibrated(
     from halfbyte.measure.progress import progress
 
     written = read_text(text)
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, *where)
     choices, (count, length, chunk) = candidates(loaded, formats, any(exact)), cut
     ids = windows_of(tokenizer.encode(written), length, count, tokenizer.bos)
     if ids.shape[0] < count:

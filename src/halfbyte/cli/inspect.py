@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfbyte import settings
+from halfbyte.cli.options import Dtype
 from halfbyte.cli.shared import (
     Json,
     LmHead,
@@ -155,7 +156,7 @@ def explain(
     page: Annotated[int, typer.Option(help="Page size in tokens; 0: contiguous.")] = 0,
     sink_tokens: SinkTokens = 0,
     recent_tokens: RecentTokens = 0,
-    dtype: Annotated[str, typer.Option(help="dtype of the queries or of x: bf16 or fp16.")] = "bf16",
+    dtype: Dtype = settings.HALVES[0],
     deterministic_batch: Annotated[bool, typer.Option("--deterministic-batch", help="Batch-invariant attention.")] = False,
     sms: Annotated[int, typer.Option(help="Number of multiprocessors; 0: this machine's GPU, or the 132 of an H200.")] = 0,
     capability: Annotated[str, typer.Option(help="Compute capability; empty: this machine's GPU, or 9.0.")] = "",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfbyte import settings
-from halfbyte.cli.options import CacheFormats, EvalOptions, Output, with_options
+from halfbyte.cli.options import CacheFormats, Dtype, EvalOptions, OfHalves, Output, with_options
 from halfbyte.cli.shared import (
     LmHead,
     Model,
@@ -121,6 +121,7 @@ def evaluate(
             help="Also find keys in so many tokens, and write so many: where texts part from 16 bits.",
         ),
     ] = None,
+    dtype: Dtype = settings.HALVES[0],
     device: Where = None,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of a quantized model with the 16-bit model; checked against transformers."""
@@ -138,22 +139,24 @@ def evaluate(
     for name, value, least in (("windows", windows, 1), ("length", length, 2), ("chunk", chunk, 1)):
         check(value is None or value >= least, f"{name}={value}; expected at least {least}")
     if (card := card_path(results_to, model)) is not None:
-        run_suite(model, card, results_to, text, (windows, length, chunk, long), device)
+        run_suite(model, card, results_to, text, (windows, length, chunk, long), (device, dtype))
         return
     check(clip is None or {weights, lm_head} != {"bf16"}, f"--clip {clip} is about weights; name --weights as well")
     written = read_text(text)
     head = None if lm_head == "bf16" else lm_head
-    asked, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head)
+    asked, config = _setting(model, cache, weights, plan, clip=clip, lm_head=head, dtype=dtype)
     check_exact(asked.exact, min(length, long or length))
     asked = replace(asked, rotate_values=rotate_values, lm_head=head)
-    wanted = [*every_kv_setting(head_dims(text_config(config))[0]), *every_weight_setting()] if every else [asked]
+    dim = head_dims(text_config(config))[0]
+    wanted = [*every_kv_setting(dim, dtype), *every_weight_setting(dtype)] if every else [asked]
     _warn_of_positions(config, max(length, long or 0))
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     ids = tokenizer.encode(written)
     tokens, tasks = cut(ids, length, windows, tokenizer.bos), None if long is None else Tasks(loaded, tokenizer, ids, long)
-    settings = [Setting(), *[s for s in wanted if s != Setting()]]
-    results = run_evaluation(loaded, settings, tokens, chunk, console(stderr=True))
-    longer = [] if tasks is None else run_long_context(loaded, settings, tasks, console(stderr=True))
+    plain = Setting.plain(dtype)
+    runs = [plain, *[s for s in wanted if s != plain]]
+    results = run_evaluation(loaded, runs, tokens, chunk, console(stderr=True))
+    longer = [] if tasks is None else run_long_context(loaded, runs, tasks, console(stderr=True))
     equal, compared = agreement(loaded, tokens[:2, : min(48, length)])
     if results_to.as_json:
         print(json.dumps({"results": records(results, longer), "equal_tokens": equal, "compared_tokens": compared}))
@@ -180,6 +183,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the sampling.")] = 0,
+    dtype: Dtype = settings.HALVES[0],
     device: Where = None,
 ) -> None:
     """Generate text with a packed cache, printing tokens as they come."""
@@ -187,8 +191,8 @@ def generate(
     from halfbyte.evals.quality import with_weights
 
     text = _text(prompt)
-    setting, _ = _setting(model, cache, weights)
-    loaded, tokenizer = load(model, device)
+    setting, _ = _setting(model, cache, weights, dtype=dtype)
+    loaded, tokenizer = load(model, device, dtype)
     quantized = with_weights(loaded, setting.weights)
     pieces = write(quantized, tokenizer, text, setting, tokens, temperature=temperature, seed=seed)
     print(text, end="", flush=True)
@@ -198,7 +202,7 @@ def generate(
 
 
 def _setting(
-    model: str, cache: CacheFormats, weights: str, plan: Path | None = None, **of_weights: str | None
+    model: str, cache: CacheFormats, weights: str, plan: Path | None = None, *, dtype: str, **of_weights: str | None
 ) -> tuple[Setting, Any]:
     """(formats, configuration): what was requested, checked by names and by the configuration before weights are loaded. A plan
     takes the place of the formats of `cache` and, where it has some, of its sink and recent tokens.
@@ -211,12 +215,12 @@ def _setting(
     from halfbyte.reference.hadamard import rotated
 
     keys, values, exact = cache.keys, cache.values, {"sink_tokens": cache.sink_tokens, "recent_tokens": cache.recent_tokens}
-    packed = None if weights == "bf16" else weights
+    packed = None if weights in ("bf16", dtype) else weights
     if plan is not None:
         config = load_config(resolve_model(model))
-        made = Setting.of_plan(read_plan_of(plan, config), packed, exact=(cache.sink_tokens, cache.recent_tokens))
+        made = Setting.of_plan(read_plan_of(plan, config), packed, dtype, exact=(cache.sink_tokens, cache.recent_tokens))
         return replace(made, **of_weights), config  # type: ignore[arg-type]
-    asked = Setting(keys, values, packed, **exact, **of_weights)  # type: ignore[arg-type]
+    asked = Setting(keys, values, packed, dtype=dtype, **exact, **of_weights)  # type: ignore[arg-type]
     config = load_config(resolve_model(model))
     layers = parse_layers(cache.skip_layers, text_config(config).num_hidden_layers)
     packed_layers(config, keys, values, layers)
@@ -265,11 +269,13 @@ def quantize(
     source: Source = None,
     rotate_values: RotateValues = False,
     clip: Clip = None,
+    dtype: Annotated[str | None, OfHalves] = None,
 ) -> None:
     """Quantize a model's weights, save them as safetensors, and verify that they load again bit for bit.
 
     MODEL quantizes 16-bit weights: to --weights FORMAT, --lm-head FORMAT or both, else as hf.quantize(model) does. --from DIR
-    converts a checkpoint of another library (docs/guides/checkpoints.md), whose lm_head may still be quantized.
+    converts a checkpoint of another library (docs/guides/checkpoints.md), whose lm_head may still be quantized; there the default
+    of --dtype is what the files have, else bf16.
     """
     import torch
 
@@ -280,7 +286,9 @@ def quantize(
 
     check_new_folder(output)
     head = None if lm_head == "bf16" else lm_head
-    made = _quantized(model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head)
+    made = _quantized(
+        model, weights, source, skip_modules=tuple(words(skip)), clip=clip, rotate_values=rotate_values, lm_head=head, dtype=dtype
+    )
     hf.save(made, output, tokenizer=resolve_model(model or source or ""))
     try:
         again, before = hf.load(output).state_dict(), made.state_dict()
@@ -315,10 +323,8 @@ def extract(
 
 def _quantized(model: str | None, weights: str | None, source: str | None, **options: Any) -> torch.nn.Module:
     """A model with quantized weights: rounded here, or as another library rounded them. Options are those of `hf.quantize`."""
-    import torch
-
     from halfbyte import hf
-    from halfbyte.formats import weight_format
+    from halfbyte.formats import plain_format, weight_format
     from halfbyte.nn import QuantLinear
     from halfbyte.paths import resolve_model
     from halfbyte.reference.quantize import check_clip
@@ -331,8 +337,9 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
     check(clip is None or source is None, "--clip is about rounding 16-bit weights; --from takes codes over as they are")
     check(not (options["rotate_values"] and source), "--rotate-values changes 16-bit weights; --from takes codes over as they are")
     made: torch.nn.Module
+    dtype = options.pop("dtype")
     if source is not None:
-        made = hf.load(resolve_model(source))
+        made = hf.load(resolve_model(source), dtype="auto" if dtype is None else plain_format(dtype).code.dtype)
         if not any(isinstance(m, QuantLinear) for m in made.modules()):
             raise InvalidArgument(
                 f"--from {source!r} is not quantized; quantize it: halfbyte quantize {source} --weights nf4 -o DIR"
@@ -341,7 +348,9 @@ def _quantized(model: str | None, weights: str | None, source: str | None, **opt
     if weights is lm_head is None:
         weights, options["clip"] = settings.WEIGHTS, settings.CLIP
     check_clip(options["clip"], weight_format(weights or lm_head or ""))
-    made = hf.load(resolve_model(model or ""), weights=weights, dtype=torch.bfloat16, **options)
+    made = hf.load(
+        resolve_model(model or ""), weights=weights, dtype=plain_format(dtype or settings.HALVES[0]).code.dtype, **options
+    )
     return made
 
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from halfbyte.measure.session import Session
     from halfbyte.measure.suite import Suite
 
+
+def _known_half(dtype: str | None) -> str | None:
+    return None if dtype is None else settings.check_half(dtype)
+
+
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas; int8+int4_g32 is keys+values.")]
 Impls = Annotated[str, typer.Option(help="Implementations, separated by commas, such as auto,triton,cpu,reference.")]
 Keys = Annotated[str, typer.Option(help="Format of the cached keys.")]
@@ -30,6 +35,8 @@ Rotate = Annotated[
     typer.Option("--rotate-keys/--no-rotate-keys", help="Hadamard-rotate cached keys. Default: 4-bit and 2-bit, not per-channel."),
 ]
 Skip = Annotated[str, typer.Option(help="Layers whose cache stays in 16 bits, such as 0,1,-1.")]
+OfHalves = typer.Option("--dtype", help="16-bit type of what is not quantized: bf16 or fp16.", callback=_known_half)
+Dtype = Annotated[str, OfHalves]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Append records to this file, one JSON object a line.")]
 
 

@@ -48,16 +48,18 @@ def run_suite(
     options: EvalOptions,
     text: Path | None,
     sizes: tuple[int | None, int, int, int | None],
-    device: str | None,
+    where: tuple[str | None, str],
 ) -> None:
-    """Measure, write the card and show it. sizes: windows, tokens of each, tokens fed at a time, tokens of long contexts."""
+    """Measure, write the card and show it. sizes: windows, tokens of each, tokens fed at a time, tokens of long contexts.
+    where: device and 16-bit type.
+    """
     from halfbyte.evals.card import Suite, measure
     from halfbyte.evals.model import load
     from halfbyte.evals.text import read_text
     from halfbyte.evals.text import windows as cut
 
     written = read_text(text)
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, *where)
     (count, length, chunk, long), ids = sizes, tokenizer.encode(written)
     parts = cut(ids, length, count or WINDOWS, tokenizer.bos)
     suite = Suite(model, text_name(text, written), ids, parts, chunk, LONG if long is None else long, tuple(words(options.tasks)))

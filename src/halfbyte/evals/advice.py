@@ -19,7 +19,7 @@ from halfbyte.device import DATASHEETS, Datasheet, datasheet_name, describe, gpu
 from halfbyte.errors import InvalidArgument, Unsupported, check
 from halfbyte.evals.card import Card, Evidence, card_of, first_fitting, fits
 from halfbyte.evals.choices import TOLERATED, WEIGHTS, caches
-from halfbyte.formats import weight_format
+from halfbyte.formats import plain_format
 from halfbyte.memory import (
     CacheSizes,
     Stored,
@@ -34,8 +34,10 @@ from halfbyte.memory import (
     quantized_bytes,
     room,
     stored_weights,
+    weight_or_plain,
 )
 from halfbyte.paths import SHIPPED, resolve_model
+from halfbyte.settings import HALVES, check_half
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Choice:
 class Advice:
     """Every choice for a model, the one that is recommended (None: none is) and why.
 
-    is_quantized: the model's files are quantized already; card: the model whose evidence card was used, None without one.
+    is_quantized: the model's files are quantized already; card: the model whose evidence card was used, None without one; dtype:
+    the 16-bit type, which what is not quantized is called by.
     """
 
     model: str
@@ -78,6 +81,7 @@ class Advice:
     recommended: Choice | None
     reason: str
     notes: tuple[str, ...]
+    dtype: str = "bf16"
 
 
 def find_gpu(name: str | None) -> tuple[str, Datasheet]:
@@ -105,6 +109,7 @@ def advise(
     context: int = 8192,
     weights: str | None = None,
     card: Card | None = None,
+    dtype: str = "bf16",
 ) -> Advice:
     """Choices for a model folder, a Hub id or "demo", from its configuration alone.
 
@@ -112,14 +117,16 @@ def advise(
     weights  the one weight format to consider, also that of a model which another library quantized; None: those of `WEIGHTS`, or
              those that a folder of `halfbyte quantize` stores, or that another library's configuration tells
     card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
+    dtype    the 16-bit type of what is not quantized, one of `halfbyte.settings.HALVES`
 
     Raises as `halfbyte.memory.estimate` does.
     """
     for name, value in (("batch", batch), ("context", context)):
         check(0 < value < 2**31, f"{name}={value}; it must be above 0 and below 2^31")
     named, sheet = find_gpu(gpu)
-    if weights not in (None, "bf16"):
-        weight_format(weights)
+    check_half(dtype)
+    if weights is not None and weight_or_plain(weights) is None:
+        weights = dtype
     config = load_config(resolve_model(model))
     method = quant_method(config)
     stored = stored_weights(config)
@@ -129,17 +136,19 @@ def advise(
         raise InvalidArgument(
             f"model={model!r} is quantized already ({method}); name the format of its weights, such as --weights int4_g128"
         )
-    sizes = _Sizes(config, model, batch, context, sheet, stored)
+    sizes = _Sizes(config, model, batch, context, sheet, stored, dtype)
     card = card or card_of(config)
     check(card is None or card.matches(config), f"card is of {card and card.model}, whose sizes are not those of {model}")
-    asked = ((stored.name,),) if stored is not None else WEIGHTS if weights is None else ((weights,),)
+    asked = ((stored.name,),) if stored is not None else ((dtype,), *WEIGHTS) if weights is None else ((weights,),)
     found = tuple(_judged(choice, card, method) for names in asked for choice in sizes.choices(names))
     if not found:
         raise Unsupported(f"model={model!r}: none of the weight formats considered fits the sizes of its layers")
     recommended, reason = recommend(found)
     said = (*notes(sizes.skeleton, sizes.plain, None, None, None), *sizes.notes())
     known = card.model if card is not None and any(c.evidence for c in found) else None
-    return Advice(model, named, sheet, batch, context, method is not None, known, found, recommended, reason, said)
+    if card is not None and known is not None and card.dtype != dtype:
+        said = (*said, f"the evidence card was measured in {card.dtype}, not in {dtype}")
+    return Advice(model, named, sheet, batch, context, method is not None, known, found, recommended, reason, said, dtype)
 
 
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
@@ -171,12 +180,15 @@ def _judged(choice: Choice, card: Card | None, method: str | None) -> Choice:
 class _Sizes:
     """What a model of a configuration takes and reads, in any formats."""
 
-    def __init__(self, config: Any, name: str, batch: int, context: int, sheet: Datasheet, stored: Stored | None) -> None:
+    def __init__(
+        self, config: Any, name: str, batch: int, context: int, sheet: Datasheet, stored: Stored | None, dtype: str
+    ) -> None:
         from halfbyte.hf.model_support import text_config
 
         self.config, self.batch, self.context, self.sheet, self.stored = config, batch, context, sheet, stored
+        self.dtype = dtype
         self.text = text_config(config)
-        self.plain = packed_layers(config, "bf16", "bf16", ())  # refuses what a packed cache cannot serve before a model is built
+        self.plain = packed_layers(config, dtype, dtype, ())  # refuses what a packed cache cannot serve before a model is built
         self.skeleton = meta_model(config, name)
         self.room = room(sheet.memory_bytes)
 
@@ -188,9 +200,10 @@ class _Sizes:
         elif (name := first_fitting(self.skeleton, candidates)) is None:
             return []
         else:
-            saved = quantized_bytes(self.skeleton, None if name == "bf16" else weight_format(name))[0]
+            saved = quantized_bytes(self.skeleton, weight_or_plain(name))[0]
         size = plain_bytes(self.skeleton) - saved
-        return [self._choice(keys, values, name, size) for keys, values in caches().values() if fits(self.config, keys, values)]
+        pairs = [pair for pair in caches(self.dtype).values() if fits(self.config, *pair)]
+        return [self._choice(keys, values, name, size) for keys, values in pairs]
 
     def _choice(self, keys: str, values: str, weights: str, size: int) -> Choice:
         cache, rate = packed_layers(self.config, keys, values, ()), self.sheet.bytes_per_second
@@ -227,7 +240,7 @@ class _Sizes:
         embedding = 0 if is_tied(model) else 2 * math.prod(model.get_input_embeddings().weight.shape)
         stacks = 0
         for name, shape in self._expert_shapes().items():
-            fmt = self.stored.formats.get(name) if self.stored else None if weights == "bf16" else weight_format(weights)
+            fmt = self.stored.formats.get(name) if self.stored else weight_or_plain(weights)
             stacks += 2 * math.prod(shape) if fmt is None else fmt.nbytes(shape)
         return embedding + int(stacks * (1 - self._hit()))
 
@@ -260,15 +273,16 @@ def _largest(left: int, nbytes: Callable[[int], int]) -> int:
 
 def python_lines(advice: Advice, choice: Choice) -> str:
     """The lines that load the model in the formats of a choice."""
-    formats = {} if choice.weights == "bf16" or advice.is_quantized else {"weights": choice.weights}
-    formats |= {} if choice.keys == choice.values == "bf16" else {"keys": choice.keys, "values": choice.values}
+    formats = {} if choice.weights == advice.dtype or advice.is_quantized else {"weights": choice.weights}
+    formats |= {} if choice.keys == choice.values == advice.dtype else {"keys": choice.keys, "values": choice.values}
     name = "halfbyte.paths.shipped_model()" if advice.model in SHIPPED else repr(advice.model)
     given = ", ".join([name, *(f'{option}="{value}"' for option, value in formats.items())])
-    return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({given}, dtype=torch.bfloat16)"
+    return f"import torch, halfbyte\n\nmodel = halfbyte.hf.load({given}, dtype={plain_format(advice.dtype).code.dtype})"
 
 
 def command(advice: Advice, choice: Choice) -> str:
     """The command that generates text in the formats of a choice."""
-    weights = "" if choice.weights == "bf16" or advice.is_quantized else f" --weights {choice.weights}"
+    weights = "" if choice.weights == advice.dtype or advice.is_quantized else f" --weights {choice.weights}"
+    typed = "" if advice.dtype == HALVES[0] else f" --dtype {advice.dtype}"
     name = shlex.quote(advice.model)
-    return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}'
+    return f'halfbyte generate {name} --prompt "..." --keys {choice.keys} --values {choice.values}{weights}{typed}'

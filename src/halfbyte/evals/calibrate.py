@@ -30,6 +30,7 @@ from halfbyte.evals.assignment import SIDES, TOKENS, Candidate, Options, Sensiti
 from halfbyte.evals.text import check_exact
 from halfbyte.formats import KV_FORMATS, plain_format
 from halfbyte.paths import append_line, write_whole
+from halfbyte.settings import HALVES
 
 #: Uniform choices that a plan is compared with.
 UNIFORM = 4
@@ -97,12 +98,16 @@ def sensitivity(
 
 
 def fingerprint(model: Any, windows: torch.Tensor, chunk: int, exact: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """What measurements depend on: sizes and weights of the model, the text as it was cut, and sink and recent tokens."""
+    """What measurements depend on: sizes, weights and 16-bit type of the model, the text as it was cut, sink and recent tokens."""
+    from halfbyte.hf.model_support import half_type
+
     weights, text = hashlib.sha256(), hashlib.sha256(windows.cpu().numpy().tobytes())
     for name, p in model.state_dict().items():
         some = p.flatten()[:: max(1, p.numel() // 64)].cpu().double()
         weights.update(f"{name} {list(p.shape)} {some.tolist()}".encode())
-    cut = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk, "exact": list(exact)}
+    cut: dict[str, Any] = {"windows": windows.shape[0], "length": windows.shape[1], "chunk": chunk, "exact": list(exact)}
+    if (dtype := plain_format(half_type(model)).name) != HALVES[0]:  # which files that do not say so are of
+        cut["dtype"] = dtype
     return {"model": asdict(sizes_of(model)), "weights": weights.hexdigest()[:16], "text": text.hexdigest()[:16], **cut}
 
 
@@ -128,8 +133,8 @@ class Measurements:
         head, *lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         if head != self._head:
             raise InvalidArgument(
-                f"output: {self.path} holds measurements of another model, text or cut, or with other sink and recent tokens; "
-                f"remove it, or give the plan another name"
+                f"output: {self.path} holds measurements of another model, dtype, text or cut, or with other sink and recent "
+                f"tokens; remove it, or give the plan another name"
             )
         for line in lines[:-1]:  # the last one is empty, or was cut off while it was written
             try:
@@ -216,6 +221,7 @@ def _plan(
         "predicted_kl": taken.predicted_kl,
         "tokens": divergence.windows.numel(),
         "chunk": divergence.chunk,
+        "dtype": divergence.plain,
     }
     if uniform:
         alike_bits, alike, alike_kl = min(uniform, key=lambda one: (one[2], one[0]))

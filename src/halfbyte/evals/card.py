@@ -30,12 +30,13 @@ from halfbyte.evals.long_context import LongContext, Tasks, run_long_context
 from halfbyte.evals.model import agreement
 from halfbyte.evals.quality import Quality, Setting, run_evaluation, with_weights
 from halfbyte.evals.text import Tokenizer
-from halfbyte.formats import key_format, weight_format
+from halfbyte.formats import key_format, plain_format
 from halfbyte.measure.records import environment
-from halfbyte.memory import packed_layers, quantized_bytes
+from halfbyte.memory import packed_layers, quantized_bytes, weight_or_plain
 from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model, write_whole
 from halfbyte.reference.hadamard import rotated
+from halfbyte.settings import HALVES
 
 KIND, VERSION = "halfbyte evidence card", 1
 #: Bytes of a card; twenty results take a hundredth of it.
@@ -82,10 +83,17 @@ class Card:
         """Whether a configuration, or a model, has the sizes of this card's model."""
         return self.sizes == sizes_of(config)
 
+    @property
+    def dtype(self) -> str:
+        """The 16-bit type of the model that was measured, by the first result that names one."""
+        named = (r[part] for r in self.results for part in ("keys", "values", "weights"))
+        return next((name for name in named if name in HALVES), HALVES[0])
+
     def evidence(self, keys: str, values: str, weights: str) -> Evidence | None:
-        """The result of exactly these formats."""
+        """The result of exactly these formats; 16 bits of either type are those of the card."""
+        asked = tuple(self.dtype if name in HALVES else name for name in (keys, values, weights))
         for r in self.results:
-            if (r["keys"], r["values"], r["weights"]) == (keys, values, weights):
+            if (r["keys"], r["values"], r["weights"]) == asked:
                 return Evidence(r["change"], r["noise"], r["kl_mean"], _is_safe(r))
         return None
 
@@ -188,20 +196,20 @@ class Suite:
 
 def settings(model: Any) -> list[Setting]:
     """Every cache with every weight format that fits the model, rotated as `halfbyte.hf.quantize` does; the 16-bit run first."""
-    from halfbyte.hf.model_support import head_dims, text_config
+    from halfbyte.hf.model_support import half_type, head_dims, text_config
 
-    dim = head_dims(text_config(model))[0]
+    dim, dtype = head_dims(text_config(model))[0], plain_format(half_type(model)).name
     quantized = any(isinstance(m, QuantLayer) for m in model.modules())
-    weights = ["bf16"] if quantized else [w for names in WEIGHTS if (w := first_fitting(model, names)) is not None]
-    pairs = [(keys, values) for keys, values in caches().values() if fits(model.config, keys, values)]
-    return [Setting(k, v, None if w == "bf16" else w, rotated(None, key_format(k), dim)) for w in weights for k, v in pairs]
+    weights = [] if quantized else [w for names in WEIGHTS if (w := first_fitting(model, names)) is not None]
+    pairs = [(keys, values) for keys, values in caches(dtype).values() if fits(model.config, keys, values)]
+    return [Setting(k, v, w, rotated(None, key_format(k), dim), dtype=dtype) for w in (None, *weights) for k, v in pairs]
 
 
 def first_fitting(model: Any, names: Sequence[str]) -> str | None:
     """The first of these weight formats that the model's layers divide by; None if there is none."""
     for name in names:
         try:
-            quantized_bytes(model, None if name == "bf16" else weight_format(name))
+            quantized_bytes(model, weight_or_plain(name))
         except InvalidArgument:
             continue
         return name
@@ -272,7 +280,7 @@ def lm_eval_results(loaded: Any, model: str, setting: Setting, tasks: Sequence[s
             harness = HFLM(pretrained=used, tokenizer=tokenizer)
             found = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     finally:
-        hf.quantize(used, keys="bf16", values="bf16")  # it may be `loaded` itself
+        hf.quantize(used, keys=setting.dtype, values=setting.dtype)  # it may be `loaded` itself
     return {
         task: {name.removesuffix(",none"): value for name, value in found["results"][task].items() if type(value) is float}
         for task in names

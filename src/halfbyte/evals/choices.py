@@ -15,14 +15,14 @@ from halfbyte.settings import KEYS, VALUES
 SAFE = 2e-3
 #: Largest change of perplexity with its noise, in %, that is recommended where there is evidence.
 TOLERATED = 1.0
-#: Weight formats from the most bits on; of several in one entry the first that the model's sizes divide by.
-WEIGHTS = (("bf16",), ("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
+#: Weight formats from the most bits on, behind 16 bits; of several in one entry the first that the model's sizes divide by.
+WEIGHTS = (("int8_col",), ("nvfp4",), ("int4_g128", "int4_g64", "int4_g32"))
 
 
-def caches() -> dict[str, tuple[str, str]]:
-    """Formats of keys and values, each with what it is chosen for, from the most bits on."""
+def caches(dtype: str = "bf16") -> dict[str, tuple[str, str]]:
+    """Formats of keys and values, each with what it is chosen for, from the most bits on; `dtype` is the one of 16 bits."""
     return {
-        "16 bits": ("bf16", "bf16"),
+        "16 bits": (dtype, dtype),
         "8 bits": ("int8_channel", "int8"),
         "8 bits, fastest": ("int8", "int8"),
         "Default": (KEYS, VALUES),

@@ -31,7 +31,7 @@ def in_words(setting: Setting) -> str:
     said = [
         f"{part}: {texts[name, part in ('weights', 'lm_head')]}"
         for part, name in named.items()
-        if isinstance(name, str) and name != "bf16" and (name, part in ("weights", "lm_head")) in texts
+        if isinstance(name, str) and name != setting.dtype and (name, part in ("weights", "lm_head")) in texts
     ]
     return "; ".join(said) + "; keys Hadamard-rotated" * (setting.rotate_keys is True)
 

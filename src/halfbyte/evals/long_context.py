@@ -107,7 +107,7 @@ def long_context(
     theirs = text if base is None else base
     equal = (text == theirs).tolist()
     parted = [sum(1 for _ in takewhile(bool, row)) for row in equal]
-    nll = _nll(plain, tasks.prompts, text)
+    nll = _nll(plain, setting.dtype, tasks.prompts, text)
     return LongContext(setting.name, tasks.keyed.shape[1], found, tasks.written, parted, nll, seconds), text
 
 
@@ -134,9 +134,13 @@ def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], N
         on_step()
 
 
-def _nll(plain: Any, prompts: torch.Tensor, text: torch.Tensor) -> float:
+def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> float:
     """Mean nats a token of `text` [n, written] after `prompts` by the 16-bit model."""
-    cache, total, whole = cache_for(plain, Setting(), prompts.shape[1] + text.shape[1]), 0.0, torch.cat([prompts, text], 1)
+    cache, total, whole = (
+        cache_for(plain, Setting.plain(dtype), prompts.shape[1] + text.shape[1]),
+        0.0,
+        torch.cat([prompts, text], 1),
+    )
     for first in range(0, whole.shape[1] - 1, 256):
         piece, following = whole[:, first : first + 256], whole[:, first + 1 : first + 257]
         logs = plain(input_ids=piece, past_key_values=cache, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)

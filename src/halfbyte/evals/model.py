@@ -12,14 +12,17 @@ from halfbyte.device import describe
 from halfbyte.errors import check, require
 from halfbyte.evals.quality import Setting, cache_for
 from halfbyte.evals.text import Tokenizer, load_tokenizer
+from halfbyte.formats import plain_format
 from halfbyte.memory import packed_layers
 from halfbyte.paths import resolve_model
+from halfbyte.settings import check_half
 
 
-def load(name: str, device: torch.device | str | None = None) -> tuple[Any, Tokenizer]:
-    """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention: bf16 weights, arithmetic in fp32 on a CPU.
+def load(name: str, device: torch.device | str | None = None, dtype: str = "bf16") -> tuple[Any, Tokenizer]:
+    """(model, tokenizer) of a folder, a Hub id or `demo`, with halfbyte's attention; arithmetic is in fp32 on a CPU.
 
-    device: where the model goes; None: the GPU if there is one.
+    device: where the model goes; None: the GPU if there is one. dtype: the 16-bit type of weights that are not quantized, and of
+    16-bit caches; one of `settings.HALVES`.
     """
     require("transformers", "halfbyte.hf")
     from transformers.utils import logging
@@ -27,12 +30,12 @@ def load(name: str, device: torch.device | str | None = None) -> tuple[Any, Toke
     from halfbyte import hf
 
     logging.disable_progress_bar()  # the caller shows its own progress
-    where = describe(device).torch
+    plain, where = plain_format(check_half(dtype)), describe(device).torch
     path = resolve_model(name)
-    model = hf.load(path, dtype=torch.bfloat16)
+    model = hf.load(path, dtype=plain.code.dtype)
     # transformers refuses .float() on quantized models; QuantLinear keeps its codes and scales when it is cast
     model = model.to(where) if where.type == "cuda" else torch.nn.Module.float(model)
-    return hf.quantize(model.eval(), keys="bf16", values="bf16"), load_tokenizer(
+    return hf.quantize(model.eval(), keys=dtype, values=dtype), load_tokenizer(
         path, model.config.get_text_config(decoder=True).vocab_size
     )
 
@@ -99,15 +102,17 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
     ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over its own cache, with keys and values rounded alike.
     """
     from halfbyte.hf.cache import PackedCache
+    from halfbyte.hf.model_support import half_type
 
+    plain, capacity = plain_format(half_type(model)), ids.shape[1] + tokens
     ids = ids.to(model.device)
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     ours = model.generate(
-        ids, attention_mask=mask, past_key_values=PackedCache(model, ids.shape[1] + tokens, keys="bf16", values="bf16"), **options
+        ids, attention_mask=mask, past_key_values=PackedCache(model, capacity, keys=plain.name, values=plain.name), **options
     )
     with _own_attention(model):
-        theirs = model.generate(ids, attention_mask=mask, past_key_values=_rounded_cache(model), **options)
+        theirs = model.generate(ids, attention_mask=mask, past_key_values=_rounded_cache(model, plain.code.dtype), **options)
     fresh = slice(ids.shape[1], None)
     return int((ours[:, fresh] == theirs[:, fresh]).sum()), ours[:, fresh].numel()
 
@@ -125,8 +130,8 @@ def _own_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(NAME)
 
 
-def _rounded_cache(model: Any) -> Any:
-    """transformers' own growing cache, its contents rounded to bf16 but in the model's dtype.
+def _rounded_cache(model: Any, dtype: torch.dtype | None) -> Any:
+    """transformers' own growing cache, its contents rounded to `dtype` but in the model's own.
 
     A chunk of more than `DECODE_QUERIES` tokens sees itself exactly and is rounded for those after it, as ours does.
     """
@@ -139,7 +144,7 @@ def _rounded_cache(model: Any) -> Any:
         def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(k, v)
-            rounded = [x.bfloat16().to(x.dtype) for x in (k, v)]
+            rounded = [x.to(dtype).to(x.dtype) for x in (k, v)]
             past: tuple[torch.Tensor, torch.Tensor] = (self.keys, self.values)  # type: ignore[has-type]
             self.keys, self.values = (torch.cat([old, new], -2) for old, new in zip(past, rounded, strict=True))
             if k.shape[-2] <= DECODE_QUERIES:

@@ -109,8 +109,8 @@ def _kind(result: Quality) -> str:
     """Which part of the table a result belongs to."""
     setting = result.setting
     if setting.weights is setting.lm_head is None:
-        return "16-bit" if setting.kv == "bf16" else "KV cache"
-    return "weights" if setting.kv == "bf16" else "both"
+        return "16-bit" if setting.is_plain else "KV cache"
+    return "weights" if setting.is_plain else "both"
 
 
 def add_results(report: Report, results: Sequence[Quality], *notes: str) -> None:

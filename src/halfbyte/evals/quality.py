@@ -23,7 +23,7 @@ from halfbyte.errors import InvalidArgument, check
 from halfbyte.evals.choices import caches
 from halfbyte.evals.outliers import Outliers, with_outliers
 from halfbyte.evals.text import check_exact
-from halfbyte.formats import Format, check_window, key_format, value_format, weight_format
+from halfbyte.formats import Format, check_window, key_format, plain_format, value_format, weight_format
 from halfbyte.measure.progress import progress
 from halfbyte.nn import QuantLayer, QuantLinear
 from halfbyte.reference.hadamard import rotated
@@ -32,11 +32,12 @@ from halfbyte.reference.quantize import check_clip
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values, weights and lm_head ("bf16" or None: 16 bits), and the weights' clip.
+    """One row of an evaluation: the formats of keys, values, weights and lm_head (their 16-bit
+    type or None: 16 bits), and the weights' clip.
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
     values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
-    the last tokens of a sequence, which stay in 16 bits.
+    the last tokens of a sequence, which stay in 16 bits. dtype: the 16-bit type of the model, which caches are compared in.
     """
 
     keys: str | tuple[str, ...] = "bf16"
@@ -50,16 +51,20 @@ class Setting:
     lm_head: str | None = None
     sink_tokens: int = 0
     recent_tokens: int = 0
+    dtype: str = "bf16"
 
     @classmethod
-    def of_plan(
-        cls, plan: CachePlan, weights: str | None = None, clip: str | None = None, exact: tuple[int, int] = (0, 0)
-    ) -> Setting:
+    def plain(cls, dtype: str, weights: str | None = None) -> Setting:
+        """A 16-bit cache: the run that others are compared with, or one of quantized weights alone."""
+        return cls(dtype, dtype, weights, dtype=dtype)
+
+    @classmethod
+    def of_plan(cls, plan: CachePlan, weights: str | None = None, dtype: str = "bf16", exact: tuple[int, int] = (0, 0)) -> Setting:
         """The cache of a plan, with sink and recent tokens of its own or, where it has none, `exact`."""
         sinks, recent = plan.exact_tokens(exact)
         return cls(
             *(plan.keys, plan.values, weights, plan.rotate_keys),
-            clip=clip,
+            dtype=dtype,
             plan=f"plan, {plan.bits:.2f} bits",
             sink_tokens=sinks,
             recent_tokens=recent,
@@ -92,6 +97,11 @@ class Setting:
         return self.weights, self.clip, self.rotate_values, self.lm_head
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the whole cache is in the model's 16-bit type."""
+        return self.kv == self.dtype
+
+    @property
     def kv(self) -> str:
         """The cache's part of the name: "int8", "int8 / int4_g32", "int4 rotated"."""
         turned = ", values rotated" if self.rotate_values else ""
@@ -106,10 +116,9 @@ class Setting:
     @property
     def name(self) -> str:
         """The formats: of the cache, of the weights, or of both."""
-        plain = self.kv == "bf16"
-        weights = self.weights and self.weights + " weights" * plain
+        weights = self.weights and self.weights + " weights" * self.is_plain
         head = self.lm_head and f"{self.lm_head} lm_head"
-        kv = None if plain and (weights or head) else self.kv
+        kv = None if self.is_plain and (weights or head) else self.kv
         return " + ".join(part for part in (kv, weights, head) if part)
 
 
@@ -158,10 +167,13 @@ def evaluate(
     which there are `steps(...)`. The layer error is the relative L2 error of the hidden states behind each layer (behind the
     last one: after the final norm), first window.
     """
+    from halfbyte.hf.model_support import half_type
+
     check(chunk >= 1, f"chunk={chunk}; expected at least one token")
+    dtype = plain_format(half_type(model)).name
     check(
-        bool(settings) and settings[0] == Setting(),
-        "settings must begin with the 16-bit run, Setting(), which the others are compared with",
+        bool(settings) and settings[0] == Setting.plain(dtype) and {s.dtype for s in settings} == {dtype},
+        f"settings must be of a model in {dtype}, and begin with its 16-bit run, Setting.plain({dtype!r})",
     )
     for setting in settings:
         check_exact(setting.exact, windows.shape[1])
@@ -174,7 +186,7 @@ def evaluate(
     results = [tally.result() for tally in tallies]
     for result in results:
         result.change = 100 * (result.perplexity / results[0].perplexity - 1)
-        result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else "bf16"
+        result.plain_weights = "as saved" if any(isinstance(m, QuantLinear) for m in model.modules()) else dtype
         result.weight_bytes = weight_bytes(models[result.setting.in_weights])
         result.kv_bytes_per_token = kv_bytes_per_token(model, result.setting)
     return results
@@ -323,7 +335,7 @@ def cache_for(model: Any, setting: Setting, capacity: int) -> Any:
     return PackedCache(model, capacity, rotate_values=rotate_values, **setting.cache_options())
 
 
-def every_kv_setting(head_dim: int = 128) -> list[Setting]:
+def every_kv_setting(head_dim: int = 128, dtype: str = "bf16") -> list[Setting]:
     """Each KV format for keys and values alike (per-channel keys with values of the same width), the pairs that `caches` names,
     INT8 keys with INT4 values, and the formats whose keys a cache of heads of `head_dim` rotates by default as it does. Formats
     that store what another one does, as their groups are whole heads, are left out."""
@@ -339,19 +351,21 @@ def every_kv_setting(head_dim: int = 128) -> list[Setting]:
     def values_for(fmt: Format) -> str:
         return fmt.code.name if fmt.token_block else fmt.name
 
-    alike = [Setting(name, values_for(fmt)) for name, fmt in distinct.items()]
+    alike = [Setting(name, values_for(fmt), dtype=dtype) for name, fmt in distinct.items()]
     by_default = [
-        Setting(name, values_for(fmt), rotate_keys=True) for name, fmt in distinct.items() if rotated(None, fmt, head_dim)
+        Setting(name, values_for(fmt), rotate_keys=True, dtype=dtype)
+        for name, fmt in distinct.items()
+        if rotated(None, fmt, head_dim)
     ]
-    mixed = [Setting("int8", "int4_g32"), *(Setting(*pair) for pair in caches().values() if pair != ("bf16", "bf16"))]
+    mixed = [Setting(*pair, dtype=dtype) for pair in (("int8", "int4_g32"), *caches(dtype).values()) if pair != (dtype, dtype)]
     return list(dict.fromkeys([*alike, *mixed, *by_default]))
 
 
-def every_weight_setting() -> list[Setting]:
+def every_weight_setting(dtype: str = "bf16") -> list[Setting]:
     """Each weight format, with a 16-bit cache."""
     from halfbyte.formats import WEIGHT_FORMATS
 
-    return [Setting(weights=name) for name in WEIGHT_FORMATS]
+    return [Setting.plain(dtype, name) for name in WEIGHT_FORMATS]
 
 
 def parse_layers(text: str, layers: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from halfbyte.device import Device
 from halfbyte.errors import check
-from halfbyte.formats import key_format, value_format, weight_format
+from halfbyte.formats import key_format, plain_format, value_format, weight_format
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.checkpoint import load as load_folder
 from halfbyte.hf.graph_generate import generate
@@ -41,6 +41,7 @@ from halfbyte.measure.roofline import Roofline
 from halfbyte.measure.timing import QUICK
 from halfbyte.nn import QuantLayer
 from halfbyte.paths import resolve_model
+from halfbyte.settings import HALVES, check_half
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
 _LLAMA: dict[str, Any] = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -119,20 +120,28 @@ class Times:
 
 @dataclass(frozen=True)
 class Formats:
-    """What `hf.quantize` makes of a model."""
+    """What `hf.quantize` makes of a model, and the 16-bit type of the rest, which it has before."""
 
     weights: str
     keys: str
     values: str
     lm_head: str | None = None
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         """Unknown names are refused here."""
         weight_format(self.weights), key_format(self.keys), value_format(self.values), weight_format(self.lm_head or self.weights)
+        check_half(self.dtype)
 
     def __str__(self) -> str:
         head = f", {self.lm_head} lm_head" if self.lm_head else ""
-        return f"{self.weights}{head}, {self.keys}/{self.values}"
+        typed = "" if self.dtype == HALVES[0] else f", {self.dtype}"
+        return f"{self.weights}{head}, {self.keys}/{self.values}{typed}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `hf.quantize`."""
+        return {name: given for name, given in asdict(self).items() if name != "dtype"}
 
 
 @dataclass(frozen=True)
@@ -161,10 +170,10 @@ def load(name: str, machine: Device, formats: Formats) -> Any:
     """
     logging.disable_progress_bar()
     with machine.torch:
-        model = load_folder(resolve_model(name), dtype=_dtype(machine)).to(machine.torch).eval()
+        model = load_folder(resolve_model(name), dtype=plain_format(formats.dtype).code.dtype).to(machine.torch).eval()
     quantized = getattr(model, "hf_quantizer", None) is not None or any(isinstance(m, QuantLayer) for m in model.modules())
     check(not quantized, f"model={name!r} is quantized already; give one of 16-bit weights, to compare with")
-    return checked(model, formats)
+    return checked(_computing(model, machine), formats)
 
 
 def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
@@ -172,13 +181,14 @@ def of_sizes(config: Any, machine: Device, formats: Formats) -> Any:
 
     Where the 16-bit weights of all blocks do not fit on a GPU, every block has those of the first one. Quantized, each has its own.
     """
+    dtype = plain_format(formats.dtype).code.dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(machine)).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     needed = sum(parameter.nbytes for parameter in model.parameters())
     if machine.kind == "cuda" and needed > _MOST_IN_16_BITS * torch.cuda.mem_get_info(machine.torch)[0]:
         return checked(_repeated(model, machine), formats)
     with machine.torch:
-        return checked(AutoModelForCausalLM.from_config(config, dtype=_dtype(machine)).eval(), formats)
+        return checked(_computing(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), machine), formats)
 
 
 def _repeated(model: Any, machine: Device) -> Any:
@@ -195,8 +205,9 @@ def _repeated(model: Any, machine: Device) -> Any:
     return model
 
 
-def _dtype(machine: Device) -> torch.dtype:
-    return torch.bfloat16 if machine.kind == "cuda" else torch.float32
+def _computing(model: Any, machine: Device) -> Any:
+    """The model in the type that the device computes in."""
+    return model if machine.kind == "cuda" else model.float()
 
 
 def checked(model: Any, formats: Formats) -> Any:
@@ -234,8 +245,8 @@ def measure(
         said(f"{', '.join(way.name for _, way in sides)}: timing")
         for (side, way), times in zip(sides, timed_in_turn(sides, steps), strict=True):
             wider = side.dtype.itemsize // 2 if way is PLAIN else 1
-            held = ("bf16", "bf16") if way is PLAIN else (formats.keys, formats.values)
-            names = ("fp32" if wider > 1 else "bf16") if way is PLAIN else str(formats)
+            held = (formats.dtype, formats.dtype) if way is PLAIN else (formats.keys, formats.values)
+            names = ("fp32" if wider > 1 else formats.dtype) if way is PLAIN else str(formats)
             yield side, way, _record(shape, names, way.name, bytes_read(side, steps, *held, wider), where, times, rate)
 
     def with_parts(side: Any, way: Way, made: Record) -> Record:
@@ -250,7 +261,7 @@ def measure(
     for sides in [[*plain, *packed]] if in_turn else [plain, *([side] for side in packed)]:
         if sides == packed[:1] or (in_turn and packed):
             torch.compiler.reset()
-            judged(quantize(model, **asdict(formats), fuse_qkv=True, fuse_gate_up=True))
+            judged(quantize(model, **formats.options, fuse_qkv=True, fuse_gate_up=True))
         for side, way, made in timing(sides) if sides else ():
             yield made
             found.append((side, way, made))

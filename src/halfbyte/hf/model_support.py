@@ -226,8 +226,10 @@ def layer_window(config: Any, layer: int | None) -> int | None:
 
 
 def half_type(model_or_config: Any) -> torch.dtype:
-    """The 16-bit type that goes with a model: float16 if it computes in it, else bfloat16."""
+    """The 16-bit type that goes with a model: float16 if it computes in it, or was loaded in it and widened; else bfloat16."""
     dtype = getattr(model_or_config, "dtype", None)
+    if dtype is torch.float32:
+        dtype = getattr(getattr(model_or_config, "config", None), "dtype", None)
     return torch.float16 if dtype in (torch.float16, "float16") else torch.bfloat16
 
 

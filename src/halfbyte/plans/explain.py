@@ -15,6 +15,7 @@ from halfbyte.plans.linear_portable import describe_slabs, expanded, linear_tile
 from halfbyte.plans.linear_spec import LinearPlan, LinearProblem
 from halfbyte.plans.tuning_cache import NO_TABLE, Table, linear_plan
 from halfbyte.reference.hadamard import block_size
+from halfbyte.settings import check_half
 
 #: More facts about a plan of a tuned kernel: what `halfbyte.measure.precompile.resources` finds by compiling it.
 Resources = Callable[[Any, Any, tuple[int, int]], Mapping[str, str]]
@@ -49,7 +50,7 @@ def explanation(
     for name, size in {"batch": batch, "dim": dim, "capacity": capacity, "queries": queries}.items():
         check(0 < size < 2**31, f"{name}={size}; it must be above 0 and below 2^31")
     check(q_heads % kv_heads == 0, f"heads={q_heads}/{kv_heads}; query heads must be a multiple of KV heads")
-    _check_half(dtype)
+    check_half(dtype)
     check(page >= 0, f"page={page}; tokens of a page, or 0 for contiguous memory")
     k, v = key_format(keys), value_format(values)
     for name, fmt in (("keys", k), ("values", v)):
@@ -108,7 +109,7 @@ def linear_explanation(
         "all out features": sum(features),
     }.items():
         check(0 < size < 2**31, f"{name}={size}; it must be above 0 and below 2^31")
-    _check_half(dtype)
+    check_half(dtype)
     formats = [weight_format(name) for name in weights] * (len(features) // len(weights))
     for fmt, n in zip(formats, features, strict=True):
         fmt.check_shape((n, width), f"weights={fmt.name!r}: a weight")
@@ -133,7 +134,3 @@ def _described(gpu: GPU) -> dict[str, str]:
     check(gpu.num_sms > 0, f"sms={gpu.num_sms}; a GPU has at least one multiprocessor")
     found = "" if gpu.capability == H200.capability else f"; the rules were found on an {H200.name} and have not run on such a GPU"
     return {"gpu": f"{gpu.num_sms} multiprocessors, compute capability {gpu.capability[0]}.{gpu.capability[1]}{found}"}
-
-
-def _check_half(dtype: str) -> None:
-    check(dtype in ("fp16", "bf16"), f"dtype={dtype!r}; choose fp16 or bf16")
