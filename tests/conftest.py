@@ -10,6 +10,7 @@ from pathlib import Path
 
 if os.environ.get("HALFBYTE_GPU_TESTS") != "1":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # this suite is the CPU's, also on a machine with a GPU; tests/gpu is not
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as the command line sets it: tests run next to each other
 
 import pytest
 import torch

@@ -11,13 +11,15 @@ import functools
 import os
 import platform
 import re
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-from halfbyte.errors import InvalidArgument, Unsupported, check
+from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 
 Capability = tuple[int, int]
 
@@ -289,3 +291,61 @@ def _cpu_cache() -> int:
         if factor and text[:-1].isdigit():
             sizes.append(int(text[:-1]) * factor)
     return max(sizes)
+
+
+class SpinWatch:
+    """Says once that torch's OpenMP threads, which spin while they wait for each other, share their CPUs with other programs.
+
+    Linux counts how long a thread that could run had no CPU: on a quiet machine less than a hundredth of its time, next to a busy
+    program as many as four tenths. The command line sets what helps; a library comes after torch, which reads it when it loads.
+    """
+
+    #: Calls between two looks, nanoseconds that must have passed in between, and the share of them that is too much.
+    EVERY, LEAST, MOST = 64, 500_000_000, 0.1
+
+    def __init__(self) -> None:
+        self._on = sys.platform == "linux" and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+        self._calls, self._thread, self._before = 0, 0, (0, 0)
+
+    def step(self) -> None:
+        """Called by what runs on a CPU, of whose calls a few are looked at."""
+        if self._on:
+            if self._calls % self.EVERY == 0:
+                self._look()
+            self._calls += 1
+
+    def _look(self) -> None:
+        here, thread = _scheduled(), threading.get_ident()
+        ran, waited = (now - then for now, then in zip(here, self._before, strict=True))
+        if thread != self._thread:
+            self._thread, self._before = thread, here
+        elif ran + waited >= self.LEAST:
+            self._before = here
+            if waited > self.MOST * (ran + waited) and torch.get_num_threads() > 1 and _has_libgomp():
+                self._on = False
+                warn_once(
+                    f"other programs use these CPUs, and torch's {torch.get_num_threads()} threads spin while they wait for each "
+                    "other, which can make a call several times slower; set GOMP_SPINCOUNT=3000 in the environment before Python "
+                    "starts, or call torch.set_num_threads(1)"
+                )
+
+
+#: The one that ops on a CPU share.
+SPINNING = SpinWatch()
+
+
+def _scheduled() -> tuple[int, int]:
+    """Nanoseconds that this thread has run, and that it was ready to and had no CPU; zeros where Linux does not count them."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(ran), int(waited)
+
+
+def _has_libgomp() -> bool:
+    """Whether GNU's OpenMP is loaded, which reads GOMP_SPINCOUNT."""
+    try:
+        return b"libgomp" in Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return False

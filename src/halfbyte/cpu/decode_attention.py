@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.cpu.codes import unpack_into
+from halfbyte.device import SPINNING
 from halfbyte.formats import Format
 from halfbyte.kv_buffer import AttentionOptions, DecodeCall, KVBuffer
 from halfbyte.reference.attention import oldest_visible, stored_tokens, visible
@@ -59,6 +60,8 @@ def chunk_attention(c: DecodeCall, start: int) -> tuple[torch.Tensor, torch.Tens
 
 def _walk(c: DecodeCall, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, L, D] over the memory of B sequences, or of one that all share (lengths [1]); query_start [B]."""
+    if c.q.is_cpu:
+        SPINNING.step()
     q, keys, values, lengths, page_table, options = c.q, c.keys, c.values, c.lengths, c.page_table, c.options
     query_start, queries = c.first_query, q.shape[2]
     rows = _query_rows(q, keys.heads, options)  # [B, H, R, D]

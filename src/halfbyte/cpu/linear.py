@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.cpu.codes import unpack_into
+from halfbyte.device import SPINNING
 from halfbyte.formats import Code
 from halfbyte.reference.dequantize import block_scales
 from halfbyte.tensors import QuantTensor
@@ -40,6 +41,8 @@ def product(
     rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None, code: Code
 ) -> torch.Tensor:
     """[N, M] of rows [M, K], fp32 or float64, and a weight [N, K] by its codes, plain scales [N, G] and zero points."""
+    if rows.is_cpu:
+        SPINNING.step()
     features, width = codes.shape[0], rows.shape[1]
     y = rows.new_empty(features, rows.shape[0])  # [N, M]: a block's rows are in one piece, and the product is faster so
     step = max(1, min(BLOCK // max(width, 1), features))
