@@ -71,7 +71,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "vocab_size_per_layer_input": VOCAB,
+    **dict.fromkeys(("vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
     "hidden_size_per_layer_input": 0,
     "num_layers": 2,
     "tie_word_embeddings": False,

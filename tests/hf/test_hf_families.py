@@ -102,6 +102,17 @@ def outcome(family: str) -> dict[str, Any]:
     return {"family": family, "cache": cache_outcome(family), "weights": weights_outcome(family)}
 
 
+def fails_by_itself(family: str) -> str:
+    """What another transformers than that of the record raises for a family that nobody has changed; "" where it runs."""
+    if json.loads(RECORD.read_text(encoding="utf-8").partition("\n")[0])["transformers"] == version("transformers"):
+        return ""
+    try:
+        tiny_model(family)(torch.ones(1, 3, dtype=torch.long))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def recorded() -> dict[str, dict[str, Any]]:
     return {line["family"]: line for line in map(json.loads, RECORD.read_text(encoding="utf-8").splitlines()) if "family" in line}
 
@@ -113,7 +124,12 @@ SAMPLE = FAMILIES if ALL else FAMILIES[::8]
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SAMPLE)
 def test_right_or_refused(family: str) -> None:
-    found, known = outcome(family), recorded().get(family)
+    try:
+        found, known = outcome(family), recorded().get(family)
+    except Exception:
+        if why := fails_by_itself(family):
+            pytest.skip(f"this transformers, not that of the record, cannot run it with attention of its own: {why}")
+        raise
     if known is None:
         assert not ALL, f"{family} is not in the record: run python tests/hf/test_hf_families.py"
         return

@@ -66,12 +66,13 @@ class Divergence:
     @torch.no_grad()
     def _log_probs(self, **options: Any) -> Iterator[torch.Tensor]:
         """Log-probabilities [n, chunk, V] of the next token, chunk by chunk, on the model's device."""
+        from halfbyte.hf.attention import CACHE
         from halfbyte.hf.cache import PackedCache
 
         cache = PackedCache(self.model, self.windows.shape[1], **options)
         for piece in self.windows.split(self.chunk, 1):
             with torch.no_grad():
-                logits = self.model(input_ids=piece, past_key_values=cache, use_cache=True).logits
+                logits = self.model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits
             yield torch.log_softmax(logits.float(), -1)
 
 

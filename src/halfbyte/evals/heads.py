@@ -35,6 +35,7 @@ class Heads:
 @torch.no_grad()
 def recorded_heads(model: Any, ids: torch.Tensor) -> list[Heads]:
     """Heads of every layer of a Llama-like model while it reads `ids`, int64 [B, T]. It has halfbyte's attention."""
+    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
 
     found: list[torch.Tensor] = []
@@ -46,7 +47,7 @@ def recorded_heads(model: Any, ids: torch.Tensor) -> list[Heads]:
     cache = PackedCache(model, ids.shape[1], keys="bf16", values="bf16")
     hooks = [block.self_attn.q_proj.register_forward_hook(keep) for block in blocks]
     try:
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids.to(model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

@@ -113,12 +113,14 @@ def long_context(
 
 def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> float:
     """Share of the tokens of all keys that are the likeliest, given those before them."""
+    from halfbyte.hf.attention import CACHE
+
     longest, cache = max(tasks.key_tokens), cache_for(model, setting, tasks.keyed.shape[1])
     end = tasks.keyed.shape[1] - longest
     hits = []
     for i in range(longest):
         step = tasks.keyed[:, :end] if i == 0 else tasks.keyed[:, end + i - 1 : end + i]
-        best = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        best = model(input_ids=step, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
         hits.append(best == tasks.keyed[:, end + i])
         on_step()
     by_key = torch.stack(hits, 1)
@@ -127,15 +129,19 @@ def _found(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], Non
 
 def _written(model: Any, setting: Setting, tasks: Tasks, on_step: Callable[[], None]) -> Iterator[torch.Tensor]:
     """Greedy tokens [n, 1], one after the other."""
+    from halfbyte.hf.attention import CACHE
+
     cache, step = cache_for(model, setting, tasks.prompts.shape[1] + tasks.written), tasks.prompts
     for _ in range(tasks.written):
-        step = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        step = model(input_ids=step, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         yield step
         on_step()
 
 
 def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> float:
     """Mean nats a token of `text` [n, written] after `prompts` by the 16-bit model."""
+    from halfbyte.hf.attention import CACHE
+
     cache, total, whole = (
         cache_for(plain, Setting.plain(dtype), prompts.shape[1] + text.shape[1]),
         0.0,
@@ -143,7 +149,7 @@ def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> f
     )
     for first in range(0, whole.shape[1] - 1, 256):
         piece, following = whole[:, first : first + 256], whole[:, first + 1 : first + 257]
-        logs = plain(input_ids=piece, past_key_values=cache, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)
+        logs = plain(input_ids=piece, **{CACHE: cache}, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)
         judged = logs.gather(-1, following[..., None])[:, max(prompts.shape[1] - 1 - first, 0) :]
         total -= float(judged.sum(dtype=torch.float64))
     return total / text.numel()

@@ -72,12 +72,14 @@ def _pieces(
     model: Any, tokenizer: Tokenizer, ids: list[int], cache: Any, tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
     """The pieces of text, made on demand."""
+    from halfbyte.hf.attention import CACHE
+
     ends = model.generation_config.eos_token_id
     stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
     generator = torch.Generator(device=model.device).manual_seed(seed)
     step, made, shown = torch.tensor([ids], device=model.device), list[int](), 0
     for i in range(tokens):
-        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        logits = model(input_ids=step, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         step = _choose(logits, temperature, generator)
         if int(step) in stops:
             return
@@ -101,6 +103,7 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
 
     ids int64 [B, T]: prompts. transformers runs "eager" or "sdpa" attention over its own cache, with keys and values rounded alike.
     """
+    from halfbyte.hf.attention import CACHE
     from halfbyte.hf.cache import PackedCache
     from halfbyte.hf.model_support import half_type
 
@@ -109,10 +112,10 @@ def agreement(model: Any, ids: torch.Tensor, tokens: int = 32) -> tuple[int, int
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     ours = model.generate(
-        ids, attention_mask=mask, past_key_values=PackedCache(model, capacity, keys=plain.name, values=plain.name), **options
+        ids, attention_mask=mask, **{CACHE: PackedCache(model, capacity, keys=plain.name, values=plain.name)}, **options
     )
     with _own_attention(model):
-        theirs = model.generate(ids, attention_mask=mask, past_key_values=_rounded_cache(model, plain.code.dtype), **options)
+        theirs = model.generate(ids, attention_mask=mask, **{CACHE: _rounded_cache(model, plain.code.dtype)}, **options)
     fresh = slice(ids.shape[1], None)
     return int((ours[:, fresh] == theirs[:, fresh]).sum()), ours[:, fresh].numel()
 

@@ -293,9 +293,11 @@ class _Tally:
 
 def _outputs(model: Any, setting: Setting, part: torch.Tensor, chunk: int) -> Iterator[_Outputs]:
     """Feed windows [B, T] in chunks through a fresh cache of the setting's formats."""
+    from halfbyte.hf.attention import CACHE
+
     cache = cache_for(model, setting, part.shape[1])
     for piece in part.split(chunk, dim=1):
-        out = model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        out = model(input_ids=piece.to(model.device), **{CACHE: cache}, use_cache=True, output_hidden_states=True)
         hidden = [h[0].float().cpu() for h in out.hidden_states[1:]]
         yield _Outputs(torch.log_softmax(out.logits.float().cpu(), -1), hidden)
 

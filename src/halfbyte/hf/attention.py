@@ -8,11 +8,12 @@ past from it. With any other cache, or none, the plain tensors go to torch's sca
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.generation import configuration_utils
 from transformers.masking_utils import sdpa_mask
 
@@ -34,13 +35,16 @@ DECODE_QUERIES = 16
 #: The key offset that a packed cache reports to mask functions. Real offsets are never negative.
 PACKED = -1
 
+#: What models and `generate()` call a cache: from transformers 5.24 on by another name, which warns of the old one.
+CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+
 NO_WEIGHTS = 'output_attentions=True: attention weights are never formed; use attn_implementation="eager" to see them'
 
 #: Keyword arguments that models pass along and that do not change what attention computes.
 _HARMLESS = frozenset(
     (
         *("position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "logits_to_keep", "labels"),
-        *("num_items_in_batch", "position_embeddings", "past_key_values", "past_key_value", "output_router_logits"),
+        *("num_items_in_batch", "position_embeddings", "cache", "past_key_values", "past_key_value", "output_router_logits"),
         *("token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "inputs_embeds", "is_causal"),
         *("tokenizer", "assistant_tokenizer"),  # of generate(), for stop strings and token healing
     )

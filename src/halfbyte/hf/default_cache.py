@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from halfbyte.errors import CheckpointError, Unsupported, warn_once
-from halfbyte.hf.attention import NAME, NO_WEIGHTS
+from halfbyte.hf.attention import CACHE, NAME, NO_WEIGHTS
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.graph_generate import KeptOptions
 from halfbyte.hf.layer_options import BUCKET
@@ -69,13 +69,13 @@ class DefaultCache(StandIn):
             generation_config.cache_implementation = None
         longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, 1)
         longest += _beyond(generation_config, mode)
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         given = getattr(given, "self_attention_cache", given)
         if isinstance(given, PackedCache):
             given.grow(longest + _behind(generation_config, given))
             _begin(given, generation_config, model_kwargs, mode)
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        unset = model_kwargs.get("past_key_values") is None and self.model.config._attn_implementation == NAME
+        unset = model_kwargs.get(CACHE) is None and self.model.config._attn_implementation == NAME
         if wanted and unset and getattr(generation_config, "is_assistant", False):
             # An assistant keeps its cache from the first call on, and how long that will get is not known here.
             warn_once("an assistant (draft) model keeps transformers' own growing cache")
@@ -84,7 +84,7 @@ class DefaultCache(StandIn):
             made.is_default = True
             _begin(made, generation_config, model_kwargs, mode)
             crosses = model_kwargs.get("encoder_hidden_states") is not None
-            model_kwargs["past_key_values"] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
+            model_kwargs[CACHE] = EncoderDecoderCache(made, DynamicCache()) if crosses else made
             return None
         original = type(self.model)._prepare_cache_for_generation
         return original(self.model, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args)
@@ -105,10 +105,10 @@ class KeptCache(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own inputs; where it dropped a packed cache, with that cache, emptied."""
         made = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-        given = kwargs.get("past_key_values")
-        if isinstance(given, PackedCache) and made.get("past_key_values") is None:
+        given = kwargs.get(CACHE)
+        if isinstance(given, PackedCache) and made.get(CACHE) is None:
             given.reset()
-            made["past_key_values"] = given
+            made[CACHE] = given
         return made
 
 
@@ -138,7 +138,7 @@ class LeftPadding(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(inputs, their name, model_kwargs), moved row by row so that every prompt ends in the last column."""
         inputs, name, model_kwargs = type(self.model)._prepare_model_inputs(self.model, *args, **kwargs)
-        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
         begun = past is not None and past.get_seq_length()
         if begun or mask is None or mask.shape != inputs.shape[:2] or bool(mask[:, -1].all()):
             return inputs, name, model_kwargs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfbyte.errors import InvalidArgument, Unsupported, check
-from halfbyte.hf.attention import DECODE_QUERIES
+from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.default_cache import CacheSettings, DefaultCache
 from halfbyte.hf.model_support import check_continues, inner_model
 
@@ -59,7 +59,7 @@ class _Forward:
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in (CACHE, "past_key_values")):
             return self.forward(input_ids, attention_mask, *args, labels=labels, **kwargs)
         if input_ids is None or args or (attention_mask is not None and attention_mask.ndim != 2):
             raise Unsupported("packed_forwards cuts input_ids and a 2-D attention_mask into chunks; pass these two, by name")
@@ -85,7 +85,7 @@ class _Forward:
             part = slice(start, start + self.chunk)
             cut = {name: x[..., part] for name, x in by_token.items()}
             seen = None if mask is None else mask[:, : part.stop]
-            outputs.append(self.forward(input_ids[:, part], seen, past_key_values=cache, **{**kwargs, **cut}))
+            outputs.append(self.forward(input_ids[:, part], seen, **{**kwargs, **cut, CACHE: cache}))
         return outputs
 
 

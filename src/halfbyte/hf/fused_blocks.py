@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from halfbyte.hf.attention import attention
+from halfbyte.hf.attention import CACHE, attention
 from halfbyte.hf.model_support import blocks, layer_window
 from halfbyte.kv_buffer import HeadNorms, Rope
 from halfbyte.nn import FusedProjections, FusedSlot, QuantLinear
@@ -297,7 +297,7 @@ class _Heads:
         }
 
     def attend(
-        self, x: Rows, position_embeddings: Rope, past_key_values: Any, attention_mask: Any = None, **given: Any
+        self, x: Rows, position_embeddings: Rope, attention_mask: Any = None, **given: Any
     ) -> tuple[torch.Tensor, nn.Module]:
         """What the output projection multiplies, and that layer. The cache is a `PackedCache`."""
         made = self._projected(x)
@@ -306,7 +306,7 @@ class _Heads:
         rotated: dict[str, Any] = {}
         if self.tables is not None:
             rotated = {"rope": self.tables(position_embeddings, batch, self.dim), "q": q, "norms": self.by_head}
-        keys, values = past_key_values.update(k, v, self.module.layer_idx, **rotated)
+        keys, values = given.pop(CACHE).update(k, v, self.module.layer_idx, **rotated)
         q = q if keys.rotated is None else keys.rotated
         out, _ = attention(self.module, q, keys, values, attention_mask, **self.options, **given)
         return out.reshape(batch, tokens, -1), self.module.o_proj

@@ -28,6 +28,7 @@ import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
 from halfbyte.errors import InvalidArgument, Unsupported, warn_once
+from halfbyte.hf.attention import CACHE
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.choice import Choice, RecordedChoice
 from halfbyte.hf.fused_blocks import fused_view
@@ -40,7 +41,7 @@ EVERY, EVERY_LOOKUP = 8, 2
 #: Calls of a forward before it is recorded: they compile and allocate what it needs. Dynamo may compile a second time.
 WARM_UP, WARM_UP_COMPILED = 1, 2
 #: What a step reads of a call's keyword arguments. Others may change from token to token.
-_KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+_KNOWN = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 #: Arguments of `generate()` that a forward does not use.
 _UNUSED = ("tokenizer", "assistant_tokenizer")
 
@@ -78,7 +79,7 @@ def generate(
     choice, drafts = Choice(*call[1:], generator), _drafts(generation_config, model_kwargs)
     reason = _why_not(model, input_ids, generation_config, synced_gpus, model_kwargs)
     if drafts and reason is None:
-        reason = _why_no_lookup(model, choice, model_kwargs["past_key_values"], len(input_ids), streamer)
+        reason = _why_no_lookup(model, choice, model_kwargs[CACHE], len(input_ids), streamer)
     if reason is not None:
         if drafts and len(input_ids) > 1:
             raise Unsupported(
@@ -113,7 +114,7 @@ class KeptOptions:
 
 def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool, given: dict[str, Any]) -> str | None:
     """Why a call cannot be recorded; None when it can."""
-    cache = given.get("past_key_values")
+    cache = given.get(CACHE)
     mode = config.get_generation_mode(given.get("assistant_model")).value
     steps = mode in ("greedy_search", "sample") or _drafts(config, given)
     positions = given.get("position_ids")
@@ -194,11 +195,11 @@ class _Loop:
 
     def run(self, given: dict[str, Any], decode: Any) -> Any:
         """Generate; `given` are the model's keyword arguments for the prompt."""
-        model, cache = self.model, given["past_key_values"]
+        model, cache = self.model, given[CACHE]
         seen = not cache.is_default or bool(self.config.return_dict_in_generate)  # someone reads the cache afterwards
         cache.expect_drafts(None)  # of transformers' own loop
         self.step = take_step(model, cache, self.prompts, max(self.choice.longest, self.start + 1), not seen)
-        self.tokens, given["past_key_values"] = self.step.tokens, self.step.cache
+        self.tokens, given[CACHE] = self.step.tokens, self.step.cache
         self.tokens.begin(self.prompts, self.choice.longest, self.choice.padding)
         outputs = model._prefill(self.prompts, self.config, given)
         given = model._update_model_kwargs_for_generation(outputs, given)
@@ -282,4 +283,4 @@ class _Loop:
         if not self.config.return_dict_in_generate:
             return ids
         scores, logits = (None if x is None else tuple(x[: stop - self.start]) for x in (self.choice.scores, self.choice.logits))
-        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=self.step.cache)
+        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, **{CACHE: self.step.cache})

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.hf.attention import DECODE_QUERIES
+from halfbyte.hf.attention import CACHE, DECODE_QUERIES
 from halfbyte.hf.cache import PackedCache
 from halfbyte.hf.drafts import Chunk
 from halfbyte.hf.recorded_step import Forward, Recorded, Tokens
@@ -38,7 +38,7 @@ class LookupForward(Forward):
         super().__init__(kind, inputs, recorded, tokens)
         self.ids, self.positions, self.ngram = inputs["input_ids"], inputs["position_ids"], ngram
         self.inputs = inputs
-        self.cache: PackedCache = inputs["past_key_values"]
+        self.cache: PackedCache = inputs[CACHE]
         blocks = [layer.key_format.token_block for layer in self.cache.packed if layer.key_format.token_block]
         self.block = min(blocks, default=None)
         self.chunk = Chunk(*(torch.zeros(len(self.ids), dtype=torch.int32, device=self.ids.device) for _ in Chunk._fields))

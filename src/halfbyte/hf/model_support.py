@@ -1,8 +1,8 @@
 """Which transformers models a packed cache fits, and why the others are refused.
 
 The cache hands packed keys and values to the attention function through what `update()` returns. That fits a model which passes the
-result on untouched. The lists come from a scan of every attention class of transformers 5.23 (what happens to the result of
-`past_key_values.update` before the attention function is called); a model that is on none of them is still guarded by the handles,
+result on untouched. The lists come from a scan of every attention class of transformers 5.24 (what happens to the result of
+the cache's `update` before the attention function is called); a model that is on none of them is still guarded by the handles,
 which refuse every use except attention.
 """
 
@@ -33,16 +33,16 @@ _BIAS = "it adds a learned position bias to the scores"
 
 _BY_REASON: dict[str, str] = {
     _MLA: "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note glm4_moe_lite glm5_next "
-    "glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 mistral4 mistral_large4 youtu",
+    "glm_moe_dsa hy_v4 hy_v4_vl kimi_linear longcat_flash minicpm3 mistral4 mistral_large4 sarvam_mla youtu",
     _TOUCHED: "decision_transformer diffllama doge idefics jetmoe minimax_m3 minimax_m3_vl mllama moonshine moonshine_streaming",
-    _SHARED: "gemma3n gemma4 gemma4_unified",
+    _SHARED: "dory gemma3n gemma4 gemma4_unified",
     _NO_SEAM: "bark big_bird blip bloom clvp codegen cpmant ctrl falcon flaubert git gpt_neo gpt_neox_japanese gptj imagegpt "
     "megatron-bert mpt openai-gpt prophetnet reformer rembert roformer tapas trocr xglm xlm xlnet",
     _RECURRENT: "falcon_mamba mamba mamba2 rwkv xlstm",
     _OWN_STATES: "minimax recurrent_gemma",
     _OVERLAY: "cosmos3_edge diffusion_gemma gemma3 git idefics2 kosmos2 kosmos2_5 paligemma t5gemma2",
     _WINDOW: "moshi",
-    _BIAS: "inkling inkling2 longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
+    _BIAS: "inkling inkling2 inkling2_loop longt5 mt5 pix2struct pop2piano switch_transformers t5 udop umt5",
 }
 
 #: model_type -> why a packed cache cannot serve it.
