@@ -105,6 +105,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "demo", "--weights", "nf4", "--clip", "half", "-o", "./it"], "clip='half'; expected None, or 'search'"),
         (["quantize", "--from", "demo", "--clip", "search", "-o", "./it"], "--clip is about rounding 16-bit weights"),
         (["eval", "demo", "--clip", "search"], "name --weights as well"),
+        (["advise", "demo", "--device", "cpu"], "--device cpu is where --measure runs the model"),
         (["memory", "demo", "--lm-head", "int3"], "'int3'"),
         (["quantize", "demo", "--lm-head", "int8", "-o", "./it"], "'int8'"),
         (["quantize", "-o", "./it"], "give a MODEL"),
@@ -403,8 +404,12 @@ def test_switches_have_no_negative_and_pages_one_name(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
-def test_a_device_that_is_not_there_is_one_line(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("eval", "demo", "--device", device) == 1
+@pytest.mark.parametrize("command", [["eval", "demo"], ["advise", "demo", "--measure"], ["demo"]])
+def test_a_device_that_is_not_there_is_one_line(
+    command: list[str], device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*command, "--device", device) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert device in said

@@ -11,7 +11,8 @@ import typer
 
 from halfbyte import settings
 from halfbyte.cli.options import Dtype
-from halfbyte.cli.shared import Json, Model, console, human_bytes, print_table, token_count
+from halfbyte.cli.shared import Json, Model, Where, console, human_bytes, print_table, token_count
+from halfbyte.errors import check
 
 if TYPE_CHECKING:
     from halfbyte.evals.advice import Advice, Choice
@@ -38,6 +39,7 @@ def advise(
     card: Annotated[Path | None, typer.Option(help="An evidence card, as halfbyte eval MODEL --suite writes it.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the evidence first, on 8 windows of 512 tokens.")] = False,
     dtype: Dtype = settings.HALVES[0],
+    device: Where = None,
     as_json: Json = False,
 ) -> None:
     """Which KV and weight formats fit a GPU, what they save, the least time of a step, and what they cost by an evidence card.
@@ -47,23 +49,26 @@ def advise(
     from halfbyte.evals.advice import advise as run
     from halfbyte.evals.card import read_card
 
+    check(device is None or measure, f"--device {device} is where --measure runs the model; add it")
     evidence = None if card is None else read_card(card)
     found = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=evidence, dtype=dtype)
     if measure:
-        found = run(model, gpu=gpu, batch=batch, context=context, weights=weights, card=_measured(model, dtype), dtype=dtype)
+        found = run(
+            model, gpu=gpu, batch=batch, context=context, weights=weights, card=_measured(model, device, dtype), dtype=dtype
+        )
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
         _print(found)
 
 
-def _measured(model: str, dtype: str) -> Card:
+def _measured(model: str, device: str | None, dtype: str) -> Card:
     """A card of this model without long contexts."""
     from halfbyte.evals.card import Suite, measure
     from halfbyte.evals.model import load
     from halfbyte.evals.text import heldout_text, windows
 
-    loaded, tokenizer = load(model, dtype=dtype)
+    loaded, tokenizer = load(model, device, dtype)
     ids = tokenizer.encode(heldout_text())
     suite = Suite(model, "the shipped held-out text", ids, windows(ids, 512, 8, tokenizer.bos), chunk=16, long=0)
     return measure(loaded, tokenizer, suite, console(stderr=True))

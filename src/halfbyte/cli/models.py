@@ -55,6 +55,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A quarter of the text, and no variants with outliers.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Then serve the report with a form that tries formats.")] = False,
     port: Annotated[int, typer.Option(help="With --serve: the port on 127.0.0.1; 0: any free one.")] = 0,
+    device: Where = None,
     wide: Wide = False,
 ) -> None:
     """Evaluate the shipped model with every KV and weight format: a table, three generated texts, an HTML report."""
@@ -64,7 +65,7 @@ def demo(
     check_page(html, "html")
     check_writable(output, "output")
     server = _bound(port) if serve else None
-    shown = run(html, console(), console(stderr=True), quick)
+    shown = run(html, console(), console(stderr=True), quick, device)
     if wide:
         print_table(
             "Every figure, without outliers", HEADERS, rows([r for r in shown.results if not r.model]), text_columns=2, wide=True

@@ -49,14 +49,15 @@ class Shown:
     tokenizer: Tokenizer
 
 
-def demo(report_path: Path, console: Console, errors: Console, quick: bool = False) -> Shown:
+def demo(report_path: Path, console: Console, errors: Console, quick: bool = False, device: str | None = None) -> Shown:
     """Evaluate every KV and weight format, continue a prompt with three caches, print it all and write the report.
 
-    errors: the console on which progress is shown. quick: a quarter of the text, and no variants with outliers.
+    errors: the console on which progress is shown. quick: a quarter of the text, and no variants with outliers. device: None: the
+    GPU if there is one.
     """
     started, busy = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)  # more gain nothing on so small a model, and wait for each other where cores are busy
-    model, tokenizer = load("demo")
+    model, tokenizer = load("demo", device)
     held = tokenizer.encode(heldout_text())
     cut = windows(held, *(QUICK_TEXT if quick else TEXT))
     settings = [
