@@ -29,6 +29,7 @@ def step(one: Instruction, registers: dict[str, int]) -> Step | None:
     if one.name.startswith(("cp.async.cg.", "cp.async.ca.")):
         return _copy(one, registers)
     made = {
+        "prefetch.global.L2": _prefetch,
         "cp.async.commit_group": _commit,
         "cp.async.wait_group": _wait,
         "cp.async.mbarrier.arrive.noinc.shared.b64": _arrive_behind_copies,
@@ -100,6 +101,16 @@ def _transfer(one: Instruction, registers: dict[str, int], parts: list[str]) -> 
             _global(block, lanes, where).store(where, written)
 
     return store
+
+
+def _prefetch(one: Instruction, registers: dict[str, int]) -> Step:
+    """Nothing is read, also where the kernel before may still write; but the place is a tensor's."""
+    at = address(str(one.operands[0]), registers)
+
+    def run(block: Block, lanes: Lanes) -> None:
+        block.memory.load(_for_each(at, block, lanes), 1)
+
+    return run
 
 
 def _add(one: Instruction, registers: dict[str, int]) -> Step:

@@ -39,7 +39,17 @@ from halfbyte.kernels.linear.multiply import multiply
 from halfbyte.kernels.linear.operands import mma_layout, plain, selectors
 from halfbyte.kernels.linear.results import Around, finish, output_layout, row_squares
 from halfbyte.kernels.linear.ring import Weights
-from halfbyte.kernels.linear.sync import after, await_free, await_scales, check_addresses, commit, make_barriers, meet, slot_of
+from halfbyte.kernels.linear.sync import (
+    after,
+    await_free,
+    await_scales,
+    check_addresses,
+    commit,
+    make_barriers,
+    meet,
+    prefetch,
+    slot_of,
+)
 from halfbyte.kernels.linear.unpack import make_codebook
 from halfbyte.plans.linear import shares
 from halfbyte.plans.linear_spec import LinearPlan
@@ -138,13 +148,17 @@ def _number_at(v, program, M, Numbers, C: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_numbers(program, Numbers, C: gl.constexpr):
-    """Bring what a program publishes into L2: since the last launch with these numbers other data went through it."""
-    sector = gl.arange(0, gl.constexpr(C.tile * C.x_rows // 8), layout=gl.BlockedLayout([1], [32], [C.warps], [0]))
-    at = Numbers + (program * (C.tile * C.x_rows) + sector * 8)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l,~{memory}", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+def _prefetch_last(program, tile, shared, Semaphores, around, C: gl.constexpr):
+    """What a program needs at its end, into L2: since the last launch of this layer the weights of all others went through it."""
+    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [C.warps], [0]))
+    if shared > 0:
+        if C.owner_reduces:
+            numbers: gl.constexpr = C.tile * C.x_rows
+            prefetch(Semaphores + (program * numbers + gl.minimum(8 * i, numbers - 1)))
+        else:
+            prefetch(Semaphores + (tile + 0 * i))
+    if C.ending is not None and C.ending.norm != "":
+        prefetch(around.weight + (tile * C.tile + 0 * i))
 
 
 @gluon.jit
@@ -235,8 +249,7 @@ def linear(
     select = ()
     if S.groups_per_mma(C) > 1:
         select = selectors(S, C)
-    if C.owner_reduces:
-        _prefetch_numbers(program, Semaphores, C)
+    _prefetch_last(program, tile, shared, Semaphores, around, C)
     if C.x_rows <= 4:  # measured: with more rows the block had better meet behind the wait
         check_addresses(pool, S, C)
     if C.use_pdl:

@@ -69,6 +69,14 @@ def check_addresses(pool, S: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def prefetch(pointers):
+    """Bring what lies there into L2, without waiting for it."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l,~{memory}", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def commit():
     """Copies issued since the last call form one group."""
     gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
