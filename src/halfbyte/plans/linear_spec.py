@@ -141,7 +141,8 @@ class LinearSpec:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the rings of codes (the codebook behind them), x, scales and zero points, and sums."""
-        return self.ring_bytes + (4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0)
+        sums = 4 * self.k_slices * self.partial_floats if self.separate_reduce_smem else 0
+        return self.ring_bytes + sums + 4 * self.warps * self.sums  # the last: of squares, which an `ending` may need
 
     @property
     def x_bytes(self) -> int:

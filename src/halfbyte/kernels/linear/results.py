@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.common.scales import to_float
+from halfbyte.kernels.linear.operands import plain
 from halfbyte.kernels.linear.ring import place
 
 
@@ -52,9 +53,16 @@ def _row_layout(C):
 
 @gluon.constexpr_function
 def _square_layout(C):
-    """[parts, M], columns as in `output_layout`."""
+    """[warps, parts of each, rows of x]: lanes read neighbours, as all programs read the same few lines at the same time."""
+    across = min(C.x_rows, 32)
+    return gl.BlockedLayout([1, 1, 1], [1, 32 // across, across], [C.warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _factor_layout(C):
+    """[warps, M]: a thread holds what all warps have of a column."""
     across = min(C.sums, 32)
-    return gl.BlockedLayout([1, 1], [32 // across, across], [C.warps, 1], [1, 0])
+    return gl.SliceLayout(1, gl.BlockedLayout([C.warps, 1, 1], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0]))
 
 
 @gluon.jit
@@ -86,14 +94,22 @@ def _scaled(v, n, N, scales, bias, factor, has_bias: gl.constexpr, S: gl.constex
 
 @gluon.jit
 def row_squares(around, M, C: gl.constexpr):
-    """The sums of squares of parts of the rows, [parts, M]; () without them. Loaded early, added up where a tile ends."""
+    """Sums of squares of the rows, those of each warp's parts, [warps, M] in shared memory; () without them.
+
+    The warps add up while they wait for x, which takes as long, and not for each other: they meet before a tile's sums are there.
+    """
     squares = ()
     if C.ending is not None and C.ending.parts > 0:
         layout: gl.constexpr = _square_layout(C)
-        part = gl.arange(0, C.ending.padded_parts, layout=gl.SliceLayout(1, layout))[:, None]
-        m = gl.arange(0, C.sums, layout=gl.SliceLayout(0, layout))[None, :]
+        each: gl.constexpr = max(1, C.ending.padded_parts // C.warps)
+        warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        i = gl.arange(0, each, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        m = gl.arange(0, C.x_rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        part = warp * each + i
         there = (part < C.ending.parts) & (m < M)
-        squares = gl.load(around.squares + (part * M + m), mask=there, other=0.0, cache_modifier=".cg")
+        parts = gl.load(around.squares + (part * M + m), mask=there, other=0.0, cache_modifier=".cg")
+        sums = gl.sum(parts, axis=1, keep_dims=True).broadcast_to([C.warps, C.sums // C.x_rows, C.x_rows])  # of other rows: any
+        squares = gl.allocate_shared_memory(gl.float32, [C.warps, C.sums], plain(2), gl.reshape(sums, [C.warps, C.sums]))
     return squares
 
 
@@ -101,7 +117,8 @@ def row_squares(around, M, C: gl.constexpr):
 def _row_factors(squares, K, C: gl.constexpr):
     """1 / sqrt(mean(h^2) + eps) of each row, as columns of a tile's sums."""
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, output_layout(C)))
-    return gl.convert_layout(gl.rsqrt(gl.sum(squares, axis=0) / K + C.ending.eps), columns)
+    total = gl.sum(squares.load(gl.constexpr(_factor_layout(C))), axis=0)
+    return gl.convert_layout(gl.rsqrt(total / K + C.ending.eps), columns)
 
 
 @gluon.jit
@@ -150,6 +167,9 @@ def _write_sum(v, tile, M, weights, around, S: gl.constexpr, C: gl.constexpr):
     at = m.to(gl.int64) * N + n
     inside = (m < M) & (n < N)
     residual = gl.load(around.residual + at, mask=inside, other=0.0).to(gl.float32)
+    weight = ()
+    if C.ending.norm != "":  # ahead of a store, behind which the compiler would leave it
+        weight = gl.load(around.weight + n, mask=n < N, other=0.0).to(gl.float32)
     has_bias: gl.constexpr = weights.biases[0] is not None
     v = _scaled(v, n, N, weights.scales[0], weights.biases[0], weights.factors[0], has_bias, S, C).to(half).to(gl.float32)
     if C.ending.multiplier != 1.0:
@@ -157,7 +177,6 @@ def _write_sum(v, tile, M, weights, around, S: gl.constexpr, C: gl.constexpr):
     total = (residual + v).to(half)
     gl.store(out + at, total, mask=inside)
     if C.ending.norm != "":
-        weight = gl.load(around.weight + n, mask=n < N, other=0.0).to(gl.float32)
         if C.ending.norm == "offset":
             weight += 1.0
         total = total.to(gl.float32)
