@@ -53,7 +53,7 @@ def _row_layout(C):
 
 @gluon.constexpr_function
 def _square_layout(C):
-    """[warps, parts of each, rows of x]: lanes read neighbours, as all programs read the same few lines at the same time."""
+    """[warps, parts of each, M]: lanes read neighbours, as all programs read the same few lines at the same time."""
     across = min(C.x_rows, 32)
     return gl.BlockedLayout([1, 1, 1], [1, 32 // across, across], [C.warps, 1, 1], [2, 1, 0])
 
