@@ -107,6 +107,9 @@ def test_only_regular_files_in_the_folder(folder, name, tmp_path):
     file.symlink_to(tmp_path / "other")
     refused(folder, "a link out of the folder")
     file.unlink()
+    file.symlink_to(name)
+    refused(folder, "cannot be read|a link out of the folder")
+    file.unlink()
     file.mkdir()
     refused(folder, "not a regular file")
 

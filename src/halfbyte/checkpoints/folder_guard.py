@@ -37,8 +37,8 @@ def check_folder(folder: Path) -> None:
             names = sorted(entry.name for entry in entries if entry.name.endswith(_READ))
         for name in names:
             _check_kind(folder, folder / name)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error.strerror or error})") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
+        raise CheckpointError(f"{folder}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     for name in _CONFIGURATIONS:
         if name in names:
             check_configuration(folder / name)
