@@ -160,7 +160,13 @@ def every_gpu_record() -> list[Record]:
 
 def _read(name: str) -> list[Record]:
     path = ROOT / "results" / name
-    return records.read(path).records if path.exists() else []
+    return list(_records(path, path.stat().st_mtime_ns)) if path.exists() else []
+
+
+@cache
+def _records(path: Path, changed: int) -> tuple[Record, ...]:
+    """Those of a file, read once until it is changed; pages ask for them 200 times."""
+    return tuple(records.read(path).records)
 
 
 # ------------------------------------------------------------------------------------------------------------- linear layers
