@@ -11,6 +11,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import halfbyte as hb
 from halfbyte import engine
+from halfbyte.nn import QuantLinear
 from halfbyte.ops import launch_cache
 from halfbyte.ops._library import can_bypass_dispatcher
 
@@ -101,6 +102,22 @@ def test_reverse_mode_is_refused_too(name: str) -> None:
         return
     with pytest.raises(hb.HalfbyteError, match="no gradient"):
         f(x.requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_layer_has_gradients_of_autograd_alone(transform: str) -> None:
+    layer, x = QuantLinear(hb.quantize(torch.randn(32, 64), "int4_g32")), torch.randn(3, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, layer.weight.dequantize().sum(0).expand(3, -1), atol=1e-5)  # type: ignore[arg-type]
+    with pytest.raises(hb.HalfbyteError, match=r"torch\.func|tangent"):
+        TRANSFORMS[transform](layer, x)
+
+
+def test_states_are_merged_inside_of_a_transform() -> None:
+    """It is torch code on a CPU."""
+    outs, lses = torch.randn(2, 1, 2, 3, 8), torch.randn(2, 5, 1, 2, 3)
+    batched = vmap(lambda a, b: hb.merge_states([*outs], [a, b])[0])(*lses)
+    assert torch.equal(batched, torch.stack([hb.merge_states([*outs], [a, b])[0] for a, b in lses.unbind(1)]))
 
 
 def test_calls_without_a_tangent_are_not_refused() -> None:

@@ -15,6 +15,7 @@ from halfbyte.formats import Format, Shape, weight_format
 from halfbyte.ops.linear import linear, linear_of_parts, projections, projections_of_parts
 from halfbyte.reference.quantize import quantize
 from halfbyte.tensors import PARTS, QuantTensor, expected_parts
+from halfbyte.transforms import refuse_transforms
 
 LinearT = TypeVar("LinearT", bound="QuantLinear")
 
@@ -155,6 +156,7 @@ class QuantLinear(QuantLayer):
         if torch.compiler.is_compiling():
             return linear_of_parts(x, *stored(self._parameters), self.format_name)
         if x.requires_grad and torch.is_grad_enabled():
+            refuse_transforms("QuantLinear", (x,))
             out: torch.Tensor = _Frozen.apply(x, self.weight, self._bias())  # type: ignore[no-untyped-call]
             return out
         return linear(x, self.weight, self._bias())

@@ -19,7 +19,7 @@ def merge_states(
     out = torch.zeros_like(outs[0], dtype=torch.promote_types(outs[0].dtype, torch.float32))
     for part, part_lse in zip(outs, lses, strict=True):
         weight = torch.exp(part_lse.float() - finite).unsqueeze(-1)
-        out += part.masked_fill(weight == 0, 0) * weight  # masked elements may hold anything, NaN included
+        out = out + part.masked_fill(weight == 0, 0) * weight  # masked elements may hold anything, NaN included
     if sinks is not None:
         share = torch.sigmoid(lse - sinks.float().view(1, -1, 1)).masked_fill(lse == -torch.inf, 0)
         out = out * share.unsqueeze(-1)
