@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,27 @@ def test_the_wheel_is_small_and_the_model_is_in_the_other_one() -> None:
     ((source, to),) = DEMO["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items()
     assert [(ROOT / "demo" / source).resolve()] == left_out == [paths.shipped_model()]
     assert to == "halfbyte_demo/tiny"
+
+
+@pytest.mark.parametrize("address", ["", "https://forge.example/team/halfbyte/"])
+def test_a_release_says_where_the_project_lives(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)  # type: ignore[arg-type]
+    monkeypatch.setenv("HALFBYTE_ADDRESS", address)
+    hook: Any = object.__new__(runpy.run_path(str(ROOT / "hatch_build.py"))["Address"])
+    hook.root, made = str(ROOT), {"version": "1.2.3"}
+    hook.update(made)
+    text, own = made["readme"]["text"], (ROOT / "README.md").read_text()  # type: ignore[index]
+    assert set(made) - {"version", "readme"} == ({"urls"} if address else set())
+    if not address:
+        assert text == own
+        return
+    assert all(url.startswith(address.rstrip("/")) for url in made["urls"].values())  # type: ignore[attr-defined]
+    links = re.findall(r"\]\(([^)#][^)]*)\)|(?:src|srcset)=\"([^\"]*)\"", text)
+    assert len(links) > 20
+    assert all(one.startswith("https://") for pair in links for one in pair if one)
+    for place in re.findall(r"/(?:blob|raw)/v1\.2\.3/([^)\"#]*)", text):
+        assert (ROOT / place).exists()
 
 
 def test_versions_agree() -> None:
