@@ -153,8 +153,8 @@ def _prefetch_last(program, tile, shared, Semaphores, around, C: gl.constexpr):
     i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [C.warps], [0]))
     if shared > 0:
         if C.owner_reduces:
-            numbers: gl.constexpr = C.tile * C.x_rows
-            prefetch(Semaphores + (program * numbers + gl.minimum(8 * i, numbers - 1)))
+            sectors: gl.constexpr = gl.constexpr(C.tile * C.x_rows // 8)  # of 32 bytes
+            prefetch(Semaphores + 8 * (program * sectors + gl.arange(0, sectors, layout=i.type.layout)))
         else:
             prefetch(Semaphores + (tile + 0 * i))
     if C.ending is not None and C.ending.norm != "":
