@@ -156,7 +156,7 @@ class QuantLinear(QuantLayer):
         if torch.compiler.is_compiling():
             return linear_of_parts(x, *stored(self._parameters), self.format_name)
         if x.requires_grad and torch.is_grad_enabled():
-            refuse_transforms("QuantLinear", (x,))
+            refuse_transforms("linear", (x,))
             out: torch.Tensor = _Frozen.apply(x, self.weight, self._bias())  # type: ignore[no-untyped-call]
             return out
         return linear(x, self.weight, self._bias())

@@ -142,11 +142,8 @@ def _nll(plain: Any, dtype: str, prompts: torch.Tensor, text: torch.Tensor) -> f
     """Mean nats a token of `text` [n, written] after `prompts` by the 16-bit model."""
     from halfbyte.hf.attention import CACHE
 
-    cache, total, whole = (
-        cache_for(plain, Setting.plain(dtype), prompts.shape[1] + text.shape[1]),
-        0.0,
-        torch.cat([prompts, text], 1),
-    )
+    total, whole = 0.0, torch.cat([prompts, text], 1)
+    cache = cache_for(plain, Setting.plain(dtype), whole.shape[1])
     for first in range(0, whole.shape[1] - 1, 256):
         piece, following = whole[:, first : first + 256], whole[:, first + 1 : first + 257]
         logs = plain(input_ids=piece, **{CACHE: cache}, use_cache=True).logits[:, : following.shape[1]].float().log_softmax(-1)

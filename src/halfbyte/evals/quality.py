@@ -32,8 +32,7 @@ from halfbyte.reference.quantize import check_clip
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of an evaluation: the formats of keys, values, weights and lm_head (their 16-bit
-    type or None: 16 bits), and the weights' clip.
+    """One row of an evaluation: the formats of keys, values, weights and lm_head (`dtype` or None: 16 bits), and the weights' clip.
 
     Formats and rotation of the cache are those of all layers, or one for each; `plan` is the name of such a cache. rotate_values:
     values are rotated by the weights or by the cache, as `halfbyte.hf.quantize` does it. sink_tokens, recent_tokens: the first and
