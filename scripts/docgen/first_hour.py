@@ -27,5 +27,5 @@ def table() -> str:
     ]
     made = {f"{r['environment']['device']}, {r['environment']['date'][:10]}" for r in records}
     heads = ("task", "pages", "commands take", "cores busy with other processes")
-    told = "Commands as these pages show them; the demo beside two processes that never wait."
+    told = "Wall-clock time of the commands on each page; the demo ran next to two busy processes."
     return f"{told} {'; '.join(sorted(made))}.\n\n{tables.markdown(heads, rows)}"

@@ -64,7 +64,7 @@ def results() -> str:
 CHOICES = (
     *((name, *formats) for name, formats in list(caches().items())[1:]),
     ("Weights, default", f"{WEIGHTS} clipped", ""),
-    ("Weights, fastest", "int4_g128", ""),
+    ("Weights, fastest", "int4_sym_g128", ""),
 )
 
 

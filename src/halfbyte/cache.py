@@ -1,6 +1,6 @@
-"""KVCache: the keys and values of one layer, quantized as they arrive. The only stateful object of the library.
+"""KVCache: the keys and values of one layer, quantized as they arrive.
 
-Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and allocated once. `halfbyte.paging` has the paged sibling.
+Memory is laid out [B, H, T, ...] (see `halfbyte.kv_buffer.KVBuffer`) and allocated once. `halfbyte.paging` has the paged cache.
 """
 
 from __future__ import annotations
