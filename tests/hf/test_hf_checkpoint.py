@@ -10,6 +10,7 @@ import struct
 import pytest
 import torch
 import transformers as tf
+from families import tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, LLAMA
 
@@ -45,6 +46,18 @@ def test_bit_for_bit(build, prompt, tmp_path, family):
         _same(again, model)
         with torch.no_grad():
             assert torch.equal(again.eval()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "qwen3_moe"])
+def test_settings_of_a_cache_over_weights_in_16_bits(prompt, tmp_path, family):
+    """transformers saves those under the names of the family's checkpoints, which need not be the model's."""
+    model, ids = hf.quantize(tiny_model(family), keys="int8", values="int8"), prompt()
+    expected = model.generate(ids, max_new_tokens=4)
+    for name in ("first", "second"):
+        folder = hf.save(model, tmp_path / name)
+        for model in (tf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), hf.load(folder)):
+            assert torch.equal(model.generate(ids, max_new_tokens=4), expected)
+    assert any(isinstance(m, QuantLinear) for m in hf.load(folder, "nf4").modules())
 
 
 @pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))

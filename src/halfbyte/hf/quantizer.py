@@ -72,7 +72,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.loading = QuantizeWhileLoading(model, self.quantization_config.options)
             return model
         infos = None if checkpoint_files is None else read_files([str(f) for f in checkpoint_files])
-        self._own_names = infos is not None
+        self._own_names = infos is not None and bool(self.quantization_config.modules)
         for name in infos or ():
             self._check_stored(name)
         known = targets(model)
@@ -144,7 +144,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
             self.loading.finish(model)
             return model
         register_lora()
-        keep_names(model)
+        if self.quantization_config.modules:
+            keep_names(model)
         use_experts(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLayer) and not any(p.is_meta for p in module.parameters()):
@@ -167,7 +168,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**model.state_dict(), **{name: torch.empty(STOP) for name in plain}}, {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
-        """How the names in files become those of the model. Those in folders of halfbyte are: `keep_names`.
+        """How the names in files become those of the model. Those of a model with quantized weights are: `keep_names`.
 
         transformers 5.19 passes no model.
         """
