@@ -32,8 +32,8 @@ class KVCache:
 
     Options are those of `CacheOptions`. With per-channel keys the capacity is rounded up to whole blocks. With sink or recent
     tokens, attention of a chunk of several tokens sees the state after its append.
-    Threads may share a cache: `append`, `reset`, `crop` and `reorder` run one after the other, and no token is lost. Whoever reads
-    while another thread changes the cache, as attention does, needs a lock of their own; so do streams of a GPU, to be in order.
+    `append`, `reset`, `crop` and `reorder` are thread-safe. Attention takes no lock: the caller must order it with changes of
+    the cache by other threads, or on other streams of a GPU.
     """
 
     page_table: torch.Tensor | None = None
@@ -42,14 +42,14 @@ class KVCache:
     _bound: int | None = None
     #: A CUDA graph captured an append to this cache. Its replays advance `lengths`, and the host does not see them.
     _captured = False
-    #: Every append was an eager call on this object, which allocated the memory. Only then is the bound more than bookkeeping.
+    #: This object allocated the memory, and every append was an eager call on it: only then can the bound be trusted.
     _counts_all = False
-    #: `lengths` and its version (torch counts in-place writes) after the last append or reset here. A version that differs was
-    #: written by somebody else. None: not tracked; so are copies of a cache, whose lengths are another tensor.
+    #: `lengths` and its version (torch counts in-place writes) after the last append or reset here. Another version: something
+    #: else wrote to it. None: not tracked, as in copies of a cache, whose lengths are another tensor.
     _version: tuple[torch.Tensor, int] | None = None
     #: The name of an engine's tensor with a stride of 0, whose elements share memory: such a cache is read-only.
     _expanded = ""
-    #: Held by the thread that changes the cache. Each cache has one of its own, but for those made in compiled code.
+    #: Held while the cache is changed. Caches made in compiled code share one, all others have their own.
     _lock: AbstractContextManager[object] = threading.RLock()
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -100,12 +100,12 @@ class KVCache:
         page_table: torch.Tensor | None = None,
         rotate_keys: bool = False,
     ) -> KVCache:
-        """Wrap memory that an engine owns, without copying: see `KVBuffer` for shapes. Strides are taken as they are.
+        """Wrap memory that an engine owns, without a copy: see `KVBuffer` for shapes. Any strides work.
 
         lengths int32 [B]; page_table int32 [B, pages] when the buffers are paged. A tensor with a stride of 0 makes the cache
-        read-only. rotate_keys: whether the memory holds rotated keys, as `append` then writes them. The engine manages pages and
-        lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from then on, and does not see lengths that
-        the engine raises later.
+        read-only. rotate_keys: whether the memory holds rotated keys; `append` then rotates new ones. The engine manages pages
+        and lengths: on a GPU, `append` reads the lengths once, counts tokens on the host from then on, and does not see lengths
+        that the engine raises later.
         """
         check_buffers(keys, values, lengths, page_table)
         cache = cls.__new__(cls)
@@ -125,24 +125,24 @@ class KVCache:
 
     @property
     def length_bound(self) -> int | None:
-        """No sequence is longer than this. None: the host cannot know without reading the device, or the call is being traced."""
+        """An upper bound on the longest sequence; None: unknown without reading the device, or the call is being traced."""
         return self._bound if self._counted() and not self._capturing() else None
 
     def _counted(self) -> bool:
-        """Whether every token was counted here, and only this object wrote the lengths. Of a capture nothing is known yet."""
+        """Whether every token was counted here, and only this object wrote the lengths."""
         if torch.compiler.is_compiling() or not self._counts_all or self._version is None:
             return False
         lengths, version = self._version
         return lengths is self.lengths and version == lengths._version
 
     def forget_length_bound(self) -> None:
-        """Say that tokens will be appended without `append` of this object, as by compiled code: the host stops counting them."""
+        """Stop counting tokens on the host: something other than this object's `append` will add some, such as compiled code."""
         self._bound, self._counts_all = None, False
 
     def expect_replays(self, expected: bool) -> None:
-        """Say whether CUDA graphs that captured an append may be replayed from now on: the host does not see their tokens.
+        """Whether CUDA graphs that captured an append may be replayed from now on: the host does not see their tokens.
 
-        Without them, from a `reset` on, the host counts tokens as if nothing had been captured.
+        If not, the host counts tokens again from the next `reset` on.
         """
         self._captured, self._counts_all = expected, not expected
 
@@ -173,7 +173,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token of one sequence takes, scales and offsets included, tails not."""
+        """Bytes of one token of one sequence, scales and offsets included, tails not."""
         block = self.keys.format.token_block or 1
         one = (1, self.kv_heads, block)
         scaled = [f for f in (self.keys.format, self.values.format) if f.granularity == "tensor"]
@@ -186,7 +186,7 @@ class KVCache:
         return [t for t in (*parts, self.lengths, self.page_table) if t is not None]
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and pickles: their lengths are another tensor, with a version of its own, and so is their lock."""
+        """Copies and pickles get a lock of their own, and lengths whose version is not tracked."""
         return {name: value for name, value in vars(self).items() if name not in ("_version", "_lock")}
 
     def __repr__(self) -> str:
@@ -223,17 +223,17 @@ class KVCache:
         q: torch.Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor | None:
-        """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them behind each sequence's tokens.
+        """Quantize k [B, H, L, D] and v [B, H, L, Dv] and store them after each sequence's tokens.
 
-        counts, int32 [B]: how many of the L tokens are real, sequence by sequence; None: all. rope, (cos, sin) float32 [B, L, D/2]
-        or [L, D/2]: rotate the keys by position first, as Llama does. q [B, Hq, L, D], the queries of the same tokens: rotated
-        too, on a GPU in the same launch, and returned as a new tensor. norms: heads of q and k are normalized before. Raises
-        `CapacityError` when a sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape; the cache
-        is then unchanged.
+        counts  int32 [B], how many of the L tokens of each sequence are real; None: all
+        rope    (cos, sin), float32 [B, L, D/2] or [L, D/2]: apply rotary embedding to the keys first, as Llama does
+        q       [B, Hq, L, D], queries of the same tokens: rotated too, on a GPU in the same launch, and returned as a new tensor
+        norms   RMSNorm of each head of q and k, before the rotation
 
-        On a GPU there is no synchronisation, except that the lengths are read when the tokens counted on the host no longer fit.
-        NaN and infinity are not detected: the block that holds one becomes NaN. In CUDA graphs and compiled code, tokens beyond
-        the capacity are not written.
+        Raises `CapacityError` when a sequence would outgrow the capacity, `InvalidArgument` for NaN, infinity or a wrong shape;
+        the cache is then unchanged. On a GPU nothing synchronizes, except that lengths are read when the tokens counted on the
+        host no longer fit. There NaN and infinity are not detected: their block becomes NaN. In CUDA graphs and compiled code,
+        tokens beyond the capacity are not written.
         """
         where = (self.keys, self.values, self.lengths, counts, self.page_table, self.rotate_keys)
         call = AppendCall(k, v, *where, rope, q, self._measures, norms=norms)
@@ -269,7 +269,7 @@ class KVCache:
         self._bound = bound + count
 
     def reset(self) -> None:
-        """Forget every token. A per-tensor scale that was measured is measured again."""
+        """Remove all tokens. Measured per-tensor scales are measured again by the next append."""
         with self._changing():
             self.lengths.zero_()
             self._bound, self._version = (None, None) if self._capturing() else (0, _version_of(self.lengths))
@@ -280,10 +280,10 @@ class KVCache:
                     buffer.saturated.zero_()
 
     def crop(self, length: int | torch.Tensor) -> None:
-        """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences stay as they are.
+        """Keep at most the first `length` tokens (one number, or an integer tensor [B]); shorter sequences are unchanged.
 
-        Cropping into a finished block of per-channel keys brings that block back, dequantized, as the 16-bit tail; tokens that are
-        among the recent ones again come back in the same way, and are quantized anew when they leave.
+        Cropping into a finished block of per-channel keys dequantizes that block into the 16-bit tail. So do tokens that become
+        recent ones again; they are quantized again when they leave the window.
         """
         if isinstance(length, torch.Tensor) and length.ndim == 1:
             check_tensor("length", length, (self.batch,), "integer", self.device)
@@ -303,7 +303,7 @@ class KVCache:
                 self._bound = min(self._bound, int(length))
 
     def _capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: nothing runs now, and replays do not run this code."""
+        """Whether a CUDA graph is being captured."""
         return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -364,7 +364,7 @@ class KVCache:
         return index
 
     def _changing(self) -> AbstractContextManager[object]:
-        """The lock of whoever changes the cache, which is checked to be writable. Compiled code takes none: it cannot hold one."""
+        """The lock for changes of the cache, which is checked to be writable. Compiled code cannot hold a lock."""
         check(
             not self._expanded,
             f"{self._expanded} holds several elements in one place (a stride of 0), so the cache is read-only; give every "
@@ -384,5 +384,5 @@ def _version_of(lengths: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 
 
 def _scale_of_tensor(buffer: KVBuffer) -> torch.Tensor | None:
-    """A copy of a per-tensor scale, to go back to at a reset: 0 where it is yet to be measured. None for other formats."""
+    """A copy of a per-tensor scale, restored by `reset`: 0 if it is yet to be measured. None for other formats."""
     return buffer.scales.clone() if buffer.scales is not None and buffer.format.granularity == "tensor" else None

@@ -1,4 +1,4 @@
-"""The options of a cache, what they are by default, and how a signature shows them."""
+"""The options of a cache, their defaults, and how a signature shows them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class CacheOptions(TypedDict, total=False):
-    """Options of a cache; `DEFAULTS` has their values where none are given.
+    """Options of a cache; `DEFAULTS` has the defaults.
 
     keys, values       format names (`halfbyte.KV_FORMATS`), independent of each other
     value_dim          size of a value head, if it differs from head_dim
@@ -55,7 +55,7 @@ DEFAULTS: CacheOptions = {
 
 
 def shows_options(kind: type[T]) -> type[T]:
-    """Of a class whose __init__ ends in **options: `inspect`, and so `help` and completion, see each option and its default."""
+    """Class decorator: shows each option and its default, in place of **options, in the signature of __init__."""
     _, *own, _ = inspect.signature(kind.__init__).parameters.values()
     options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in DEFAULTS.items()]
     kind.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]

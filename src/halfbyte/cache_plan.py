@@ -1,4 +1,4 @@
-"""The plan of a KV cache: the formats of every layer, as a file that halfbyte, or an engine, reads.
+"""Cache plans: the formats of every layer's KV cache, as a file that halfbyte or an engine reads.
 
     {"format": "halfbyte cache plan", "version": 1,
      "model": {"model_type": "llama", "layers": 2, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "hidden_size": 4096},
@@ -6,10 +6,10 @@
                 {"keys": "int4", "values": "int4", "rotate_keys": true}],
      "bits": 5.375, "sink_tokens": 0, "recent_tokens": 0, "measured": {...}}
 
-`layers` has one entry for each layer, in order; formats are those of `halfbyte.KV_FORMATS`. `model` holds the sizes of the model
-that the plan was made for, and a reader must refuse any other. The first `sink_tokens` and the last `recent_tokens` of a sequence
-stay in 16 bits in every layer that is quantized; a reader that cannot do so must refuse a plan in which they are not 0. `bits` is
-the size of the cache per element, scales included and these tokens not. `measured` says how the plan was found; no reader needs it.
+`layers` has one entry per layer, in order; formats are those of `halfbyte.KV_FORMATS`. `model` holds the sizes of the model that
+the plan is for; a reader must refuse any other. The first `sink_tokens` and the last `recent_tokens` of a sequence stay in 16 bits
+in every quantized layer; a reader that does not support them must refuse a plan in which they are not 0. `bits` is the size of the
+cache per element, with scales and without these tokens. `measured` says how the plan was found; no reader needs it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerFormats:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a plan must have in common with the model it is used for. Sizes of one KV head in `head_dim` and `value_dim`."""
+    """The sizes that a model must have to use a plan. `head_dim`, `value_dim`: of one KV head."""
 
     model_type: str
     layers: int
@@ -53,8 +53,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Formats of every layer for a model of these sizes, and how many tokens stay in 16 bits; `bits` per element of the cache,
-    `measured` says how it was found."""
+    """Formats of every layer for a model of these sizes, and how many tokens stay in 16 bits.
+
+    bits      bits per element of the cache, scales included
+    measured  how the plan was found, for people
+    """
 
     model: ModelSizes
     layers: tuple[LayerFormats, ...]
@@ -79,7 +82,7 @@ class CachePlan:
         return tuple(layer.rotate_keys for layer in self.layers)
 
     def exact_tokens(self, given: tuple[int, int]) -> tuple[int, int]:
-        """(sink tokens, recent tokens): those `given` where the plan has none. Raises `InvalidArgument` where both do."""
+        """(sink tokens, recent tokens): the plan's, or those `given` if it has none. Raises `InvalidArgument` if both have some."""
         own = self.sink_tokens, self.recent_tokens
         check(
             not (any(own) and any(given)),
@@ -94,13 +97,13 @@ class CachePlan:
         check(not differ, f"plan was made for another model: {', '.join(differ)}; calibrate this one: halfbyte calibrate MODEL")
 
     def write(self, path: Path | str) -> Path:
-        """Write the file; a reader sees the old one or the whole new one."""
+        """Write the file atomically."""
         data = {"format": KIND, "version": VERSION, **asdict(self)}
         return write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
 
 def read_plan(plan: CachePlan | str | os.PathLike[str]) -> CachePlan:
-    """A plan from its file, checked; a plan itself is returned as it is. Raises `InvalidArgument`, naming what is wrong."""
+    """Read and check a plan file; a `CachePlan` is returned unchanged. Raises `InvalidArgument`, naming what is wrong."""
     if isinstance(plan, CachePlan):
         return plan
     check(isinstance(plan, str | os.PathLike), f"plan is a {type(plan).__name__}; pass a file, or a CachePlan")
@@ -146,7 +149,7 @@ def _parsed(data: Any, what: str) -> CachePlan:
 
 
 def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
-    """The layers' formats; every entry that is none and every unknown format is named."""
+    """The layers' formats. Errors name every malformed entry and every unknown format."""
     names = {f.name for f in fields(LayerFormats)}
     odd = [i for i, e in enumerate(entries) if not isinstance(e, dict) or e.keys() != names or type(e["rotate_keys"]) is not bool]
     if odd:
@@ -163,7 +166,7 @@ def _layers(entries: list[Any], what: str) -> tuple[LayerFormats, ...]:
 
 
 def _check_windows(window: tuple[Any, Any], layers: Sequence[LayerFormats], what: str) -> None:
-    """Sink and recent tokens: numbers that the formats of every layer allow; of a layer in 16 bits throughout, all are."""
+    """Raise unless the formats of every quantized layer allow these sink and recent tokens."""
     formats = [(KV_FORMATS[layer.keys], KV_FORMATS[layer.values]) for layer in layers]
     nothing = not any(k.is_quantized or v.is_quantized for k, v in formats)
     refused: dict[str, list[int]] = {}

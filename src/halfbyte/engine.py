@@ -1,6 +1,6 @@
-"""What an inference engine needs besides a model's layers: packed pages in memory of its own, and views of them.
+"""For inference engines: packed pages in the engine's own memory, append by slot, and attention over mixed batches.
 
-An engine owns the memory and the page tables, and decides which token goes where. Nothing here keeps state.
+The engine owns memory and page tables, and decides which token goes where. Nothing here keeps state.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = [
     "weight_from_tensors",
 ]
 
-#: Why a format with scales of this granularity cannot live in a page.
-_HOMELESS = {
+#: Why a format with scales of this granularity cannot be stored in pages.
+_NOT_PAGED = {
     "tensor": "one scale for all pages lies in none of them",
     "token": "one scale for all heads of a token takes a fraction of a byte a head, and changes when heads are sharded",
     "channel": "the 16-bit tail of unfinished blocks belongs to a sequence, not to a page",
 }
-#: Formats of keys and values that live in a page: what a token needs lies with it.
-PAGE_FORMATS: dict[str, Format] = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.granularity not in _HOMELESS}
+#: Formats of keys and values that can be stored in pages: the scales of a token lie in its page.
+PAGE_FORMATS: dict[str, Format] = {name: fmt for name, fmt in KV_FORMATS.items() if fmt.granularity not in _NOT_PAGED}
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where packed keys and values lie in a page: bytes [H, N, C] of H KV heads and N tokens, in one piece.
+    """The layout of packed keys and values in a page: contiguous bytes [H, N, C] of H KV heads and N tokens.
 
-    An engine like vLLM allocates uint8 [pages, H, N, C] and never looks inside. A page holds one array after another, each
-    [H, N, ...]: codes of keys, codes of values, scales and offsets of keys, scales and offsets of values. N is a multiple of 16, so
-    each array starts at a multiple of 16 bytes, as the tuned kernels need it, wherever the page does.
+    An engine like vLLM allocates opaque uint8 [pages, H, N, C]. A page holds one array after another, each [H, N, ...]: codes of
+    keys, codes of values, scales and offsets of keys, scales and offsets of values. N is a multiple of 16, so every array of an
+    aligned page is aligned to 16 bytes, as the tuned kernels need it.
 
     keys, values   names of `PAGE_FORMATS`; Unsupported for those whose scales do not belong to one head of one token
     value_dim      size of a value head, if it differs from head_dim
@@ -65,8 +65,8 @@ class PageLayout:
         value_dim = head_dim if value_dim is None else value_dim
         check_sizes(head_dim=head_dim, value_dim=value_dim)
         for name, fmt, dim in (("keys", key_format(keys), head_dim), ("values", value_format(values), value_dim)):
-            if fmt.granularity in _HOMELESS:
-                why, fits = _HOMELESS[fmt.granularity], ", ".join(PAGE_FORMATS)
+            if fmt.granularity in _NOT_PAGED:
+                why, fits = _NOT_PAGED[fmt.granularity], ", ".join(PAGE_FORMATS)
                 raise Unsupported(f"{name}={fmt.name!r} cannot live in a page: {why}; choose one of: {fits}")
             fmt.check_shape((1, dim), name)
             object.__setattr__(self, name, fmt)
@@ -81,8 +81,8 @@ class PageLayout:
     def buffers(self, memory: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
         """Keys and values in an engine's `memory`, without a copy.
 
-        memory: int8 or uint8 [pages, H, N, C], each page in one piece of H * N * C bytes, heads and tokens in either order. Pages
-        start at multiples of 16 bytes; there may be gaps between them, as where a block holds all layers.
+        memory: int8 or uint8 [pages, H, N, C], each page H * N * C contiguous bytes, heads and tokens in either order. Pages start
+        at multiples of 16 bytes; there may be gaps between them, as in a block that holds all layers.
         """
         pages = self._pages(memory)
         heads, tokens = memory.shape[1:3]
@@ -129,10 +129,10 @@ class PageLayout:
 
 
 def page_layouts(plan: CachePlan | str | os.PathLike[str]) -> list[tuple[PageLayout, bool]]:
-    """Of each layer of a cache plan, or of its file: the layout of its pages, and whether its keys are stored rotated.
+    """(page layout, whether keys are stored rotated) of each layer of a cache plan or plan file.
 
-    Raises `Unsupported`, naming the layer, for formats that do not live in a page, and for sink and recent tokens, which belong to
-    a sequence. `plan.check_model` says whether the plan is for the engine's model.
+    Raises `Unsupported`, naming the layer, for formats that cannot be stored in pages, and for sink and recent tokens, which
+    belong to a sequence. `plan.check_model` checks that the plan is for the engine's model.
     """
     plan = read_plan(plan)
     if any(plan.exact_tokens((0, 0))):

@@ -1,8 +1,8 @@
 """PagedKVCache: the same cache in pages from a shared pool, so that memory follows the actual lengths.
 
-Pages are handed out on the host. Sequences that share a prefix (beams) share its pages, and a page that several sequences hold is
-copied before one of them writes into it. On a GPU nothing here waits for the device, except `counts` that are given to `append`
-(they are read), `crop` and `reorder`. A CUDA graph and compiled code cannot hand out pages.
+Pages are allocated on the host. Sequences that share a prefix (beams) share its pages; a shared page is copied before one of them
+writes to it (copy on write). On a GPU only `append` with `counts`, `crop` and `reorder` synchronize. CUDA graphs and compiled code
+cannot allocate pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PagedKVCache(KVCache):
     page_size  tokens in a page: 16, 32, 64, 128 or 256; a multiple of 32 for per-channel keys
     pages      pages in the pool; None: enough for every sequence at full capacity
 
-    An append that is refused changes no sequence; a page that it had copied is free again.
+    An append that raises changes no sequence.
     """
 
     page_table: torch.Tensor
@@ -76,7 +76,7 @@ class PagedKVCache(KVCache):
         return len(self._free)
 
     def _append(self, call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
-        """`append` takes the pages that it needs first. `CapacityError` when the pool has too few; then nothing changes."""
+        """Allocate pages, then append. `CapacityError` when the pool has too few; then nothing changes."""
         if self._capturing():
             raise Unsupported("append: pages are handed out on the host, which a CUDA graph does not replay; use KVCache in graphs")
         tokens = call.k.shape[2]
@@ -89,7 +89,7 @@ class PagedKVCache(KVCache):
         return rotated
 
     def _append_with_pages(self, counts: list[int], call: AppendCall, signature: Signature | None) -> torch.Tensor | None:
-        """Take the pages for so many more tokens, then append. Afterwards `_spare` is right for the lengths before the append."""
+        """Allocate pages for `counts` more tokens, then append. Sets `_spare` for the lengths before the append."""
         before = {b: list(self._held[b]) for b, count in enumerate(counts) if self._lacks_room(b, count)}
         try:
             for sequence in before:
@@ -108,19 +108,19 @@ class PagedKVCache(KVCache):
         return rotated
 
     def reset(self) -> None:
-        """Forget every token and give every page back."""
+        """Remove all tokens and free all pages."""
         with self._changing():
             super().reset()
             self._keep([0] * self.batch)
 
     def crop(self, length: int | torch.Tensor) -> None:
-        """As `KVCache.crop`; gives back the pages that hold nothing any more."""
+        """As `KVCache.crop`; frees pages that are no longer used."""
         with self._changing():
             super().crop(length)
             self._keep(self.lengths.tolist())
 
     def reorder(self, index: torch.Tensor) -> None:
-        """As `KVCache.reorder`, without copying pages: sequences that become the same share them."""
+        """As `KVCache.reorder`, without copying pages: equal sequences share them."""
         index = self._index(index)
         check(index.shape[0] == self.batch, f"index has {index.shape[0]} entries; reorder needs {self.batch}")
         chosen = index.tolist()
@@ -143,16 +143,16 @@ class PagedKVCache(KVCache):
     # --------------------------------------------------------------------------------------------------------- pages
 
     def _in_pages(self, tokens: int) -> int:
-        """Of a sequence of so many tokens, those that its pages have room for: all but the recent ones in 16 bits."""
+        """How many of a sequence's tokens are in pages: all but the recent ones, which are in 16 bits."""
         return max(tokens - self.keys.recent_tokens, 0)
 
     def _lacks_room(self, sequence: int, count: int) -> bool:
-        """Whether `count` more tokens of a sequence need a new page, or a copy of a shared one."""
+        """Whether `count` more tokens of a sequence need a new page, or a copy of a shared page."""
         held, total = self._held[sequence], self._tokens[sequence] + count
         return self._in_pages(total) > len(held) * self.page_size or bool(held and self._holders[held[-1]] > 1)
 
     def _make_room(self, sequence: int, count: int) -> None:
-        """Give a sequence the pages for `count` more tokens, its last page copied if others hold it too."""
+        """Allocate pages for `count` more tokens of a sequence; its last page is copied if it is shared."""
         held, used, total = self._held[sequence], self._tokens[sequence], self._tokens[sequence] + count
         if total > self.capacity:
             return  # the append itself refuses, with the numbers
@@ -185,7 +185,7 @@ class PagedKVCache(KVCache):
         self._recount()
 
     def _recount(self) -> None:
-        """Count holders anew and free pages without one."""
+        """Count the holders of each page again, and free pages without one."""
         self._holders = [0] * len(self._holders)
         for page in (page for held in self._held for page in held):
             self._holders[page] += 1
@@ -194,7 +194,7 @@ class PagedKVCache(KVCache):
         self._write_table()
 
     def _write_table(self, sequences: Iterable[int] | None = None) -> None:
-        """Bring these rows of the page table up to date (None: all)."""
+        """Update these rows of the page table (None: all)."""
         for b in range(self.batch) if sequences is None else sequences:
             self._table[b] = -1
             self._table[b, : len(self._held[b])] = torch.tensor(self._held[b], dtype=torch.int32, device="cpu")

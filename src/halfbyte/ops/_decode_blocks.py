@@ -1,4 +1,4 @@
-"""Prompts in blocks: more new tokens than a tuned kernel holds are sequences of their own, over the same memory."""
+"""Prompts in blocks: new tokens beyond what a tuned kernel holds become sequences of their own, over the same memory."""
 
 from __future__ import annotations
 
@@ -108,6 +108,6 @@ def put(into: torch.Tensor, blocks: torch.Tensor) -> None:
 
 
 def _of_sequences(buffer: KVBuffer, some: slice, paged: bool) -> KVBuffer:
-    """What a buffer holds of some sequences. All of them share its pages, and their tables say which are whose."""
+    """The part of a buffer that belongs to some sequences; pages are shared, and page tables select them."""
     tensors = [t if t is None or t.ndim == 1 or (paged and t is not buffer.tail) else t[some] for t in buffer.tensors()]
     return KVBuffer(buffer.format, *cast(Any, tensors), sink_tokens=buffer.sink_tokens)

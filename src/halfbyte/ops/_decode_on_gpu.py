@@ -81,7 +81,7 @@ def run(
 
 
 def _run_block(call: DecodeCall, compiled: bool) -> Pair:
-    """`run` of blocks, launched like earlier ones where there were any."""
+    """`run` of blocks, from the launch cache if it has them."""
     o, known = call.options, None
     if not (compiled or call.deterministic_batch):
         options = ("block", call.impl, o.window is None, o.softcap is None, o.rotate_keys, call.keys.sink_tokens)
@@ -96,7 +96,7 @@ def _takes(out: torch.Tensor, wanted: Layout) -> bool:
 
 
 def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
-    """Ragged queries: in blocks by the tuned kernel, or by the portable one, which finds out on the device whose they are."""
+    """Ragged queries: in blocks by the tuned kernel, or by the portable one, which assigns queries to sequences on the device."""
     if not len(call.lengths):
         out.zero_()
         lse.fill_(-math.inf)
@@ -112,7 +112,7 @@ def _run_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: boo
 
 
 def _run_ragged_pieces(call: DecodeCall, queries: int, out: torch.Tensor, lse: torch.Tensor, own: bool) -> None:
-    """Blocks of ragged queries in as many launches as they take: no number of tokens or sequences leads to another kernel."""
+    """Blocks of ragged queries, in several launches if needed, so that their number never changes the kernel."""
     bounds, tokens, batch = call.cu_seqlens_q, call.q.shape[2], len(call.lengths)
     assert bounds is not None
     assert call.page_table is not None
@@ -144,7 +144,7 @@ def _part(t: torch.Tensor | None, some: slice) -> torch.Tensor | None:
 
 
 def _queries_of_a_ragged_block(call: DecodeCall) -> int:
-    """New tokens that the tuned kernel takes at a time; 0: it takes none."""
+    """New tokens per block of the tuned kernel; 0: it does not support the call."""
     if call.impl == "triton" or call.page_table is None or call.keys.tail is not None:
         return 0
     return _ragged_block(problem_of(call), call.max_query_len, call.impl, _index(call.q), pair_launches())
@@ -182,7 +182,7 @@ def _launch_ragged(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor, own: 
 
 
 def _dense(call: DecodeCall) -> DecodeCall:
-    """The call as kernels read it: vectors without gaps, slopes and sinks in fp32."""
+    """The call as kernels read it: contiguous vectors, slopes and sinks in fp32."""
     o, table = call.options, call.page_table
     lengths, query_start, starts, ends = (
         None if t is None else t.contiguous() for t in (call.lengths, call.query_start, o.starts, o.ends)
@@ -200,14 +200,14 @@ def _dense(call: DecodeCall) -> DecodeCall:
 
 @functools.lru_cache(maxsize=1024)
 def _queries_of_a_block(problem: DecodeProblem, device: int) -> int:
-    """New tokens that a tuned kernel takes at a time, of a call with more than it can hold; 0: as the call is."""
+    """New tokens per block, for a call with more than a tuned kernel holds; 0: run the call as it is."""
     if device < 0 or problem.dtype not in DTYPES.values():
         return 0
     return queries_of_a_block(problem, gpu(device).capability)
 
 
 def plan_of(call: DecodeCall, use_pdl: bool) -> Plan:
-    """What runs a call. Raises `Unsupported` when its level cannot."""
+    """The plan of a call. Raises `Unsupported` when its level cannot run it."""
     return _plan(problem_of(call), call.impl, _index(call.q), use_pdl)
 
 
@@ -218,7 +218,7 @@ def _index(q: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: DecodeProblem, level: str, device: int, use_pdl: bool) -> Plan:
-    """What runs a problem on GPU number `device` (-1: the interpreter). Raises `Unsupported` when the requested level cannot."""
+    """The plan of a problem on GPU `device` (-1: the interpreter). Raises `Unsupported` when the requested level cannot run it."""
     if problem.dtype not in DTYPES.values():
         raise Unsupported(f"q is {problem.dtype}; the {level} kernel takes float16 and bfloat16 queries; use impl='auto'")
     _, num_sms, capability = gpu(device)
@@ -248,7 +248,7 @@ def _launch_tuned(c: DecodeCall, plan: DecodePlan, out: torch.Tensor, lse: torch
 
 
 def _store(s: Signature, call: DecodeCall, plan: DecodePlan, kernel: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Keep what a launch of the tuned kernel found out."""
+    """Store a launch of the tuned kernel in the launch cache."""
     from halfbyte.kernels.common.compat import launcher
     from halfbyte.kernels.decode.arguments import arguments, fixed_of
 

@@ -7,12 +7,12 @@ import torch
 from halfbyte.kv_buffer import DecodeCall, KVBuffer
 from halfbyte.plans.decode_attention import DecodeProblem
 
-#: What plans call the dtypes that kernels take.
+#: Names of dtypes in plans.
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def problem_of(call: DecodeCall) -> DecodeProblem:
-    """What a plan needs to know of a call."""
+    """The problem of a call, for its plan."""
     q, keys, values, options = call.q, call.keys, call.values, call.options
     return DecodeProblem(
         DTYPES.get(q.dtype, str(q.dtype)),

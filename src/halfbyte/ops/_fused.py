@@ -1,4 +1,4 @@
-"""Attention of 16-bit tokens over themselves by torch's own fused kernels: what a prompt's tokens do among each other.
+"""Attention of a prompt's 16-bit tokens over themselves by torch's fused kernels.
 
 Nothing there is quantized, and cuDNN and FlashAttention are as fast as the tensor cores. halfbyte's part is to ask them for the
 log-sum-exp, by which the past is added, and to say what they cannot do.
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from halfbyte.kv_buffer import AttentionOptions
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
-#: FlashAttention has sequences on an axis of its grid that takes no more.
+#: The limit of the grid axis on which FlashAttention has sequences.
 _MOST_SEQUENCES = 65_535
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -54,7 +54,7 @@ def _suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOption
 
 
 def _takes_ragged(q: torch.Tensor, sequences: int) -> bool:
-    """Whether FlashAttention runs on so many sequences of any length."""
+    """Whether FlashAttention supports so many ragged sequences."""
     cuda = torch.backends.cuda
     allowed = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() and 0 < sequences <= _MOST_SEQUENCES
     return allowed and len(q) > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -74,7 +74,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tens
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x where those kernels can read it, 16 bytes at a time."""
+    """x, copied if it is not aligned for 16-byte loads."""
     *apart, last = x.stride()
     return x if last == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in apart) else x.contiguous()
 

@@ -18,7 +18,7 @@ from halfbyte.transforms import RefusingLibrary, refuse_transform
 
 NAMESPACE = "halfbyte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-#: Looked up once: these are most of what a cached call does.
+#: Bound once: attribute lookups dominate a cached call.
 _Tensor, _compiler, _is_grad_enabled = torch.Tensor, torch.compiler, torch.is_grad_enabled
 
 
@@ -54,7 +54,7 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def level(op: str, impl: str, device: torch.device) -> str:
-    """The level that runs, chosen by the plan; says once when a device has no kernel of its own."""
+    """The level that runs, chosen by the plan; warns once when a device has no kernel."""
     preferred = default_impl()
     if impl == "auto" and preferred in LEVELS[op]:
         impl = preferred
@@ -65,14 +65,14 @@ def level(op: str, impl: str, device: torch.device) -> str:
 
 
 def can_bypass_dispatcher(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether x is on a GPU and nothing watches: neither a compiler nor autograd, in either mode, nor a subclass of Tensor."""
+    """Whether an op may skip the dispatcher: x is a plain GPU tensor, outside of compilation, autograd and forward-mode AD."""
     if _compiler.is_compiling() or type(x) is not _Tensor or not x.is_cuda or _forward._current_level >= 0:
         return False
     return not _is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in (x, *others))
 
 
 def pairs_launches(device: torch.device) -> bool:
-    """Whether launches on `device` are paired (programmatic dependent launch): where it can, unless HALFBYTE_PDL says not to."""
+    """Whether launches on `device` use PDL (programmatic dependent launch): if it supports that, unless HALFBYTE_PDL is 0."""
     return pair_launches() and _supports_pdl(device)
 
 
@@ -82,7 +82,7 @@ def _supports_pdl(device: torch.device) -> bool:
 
 
 def refuse_capture(name: str, device: torch.device) -> None:
-    """Raise where a CUDA graph is being recorded: torch code looks at lengths on the host, which a graph cannot record."""
+    """Raise during CUDA graph capture: torch code reads lengths on the host, which cannot be captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(f"{name} runs torch code here, which cannot be in a CUDA graph as it reads lengths; run it eagerly")
 

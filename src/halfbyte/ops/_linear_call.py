@@ -28,7 +28,7 @@ class LinearCall(NamedTuple):
     row_invariant: bool = False
 
     def signature(self) -> Signature | None:
-        """What an earlier call is found by; None where it needs more than a launch. Nothing need have been checked."""
+        """The signature for the launch cache, of an unchecked call; None if it takes more than one launch."""
         weights, biases = self.weights, self.biases
         if self.row_invariant or self.impl not in ("auto", "gluon") or len(weights) != len(biases):
             return None
@@ -68,7 +68,7 @@ def _check(x: torch.Tensor, weight: QuantTensor, bias: torch.Tensor | None, weig
         check_tensor(bias_name, bias, (out_features,), device=x.device)
 
 
-# ----------------------------------------------------------------------------------------- as the dispatcher passes it: flat
+# ----------------------------------------------------------------------------------------------- the flat form for the dispatcher
 
 #: Arguments of the op `projections`: the tensors of all weights, how many each weight has, biases, names of formats.
 Flat = tuple[torch.Tensor, list[torch.Tensor], list[int], list[torch.Tensor | None], str]

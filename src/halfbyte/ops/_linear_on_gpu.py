@@ -56,7 +56,7 @@ def run(call: LinearCall, signature: Signature | None = None, compiled: bool = F
 
 
 def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
-    """How a tuned kernel runs a call of x [M, K]; in words, why none does. alternating: rows of gate and up alternate in a tile."""
+    """The plan of a tuned kernel for x [M, K], or why there is none. alternating: rows of gate and up alternate in a tile."""
     x, weights, _, level, row_invariant = call
     if level == "triton":
         return "the portable kernel was requested"
@@ -74,14 +74,14 @@ def plan_of(call: LinearCall, alternating: bool = False) -> LinearPlan | str:
 
 
 def _problem_of(call: LinearCall) -> LinearProblem:
-    """What a plan needs to know of a call of x [M, K]."""
+    """The problem of a call of x [M, K], for its plan."""
     rows, width = call.x.shape
     return LinearProblem(tuple([(w.format, w.shape[0]) for w in call.weights]), rows, width, _DTYPES[call.x.dtype])
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(problem: LinearProblem, device: int, use_pdl: bool) -> LinearPlan | str:
-    """The plan of a tuned kernel on GPU number `device`: as measured there, or by its rules."""
+    """The plan of a tuned kernel on GPU number `device`: measured or analytic."""
     here = gpu(device)
     return linear_plan(problem, here, use_pdl, table_of(here.name, here.num_sms))[0]
 
@@ -93,7 +93,7 @@ def _tiles(problem: LinearProblem, device: int, row_invariant: bool) -> LinearTi
 
 
 def expands(call: LinearCall) -> bool:
-    """Whether a GEMM of so large an M, which no tuned kernel takes, is computed from dequantized slabs of the weights.
+    """Whether M is so large that the GEMM runs over dequantized slabs of the weights.
 
     Not with `torch.use_deterministic_algorithms`: there torch refuses cuBLAS unless an environment variable allows it.
     """
@@ -104,7 +104,7 @@ def expands(call: LinearCall) -> bool:
 
 
 def run_plan(x: torch.Tensor, weights: Sequence[QuantTensor], plan: LinearPlan) -> list[torch.Tensor]:
-    """x [M, K] times weights without act-order, by a plan that is given: what `python -m benchmarks tune` times."""
+    """x [M, K] times weights without act-order, with an explicit plan, for `python -m benchmarks tune`."""
     call = LinearCall(x, weights, [None] * len(weights))
     outs = call.new_outs()
     with torch.cuda.device_of(x):
@@ -169,7 +169,7 @@ def _alike(biases: Sequence[torch.Tensor | None], weights: Sequence[QuantTensor]
 def _replay(
     relaunch: Callable[..., None], plan: LinearPlan, like: Sequence[torch.Tensor]
 ) -> Callable[[Signature], list[torch.Tensor] | None]:
-    """What launches a call of the same signature: the kernel, its workspace, and results `like` these."""
+    """A function that launches calls of the same signature: the kernel, its workspace, and results `like` these."""
     layouts, n, plan_floats, plan_counters = tuple(map(layout, like)), len(like), plan.floats, plan.counters
 
     def replay(s: Signature) -> list[torch.Tensor] | None:
@@ -196,7 +196,7 @@ def _replay(
 
 
 def _by_slabs(call: LinearCall, outs: Sequence[torch.Tensor]) -> None:
-    """For very large M: some rows of a weight at a time are dequantized, and multiplied by cuBLAS."""
+    """For large M: dequantize a slab of a weight at a time and multiply it by cuBLAS."""
     from halfbyte.kernels.dequantize import launch
 
     x, width = call.x, call.x.shape[1]
@@ -232,9 +232,9 @@ def _run_portable(call: LinearCall, outs: Sequence[torch.Tensor], compiled: bool
 
 
 def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, QuantTensor]:
-    """x copied so that its columns are neighbours, in the order that the weight stores them.
+    """x copied with contiguous columns, in the order that the weight stores them.
 
-    The kernel reads them in any order, but numbers of 16 bits one by one cannot be copied asynchronously and fill its registers.
+    The kernel can gather columns itself, but single 16-bit elements cannot be copied asynchronously and cost registers.
     """
     if w.perm is not None:
         return x.index_select(1, w.perm.clamp(0, x.shape[1] - 1)), replace(w, perm=None)
@@ -242,6 +242,6 @@ def _in_stored_order(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, Qua
 
 
 def _dense_vectors(w: QuantTensor) -> QuantTensor:
-    """The weight with the tensors that have one axis in one piece, as kernels read them."""
+    """The weight with one-dimensional tensors made contiguous, as kernels read them."""
     dense = [None if t is None else t.contiguous() for t in (w.nested, w.perm)]
     return w if dense[0] is w.nested and dense[1] is w.perm else replace(w, nested=dense[0], perm=dense[1])

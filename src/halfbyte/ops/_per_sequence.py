@@ -1,6 +1,6 @@
-"""Attention of one sequence after the other, for results that do not depend on the rest of the batch.
+"""Attention sequence by sequence, for results that do not depend on the rest of the batch.
 
-Torch's matrix products add up in another order for another batch, and a level cuts the tokens according to the whole batch.
+torch's GEMMs sum in another order for another batch, and levels split tokens according to the whole batch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _SCHEMA = (
     "bool by_slot=False, int sink_tokens=0, "
     'Tensor? q_weight=None, Tensor? k_weight=None, float norm_eps=0.0, str norm_kind="") -> ()'
 )
-#: What the schema's arguments behind `rotate_keys` are unless given.
+#: Defaults of the schema's arguments after `rotate_keys`.
 _DEFAULTS = (None, None, True, "reference", None, None, False, 0, None, None, 0.0, "")
 
 #: The tensors of a cache, flat: codes, scales, offsets, tail and counter of keys, the same of values, lengths.
@@ -99,7 +99,7 @@ def append_parts(
 ) -> None:
     """`append_` as compiled code calls it, on `stored` tensors of a contiguous cache and the names of its formats.
 
-    Every object and property that is traced becomes a guard that is evaluated again on each call, so there are none.
+    Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
     lengths = parts[-1]
     assert lengths is not None
@@ -126,14 +126,10 @@ def append_(
     norms: HeadNorms | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | None:
-    """Quantize k [B, H, L, D] and v [B, H, L, Dv] (any floating dtype) and write them behind each sequence's tokens, in place.
+    """`KVCache.append` on buffers: quantize k [B, H, L, D], v [B, H, L, Dv] and write them after each sequence's tokens, in place.
 
-    `counts`, int32 [B] in 0..L: how many of the L tokens of each sequence are real; None: all. `lengths`, int32 [B], advances.
-    `rope`, (cos, sin) float32 [B, L, D/2] or [L, D/2]: the keys are rotated by position first, pairs (x[i], x[i + D/2]).
-    `q` [B, Hq, L, D] is rotated alike, in the same launch on a GPU, into a new tensor, which is returned. `norms`: heads of keys
-    and of q are normalized before.
-    Raises `CapacityError` past the capacity and `InvalidArgument` for NaN or infinity; then nothing has changed. A GPU kernel does
-    not look at numbers: there a block with NaN or infinity becomes NaN, and tokens that do not fit are not written.
+    `lengths`, int32 [B], advances. Raises `CapacityError` beyond the capacity and `InvalidArgument` for NaN or infinity; nothing
+    has changed then. A GPU kernel checks neither: a block with NaN or infinity becomes NaN, tokens that do not fit are not written.
     """
     c = AppendCall(k, v, keys, values, lengths, counts, page_table, rotate_keys, rope, q, norms=norms)
     check_new(c)
@@ -141,7 +137,7 @@ def append_(
 
 
 def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torch.Tensor | None:
-    """Append what was checked, now or in a call of the same signature; returns q rotated. `s`: None for what is not replayed."""
+    """Append a checked call, or replay it if `s` is its signature; returns q rotated."""
     done: tuple[torch.Tensor | None] | None = None if s is None else replay(s)
     if done is not None:
         return done[0]
@@ -158,8 +154,8 @@ def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torc
         return q_out
     counts = c.counts
     if chosen == "triton" and counts is not None:
-        counts = counts.clamp(0, c.k.shape[2])  # which only the reference has looked at
-    # Here and not in the op: Inductor may compute what it needs of the old lengths (positions) after an op that changes them.
+        counts = counts.clamp(0, c.k.shape[2])  # only the reference has checked them
+    # Not in the op: Inductor may read the old lengths (for positions) after an op that changes them.
     c.lengths.add_(c.k.shape[2] if counts is None else counts)
     return q_out
 
@@ -168,7 +164,7 @@ def store(c: AppendCall, impl: str = "auto", s: Signature | None = None) -> torc
 
 
 def _launch(c: AppendCall, q_out: torch.Tensor | None, advance: bool, s: Signature | None = None) -> bool:
-    """Write, without a look at the device. Returns whether the lengths have advanced too, which takes `advance` and few tokens."""
+    """Write, without synchronizing. Returns whether the kernel advanced the lengths too: with `advance` and few tokens."""
     from halfbyte.kernels.append.launch import launches
 
     if not c.k.numel() or not c.v.numel():
@@ -202,8 +198,8 @@ def _tensors(c: AppendCall) -> tuple[torch.Tensor | None, ...]:
 
 
 def signature_of(c: AppendCall) -> Signature | None:
-    """The signature of a call, of which nothing need have been checked; None where it may take more than one launch."""
-    rope: Any = c.rope  # which need not be one
+    """The signature of an unchecked call; None if it may take more than one launch."""
+    rope: Any = c.rope  # unchecked
     if c.measure or torch.compiler.is_compiling() or not c.lengths.is_cuda or c.keys.format.token_block:
         return None
     if rope is not None and (not isinstance(rope, tuple) or len(rope) != 2 or rope[0] is None):
@@ -222,7 +218,7 @@ def signature_of(c: AppendCall) -> Signature | None:
 def _replayed(
     compiled: Any, programs: int, arguments: tuple[Any, ...], q_out: torch.Tensor | None
 ) -> Callable[[Signature], tuple[torch.Tensor | None] | None]:
-    """What makes this launch again, with the addresses of another call; returns q rotated, or None in its place."""
+    """A function that replays this launch with the addresses of another call, and returns q rotated or None."""
     from halfbyte.kernels.common.compat import launcher
 
     launch, constants = launcher(compiled, (programs, 1, 1)), arguments[10:]
@@ -246,7 +242,7 @@ def _replayed(
 
 
 def check_new(c: AppendCall) -> None:
-    """Shapes, dtypes and devices of what is to be appended. What the numbers are is looked at when they are read."""
+    """Check shapes, dtypes and devices of new tokens; contents are checked when they are read."""
     (k, v, keys, values, lengths), q, batch = c[:5], c.q, c.lengths.shape[0]
     if not torch.compiler.is_compiling():
         refuse_transforms("append", (k, v, q, c.rope))

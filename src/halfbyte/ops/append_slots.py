@@ -1,4 +1,4 @@
-"""`append_slots`: quantize new keys and values and write each token where an engine says, in place."""
+"""`append_slots`: quantize new keys and values and write each token to its slot in an engine's pages, in place."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def append_slots(
 ) -> torch.Tensor | None:
     """Quantize k [T, H, D] and v [T, H, Dv] (any floating dtype and strides) and write token t to slot_mapping[t], in place.
 
-    slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, and may hold anything. No
-                  slot may occur twice
+    slot_mapping  int64 or int32 [T]: page * N + row in pages of N tokens. Negative: the token is skipped, whatever it holds. Slots
+                  must be distinct
     rotate_keys   keys are stored Hadamard-rotated
-    rope          (cos, sin), float32 [T, D/2]: keys are rotated by position first, pairs (x[i], x[i + D/2])
+    rope          (cos, sin), float32 [T, D/2]: apply rotary embedding to the keys first, pairs (x[i], x[i + D/2])
     q             [T, Hq, D]: rotated by position too, on a GPU in the same launch; returned as a new tensor
 
-    Lengths and page tables are the engine's. A CPU raises `InvalidArgument` for NaN, infinity and slots beyond the pages; nothing
-    has changed then. On a GPU a block with NaN or infinity becomes NaN, and tokens of slots beyond the pages are not written.
+    Lengths and page tables stay with the engine. On a CPU NaN, infinity and slots beyond the pages raise `InvalidArgument`, and
+    nothing changes. On a GPU a block with NaN or infinity becomes NaN, and tokens with slots beyond the pages are not written.
     """
     for name, buffer in (("keys", keys), ("values", values)):
         if not isinstance(buffer, KVBuffer):
@@ -50,7 +50,7 @@ def append_slots(
 
 
 def _check(c: AppendCall) -> None:
-    """Types, shapes and devices. What the numbers are is looked at when they are read."""
+    """Check dtypes, shapes and devices; contents are checked when they are read."""
     (k, v, keys, values, slots), rope, q = c[:5], c.rope, c.q
     if not torch.compiler.is_compiling():
         refuse_transforms("append_slots", (k, v, q, rope))

@@ -1,4 +1,4 @@
-"""`attention_varlen`: attention of a mixed batch, chunks of prompts and decodes, over pages that already hold their tokens."""
+"""`attention_varlen`: attention of a mixed batch of prompt chunks and decodes over pages that already hold their tokens."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ def attention_varlen(
     deterministic_batch: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the newest tokens of each sequence, of one here and of hundreds there, over a cache that already holds them.
+    """Attention of the newest tokens of each sequence, as many as each has, over a cache that already holds them.
 
     q [T, Hq, D], fp16, bf16, fp32 or float64, any strides. Returns out [T, Hq, Dv] in q's dtype; with `return_lse` also lse,
-    float32 [T, Hq]. Options as in `decode_attention`. Nothing waits for the device, and a CUDA graph follows all that lies there.
+    float32 [T, Hq]. Options as in `decode_attention`. Nothing synchronizes with the device; CUDA graphs read cu_seqlens_q, lengths
+    and page table at every replay.
 
-    cache         a `PagedView` or any other cache; its lengths, int32 [B], count the tokens of this call
-    cu_seqlens_q  int32 [B + 1], from 0 on: tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q belong to sequence b. What lies
-                  behind the last one is padding: out = 0, lse = -inf
-    max_query_len int: no sequence has more queries. T = B * max_query_len says that each sequence has so many, in order, but for
-                  empty ones at the end: on a GPU the kernels of `decode_attention` run then, and cu_seqlens_q is not read
-    prefill       "cache": every key and value is read as it is stored. "exact": those of this call are taken from k and v
-    k, v          [T, H, D] and [T, H, Dv], only for "exact": what was appended, before it was quantized
-    out           [T, Hq, Dv] in q's dtype, to be written and returned; without a copy where it is contiguous
-    deterministic_batch   a token's result on a GPU has the same bits however tokens are cut into calls and batches: this takes
-                  splits and blocks of one size, so that prompts take longer
+    cache         a `PagedView` or any other cache; its lengths, int32 [B], include the tokens of this call
+    cu_seqlens_q  int32 [B + 1], starting with 0: tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q belong to sequence b. Tokens
+                  after the last one are padding: out = 0, lse = -inf
+    max_query_len int, at least the largest number of queries of a sequence. T = B * max_query_len promises that all sequences have
+                  so many, except empty ones at the end: on a GPU the kernels of `decode_attention` then run, and cu_seqlens_q is
+                  not read
+    prefill       "cache": all keys and values are read as stored. "exact": those of this call are taken from k and v
+    k, v          [T, H, D] and [T, H, Dv], only for "exact": the tokens of this call, unquantized
+    out           [T, Hq, Dv] in q's dtype, written and returned; if contiguous, without a copy
+    deterministic_batch   on a GPU a token's result has the same bits for any split into calls and batches: splits and blocks have
+                  fixed sizes, so prompts take longer
 
-    With "cache" a token sees the same codes and the same keys however its prompt is cut into chunks, whatever the pages' size and
-    whoever else is in the batch. `cpu` and `reference` give fp32 queries the same bits, too; other levels keep the accuracy
-    promise. A cache with sink or recent tokens is read as it is after this call: there, cuts change which keys are in 16 bits.
+    With "cache" a token attends to the same codes for any chunking, page size and batch. `cpu` and `reference` then give fp32
+    queries the same bits, too; other levels keep the accuracy promise. With sink or recent tokens, chunking changes which keys are
+    in 16 bits: the cache is read as it is after this call.
 
-    Raises `InvalidArgument` naming the argument at fault; what cu_seqlens_q holds is looked at on a CPU only.
+    Raises `InvalidArgument` naming the argument at fault; the contents of cu_seqlens_q are checked on a CPU only.
     """
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, None)
     most = integer("max_query_len", max_query_len, 1, 2**31 - 1, "the largest number of queries of a sequence, at least 1")
@@ -91,7 +93,7 @@ def _attend(call: DecodeCall, into: torch.Tensor | None = None) -> Results:
 
 
 def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> Results:
-    """The past as it is stored and the tokens of this call as they came, merged."""
+    """Attention over the stored past and over this call's unquantized tokens, merged."""
     q, bounds, most, o = call.q, call.cu_seqlens_q, call.max_query_len, call.options
     check(k is not None and v is not None, "prefill='exact' needs k and v, the keys and values of this call's tokens")
     assert k is not None and v is not None and bounds is not None
@@ -113,7 +115,7 @@ def _exact(call: DecodeCall, k: torch.Tensor | None, v: torch.Tensor | None) -> 
 
 
 def _checked(call: DecodeCall) -> DecodeCall:
-    """The call, after its tensors but for the options' have been looked at."""
+    """The call with its tensors checked, except those of the options."""
     q, keys, lengths, table, bounds = call.q, call.keys, call.lengths, call.page_table, call.cu_seqlens_q
     check_tensor("q", q, ("T", "Hq", keys.dim), device=keys.codes.device)
     for name, t, axes in (("lengths", lengths, ("B",)), ("page_table", table, (len(lengths), "pages"))):
@@ -128,7 +130,7 @@ def _checked(call: DecodeCall) -> DecodeCall:
 
 
 def _check_bounds(bounds: list[int], lengths: list[int], tokens: int, most: int) -> None:
-    """What a GPU's memory would hold unseen."""
+    """Check the contents of cu_seqlens_q."""
     counts = [end - begin for begin, end in pairwise(bounds)]
     right = bounds[0] == 0 and all(n >= 0 for n in counts) and bounds[-1] <= tokens
     check(right, f"cu_seqlens_q is {bounds}; expected it to rise from 0 to at most T = {tokens}")

@@ -24,7 +24,7 @@ from halfbyte.tensors import QuantTensor
 
 
 class Unscaled(NamedTuple):
-    """norm(hidden) of which the factor 1 / sqrt(mean(hidden^2) + eps) of each row is left to whoever multiplies it by a weight.
+    """norm(hidden) without the factor 1 / sqrt(mean(hidden^2) + eps) of each row, which the GEMM that follows applies.
 
     hidden    [..., N]
     weighted  [..., N], hidden * norm.weight (1 + weight for "offset"), rounded once

@@ -1,4 +1,4 @@
-"""Ops by a plan of one's own: what halfbyte would launch, and a launch by any such plan. For tuning and for studies of plans."""
+"""Ops with an explicit plan: the plan that halfbyte would use, and a launch with any plan. For tuning and studies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Plan = DecodePlan | TritonTiles
 
 
 def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tensor | None = None) -> Plan:
-    """What halfbyte launches for q [B, Hq, 1, D] with `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
+    """The plan for q [B, Hq, 1, D] with `impl`: "auto", "gluon" or "triton". Raises `Unsupported`."""
     if q.device.type == "cpu" and not interpreted():
         raise Unsupported("splits are those of kernels, which run on an NVIDIA GPU, or in Triton's interpreter")
     # Paired where the GPU can; `attend` takes that back where the environment says so.
@@ -34,7 +34,7 @@ def planned(q: torch.Tensor, cache: KVCache, impl: str, alibi_slopes: torch.Tens
 
 
 def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
-    """`halfbyte.decode_attention`, as planned here; launches are paired only where HALFBYTE_PDL allows it."""
+    """`halfbyte.decode_attention` with this plan; PDL only if HALFBYTE_PDL allows it."""
     call = call_of(q, cache, alibi_slopes)
     out, lse = q.new_empty(*q.shape[:3], cache.value_dim), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     gpu.launch(call, plan if pair_launches() else unpaired(plan), out, lse, own=False)
@@ -42,7 +42,7 @@ def attend(q: torch.Tensor, cache: KVCache, plan: Plan, alibi_slopes: torch.Tens
 
 
 def unpaired(plan: Plan) -> Plan:
-    """The same, launched when its predecessor has ended."""
+    """The same plan without PDL."""
     return replace(plan, pdl=False) if isinstance(plan, TritonTiles) else replace(plan, spec=replace(plan.spec, use_pdl=False))
 
 

@@ -23,7 +23,7 @@ from halfbyte.reference.hadamard import block_size
 #: out [B, Hq, L, Dv], lse fp32 [B, Hq, L].
 Results = tuple[torch.Tensor, torch.Tensor]
 
-#: Queries that torch code attends in one pass; longer ones are walked in pieces, so that scores never take more rows a head.
+#: Queries of one pass in torch code; more are processed in blocks of so many, which bounds the memory of the scores.
 QUERY_BLOCK = 128
 
 _SCHEMA = (
@@ -33,11 +33,11 @@ _SCHEMA = (
     "bool rotate_keys, str key_format, str value_format, str level, bool deterministic_batch=False, "
     "Tensor? cu_seqlens_q=None, int max_query_len=0, int sink_tokens=0) -> (Tensor, Tensor)"
 )
-#: What the last arguments are where torch leaves them out.
+#: Defaults of the last arguments, which torch may leave out.
 _DEFAULTS = (False, None, 0, 0)
 
 
-#: Of a call's flat arguments, so many are tensors.
+#: How many of a call's flat arguments are tensors.
 _TENSORS = 16
 
 #: The levels in torch code.
@@ -54,7 +54,7 @@ def _flat(call: DecodeCall) -> tuple[Any, ...]:
 
 
 def _call(*flat: Any) -> DecodeCall:
-    """The call that the op's arguments are. Torch leaves out the last ones where they are their defaults."""
+    """The call from the op's arguments. Torch leaves out last ones that have their defaults."""
     q, (k, v) = flat[0], (flat[1:5], flat[5:9])
     lengths, query_start, page_table, starts, ends, slopes, sinks = flat[9:_TENSORS]
     sm_scale, softcap, window, rotate_keys, keys, values, level, *rest = flat[_TENSORS:]
@@ -99,7 +99,7 @@ def _in_torch(c: DecodeCall) -> Results:
 
 
 def _check_lengths(call: DecodeCall) -> None:
-    """Lengths outside 0..capacity would read what is not there. Checked where looking at them costs nothing."""
+    """Lengths outside of 0..capacity would read out of bounds. Checked on a CPU only: on a GPU it would synchronize."""
     lengths, ends = call.lengths, call.options.ends
     if lengths.device.type != "cpu" or not lengths.numel():
         return
@@ -138,22 +138,22 @@ def decode_attention(
     alibi_slopes  float [Hq]; adds slope * (key position - query position)
     window        keys j with i - window < j <= i are kept; None: all j <= i
     sinks         float [Hq]; a logit in the denominator without a value (GPT-OSS)
-    starts        int [B]; keys before it are left padding and are never seen
+    starts        int [B]; keys before it are left padding and are masked
     query_start   int [B]; position of the first query; None: lengths - L, the newest tokens
-    out           [B, Hq, L, Dv] in q's dtype, to be written and returned; without a copy on a GPU where it is contiguous
+    out           [B, Hq, L, Dv] in q's dtype, written and returned; if contiguous, without a copy on a GPU
     impl          "auto"; the GPU's kernels "gluon" (tuned) and "triton" (portable); "cpu"; "reference" (float64, the specification)
     deterministic_batch   a sequence's result has the same bits alone and in every batch. On a GPU this takes splits of fixed
                   size; the `cpu` and `reference` levels compute one sequence after the other
 
-    Types: scores and sums of 16-bit queries are fp32. Queries of 32 and 64 bits are computed in float64 and have no kernel: on a
-    GPU they run blocked torch code, many times slower, which a CUDA graph cannot record.
+    Types: 16-bit queries have fp32 scores and sums. Queries of 32 and 64 bits are computed in float64 and have no kernel: on a GPU
+    they run blocked torch code, many times slower, which a CUDA graph cannot capture.
 
-    lse is off by at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a visible key (both as
-    they are rotated) plus what ALiBi adds: scores are sums in fp32, so a common offset of -5e5 costs tenths of a nat. Kernels round
-    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S, and moves the result as scores off by as much would.
-    `reference`, and wider queries, are off by the rounding of lse to float32 alone.
+    The error of lse is at most (D + 8) * 2^-24 * S, where S is 1 plus the largest sm_scale * sum |q_i * k_i| of a visible key (both
+    rotated, if they are) plus the ALiBi term: scores are fp32 sums, so a common offset of -5e5 costs tenths of a nat. Kernels round
+    a rotated query to 16 bits, which adds 2^-11 * S, over bf16 keys 2^-9 * S, to the error of scores and lse. `reference` and wider
+    queries only round lse to float32.
 
-    Raises `InvalidArgument` naming the argument at fault. FlashDecoding's online softmax over blocks of tokens.
+    Raises `InvalidArgument` naming the argument at fault. The algorithm is FlashDecoding's online softmax over blocks of tokens.
     """
     options = options_of(cache, sm_scale, alibi_slopes, window, softcap, sinks, starts)
     call = DecodeCall(q, cache.keys, cache.values, cache.lengths, query_start, cache.page_table, options, impl, deterministic_batch)
@@ -171,15 +171,15 @@ def check_out(out: torch.Tensor, q: torch.Tensor, shape: Sequence[int]) -> None:
 
 
 def put_into(out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """out, which holds what was found: a kernel may have written it there already."""
+    """Copy `found` to out, unless a kernel has written it there."""
     there = not torch.compiler.is_compiling() and out.data_ptr() == found.data_ptr()
     return out if there else out.copy_(found)
 
 
 def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None = None) -> Results:
-    """(out, lse) of a call: launched like an earlier one where there was one. Of an unchecked call, numbers have been checked.
+    """(out, lse) of a call, from the launch cache if it has one. unchecked: only scalars have been checked.
 
-    `into`: memory for out, which a kernel takes if it can.
+    into: memory for out, which a kernel uses if it can.
     """
     known = _signature(call)
     if known is not None:
@@ -196,7 +196,7 @@ def attend(call: DecodeCall, unchecked: bool = False, into: torch.Tensor | None 
 
 
 def _signature(call: DecodeCall) -> Signature | None:
-    """What to find and store this call by, unchecked; None where it needs more than one launch of the tuned kernel."""
+    """The launch cache's key of an unchecked call; None if it needs more than one launch of the tuned kernel."""
     q, keys, values, _, _, _, o, impl, deterministic_batch, ragged, _ = call
     if deterministic_batch or ragged is not None or impl not in ("auto", "gluon"):
         return None
@@ -223,10 +223,10 @@ def decode_parts(
 
     Every traced object or property becomes a guard that is re-evaluated on each call, so there are none.
     """
-    planes = (*parts[:4], *parts[5:9])  # without the counters
+    buffers = (*parts[:4], *parts[5:9])  # without the counters
     options = (starts, None, None, sinks, sm_scale, softcap, window, rotate_keys)
     last = (level_of("auto", q), *_DEFAULTS[:-1], sink_tokens)
-    out: torch.Tensor = _op(q, *planes, parts[-1], None, None, *options, *formats, *last)[0]
+    out: torch.Tensor = _op(q, *buffers, parts[-1], None, None, *options, *formats, *last)[0]
     return out
 
 
@@ -248,7 +248,7 @@ def options_of(
     sinks: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> AttentionOptions:
-    """The options of a call. Their numbers have been looked at, their tensors not yet."""
+    """The options of a call: scalars checked, tensors not yet."""
     if not isinstance(getattr(cache, "keys", None), KVBuffer):
         raise InvalidArgument(f"cache is a {type(cache).__name__}; expected a KVCache, PagedKVCache or PagedView")
     if window is not None:
@@ -260,7 +260,7 @@ def options_of(
 
 
 def checked(call: DecodeCall) -> DecodeCall:
-    """The call as kernels take it, after every tensor has been looked at."""
+    """The call with every tensor checked, and index tensors as int32."""
     q, keys, lengths, o = call.q, call.keys, call.lengths, call.options
     batch = lengths.shape[0]
     check_tensor("q", q, (batch if call.cu_seqlens_q is None else 1, "Hq", "L", keys.dim), device=keys.codes.device)
@@ -269,7 +269,7 @@ def checked(call: DecodeCall) -> DecodeCall:
         f"q has {q.shape[1]} heads and the cache {keys.heads} KV heads; query heads must be a multiple of KV heads",
     )
     if lengths.device != q.device and not lengths.is_pinned():
-        # Triton raises, but not where the driver lets a GPU read all memory of the host: there it would be taken.
+        # Triton raises too, except where the driver lets a GPU read all host memory.
         raise InvalidArgument(
             f"lengths are on {lengths.device} and cannot be accessed from {q.device}: move them, or pin their memory"
         )

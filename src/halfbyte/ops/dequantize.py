@@ -1,4 +1,4 @@
-"""`dequantize_rows`: rows of quantized weights written into a 16-bit buffer, for a product that wants them whole."""
+"""`dequantize_rows`: rows of quantized weights written into a 16-bit buffer, for cuBLAS."""
 
 from __future__ import annotations
 

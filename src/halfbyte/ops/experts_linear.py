@@ -1,10 +1,10 @@
-"""`experts_linear`: the projections of a mixture of experts with quantized weights, which reads only the experts that are hit.
+"""`experts_linear`: the projections of a mixture of experts with quantized weights; reads only the experts that are hit.
 
 One op serves both projections. All experts are one weight [E, N, K], and the ids stay on the device: a launch needs no pointers to
-experts, no order of tokens from the host, and no shape that depends on the ids, so it fits a CUDA graph. The epilogue applies the
-gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed order. Decoding
-is one launch a projection, and one for the sum; prompts sort their tokens by expert first, and long ones dequantize experts for a
-16-bit grouped GEMM.
+experts, no token order from the host, and no shape that depends on the ids, so it can be captured in a CUDA graph. The epilogue
+applies the gated activation, whose two halves are neighboring rows of the weight, or adds up the experts of a token in a fixed
+order. Decoding takes one launch per projection, and one for the sum; prompts sort their tokens by expert first, and long ones
+dequantize experts for a 16-bit grouped GEMM.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def experts_linear(
 
     x           [T, K], one row for all experts of a token, or [T, top_k, K], one for each; fp16, bf16, fp32 or float64
     weight      [E, N, K], `halfbyte.quantize` of a stack; bias [E, N]
-    ids         [T, top_k] integers: the experts of each token. One that is out of range raises on a CPU; on a GPU, where nothing
-                can raise, it gives zeros and adds nothing to the sum
+    ids         [T, top_k] integers: the experts of each token. One out of range raises on a CPU; on a GPU it gives zeros and adds
+                nothing to the sum
     gates       [T, top_k]: the weights of the sum over a token's experts, which is computed in fp32 in the order of ids
     activation  "silu", "gelu", "gelu_tanh" or an `Activation`, for a weight whose rows alternate between the gate and the up
                 projection: g0, u0, g1, u1, ... The result has N / 2 columns then
-    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens) and "triton" (portable); "cpu", or
-                "reference" (float64). "auto" dequantizes experts for prompts in bf16 of 96 or more pairs an expert, on Hopper and
-                Blackwell: at most 512 MiB at a time (or 128 rows of each)
+    impl        "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: up to 64 tokens, 512 pairs) and "triton" (portable);
+                "cpu", or "reference" (float64). "auto" dequantizes experts for bf16 prompts with at least 96 pairs per expert, on
+                Hopper and Blackwell: at most 512 MiB at a time (or 128 rows of each)
 
     Raises `InvalidArgument` naming the argument at fault.
     """
@@ -94,7 +94,7 @@ def _activation(activation: str | Activation | None) -> Activation | None:
 
 
 def check_call(call: ExpertsCall) -> None:
-    """Raise `InvalidArgument` for what no level takes."""
+    """Raise `InvalidArgument` for arguments that no level takes."""
     x, weight, ids, gates, bias, activation = call
     stack = isinstance(weight, QuantTensor) and len(weight.shape) == 3
     given = list(weight.shape) if isinstance(weight, QuantTensor) else type(weight).__name__
@@ -146,7 +146,7 @@ def _run_call(call: ExpertsCall, level: str) -> torch.Tensor:
 
 
 def run_both(up: ExpertsCall, down: ExpertsCall, level: str) -> torch.Tensor:
-    """`down` of what `up` gives, which takes the place of its x; a prompt's pairs are sorted once."""
+    """`down` over the result of `up` in place of its x; a prompt's pairs are sorted once for both."""
     x, sizes = up.x, (*up.weight.shape, *down.weight.shape, *up.ids.shape)
     if level == "auto" and x.element_size() == 2 and min(sizes):
         with torch.cuda.device_of(x):
@@ -174,7 +174,7 @@ _op = define(
 
 
 def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
-    """By "gluon", "triton", or "auto": the tuned kernel where it can."""
+    """Run "gluon", "triton", or "auto": the tuned kernel if it supports the call."""
     x, weight, ids, _, _, _ = call
     if x.element_size() > 2:
         raise Unsupported(f"x is {x.dtype}; the {impl} kernel takes float16 and bfloat16; use impl='auto'")
@@ -199,7 +199,7 @@ def _run_on_gpu(call: ExpertsCall, impl: str) -> torch.Tensor:
 
 
 def _dense(call: ExpertsCall) -> ExpertsCall:
-    """The call with what kernels read without strides made contiguous, and x in the order of the columns of each pair's expert."""
+    """The call with contiguous tensors where kernels take no strides, and x gathered in the stored column order of each expert."""
     x, w, ids, gates, bias, _ = call
     parts = {n: t.contiguous() if n in ("nested", "tensor_scale") else t for n, t in w.parts().items() if n != "perm"}
     if w.perm is not None:
@@ -213,7 +213,7 @@ def _dense(call: ExpertsCall) -> ExpertsCall:
 
 
 def _plan_of(call: ExpertsCall) -> ExpertsPlan | str:
-    """How the tuned kernel runs a call; in words, why it does not."""
+    """How the tuned kernel runs a call, or why it does not."""
     x, w = call.x, call.weight
     if not all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in (w.codes, w.scales, w.offsets)):
         return "codes, scales or zero points are not contiguous and aligned to 16 bytes"

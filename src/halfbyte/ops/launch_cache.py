@@ -1,9 +1,9 @@
 """The launch cache: a call with the signature of an earlier one is launched without checks and without a plan.
 
-All that checks, plans and the compiler look at in a tensor are its facts: dtype, shape, strides, device, and its address modulo
-16. A call's *signature* is the facts of its tensors, its formats, its options and the environment. Calls of one signature are the
-same launch but for addresses and the options' numbers. An op stores a function that makes the launch again (`store`), and later
-calls replay it (`replay`). It keeps no tensor alive: layers and steps share it.
+Checks, plans and the compiler depend only on these facts of a tensor: dtype, shape, strides, device, and its address modulo 16. A
+call's *signature* is the facts of its tensors, its formats, its options and the environment. Calls of one signature are the same
+launch except for addresses and scalar options. An op stores a function that repeats the launch (`store`), and later calls replay it
+(`replay`). It keeps no tensor alive: layers and steps share it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Key = tuple[Any, ...]
 #: Shape and strides of a result.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Types whose facts are all there is to them: another subclass may want to see the call.
+#: Types that are described by these facts; another subclass may override the call (__torch_function__).
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-#: Launches that are kept. A server that sees more kinds of calls than this begins anew.
+#: Launches that are kept; the cache is cleared when there are more.
 _CAPACITY = 1024
 
-#: By signature: what launches again, and the formats, which stay alive so that no other format gets their ids.
+#: By signature: the function that repeats the launch, and the formats, kept alive so that no other format gets their ids.
 _launches: dict[Key, tuple[Callable[..., Any], tuple[Format, ...]]] = {}
 
 
 class Signature(NamedTuple):
-    """What a call shares with earlier ones, and where its tensors are. Nothing in it has been checked.
+    """The key of a call, and the addresses of its tensors. Nothing in it has been checked.
 
     tensors    of the call, in the order in which its kernel takes them; the first is a tensor, on the device that launches
     addresses  of the tensors; None where there is none
@@ -62,10 +62,9 @@ class Signature(NamedTuple):
 def signature(
     op: str, options: tuple[Any, ...], formats: tuple[Format, ...], tensors: Sequence[torch.Tensor | None]
 ) -> Signature | None:
-    """The signature of a call; None where an argument is of another type than its facts tell.
+    """The signature of a call, which need not have been checked; None if an argument is no plain tensor.
 
-    Nothing need have been checked: a call that is like a checked one would pass, and no other is found. `options`: of those that
-    are numbers, only whether they are given, unless the kernel is compiled for their value.
+    options: for scalar options only whether they are given, unless the kernel is compiled for their value.
     """
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
@@ -86,9 +85,9 @@ def signature(
 
 
 def replay(s: Signature, *arguments: Any) -> Any:
-    """What the launch stored for this signature returns for (s, *arguments), with the tensors' GPU as the current one.
+    """Call the launch stored for this signature with (s, *arguments), on the tensors' GPU.
 
-    None: no launch is stored, or it cannot be made now (a graph is recorded, or the workspace is too small by now).
+    None: no launch is stored, or it cannot run now (during capture, or with too small a workspace).
     """
     found = _launches.get(s.key)
     if found is None:
@@ -101,10 +100,10 @@ def replay(s: Signature, *arguments: Any) -> Any:
 
 
 def store(s: Signature, launch: Callable[..., Any]) -> None:
-    """Keep what launches calls of this signature: `launch` gets a signature and what else `replay` is given.
+    """Keep `launch`, which launches calls of this signature from a signature and the other arguments of `replay`.
 
-    It makes the results, takes the workspace, and returns None where it cannot launch. It must hold no tensor. Only for a launch
-    that used the tensors as they were given (`Signature.covers`).
+    It allocates results, takes the workspace, returns None where it cannot launch, and must hold no tensor. Only for launches that
+    used the tensors as they were given (`Signature.covers`).
     """
     if len(_launches) >= _CAPACITY:
         _launches.clear()
@@ -116,12 +115,12 @@ def layout(t: torch.Tensor) -> Layout:
     return tuple(t.shape), t.stride()
 
 
-#: Compiled kernels by everything that the JIT specialises on: looking one up there takes longer than a short kernel.
+#: Compiled kernels by everything that the JIT specializes on: its own lookup takes longer than a short kernel.
 _compiled: dict[Key, Any] = {}
 
 
 def with_compiled(key: Key, launch: Callable[[Any], Any]) -> Any:
-    """launch(what it returned for this key before, None the first time), which bypasses the JIT where no signature is found."""
+    """launch(compiled kernel of this key; None the first time): bypasses the JIT for calls without a signature."""
     found = _compiled.get(key)
     made = launch(found)
     if found is None:

@@ -1,4 +1,4 @@
-"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights, of which at most slabs are ever dequantized."""
+"""`linear`, `qkv_projection`, `projections`: GEMMs with quantized weights; only large M dequantizes them, slab by slab."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def linear(
 
     x              fp16, bf16, fp32 or float64, any strides; float64 is computed in float64, all else in fp32. fp32 and float64 have
                    no kernel: on a GPU they run blocked torch code, which dequantizes the whole weight in each call
-    row_invariant  each of the M rows has the same bits alone and in any batch. A GPU then uses a fixed split of K; the `cpu` and
-                   `reference` levels compute row by row
+    row_invariant  each of the M rows has the same bits alone and in any batch. On a GPU this takes a fixed split of K; `cpu` and
+                   `reference` compute row by row
     impl           "auto"; the GPU's kernels for fp16 and bf16, "gluon" (tuned: M up to 16, on Hopper 256) and "triton" (portable);
                    "cpu"; "reference" (float64, the specification)
 
@@ -110,9 +110,9 @@ def qkv_projection(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v from one pass over x [..., K]: three weights [Nq, K], [Nk, K], [Nv, K], each with its own scales and format.
 
-    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch; on Hopper another one permutes
-    x for M of 17 to 256; large M dequantizes in parts, launch by launch. Each shard keeps its own scales: taking the largest of
-    three tensor scales would silently corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
+    Returns three tensors [..., N] in x's dtype; options as in `linear`. On a GPU it is one launch; on Hopper another one permutes x
+    for M of 17 to 256; large M dequantizes slab by slab. Each weight keeps its own scales: sharing the largest of three tensor
+    scales would corrupt two of them. Raises `InvalidArgument` naming the argument at fault.
     """
     good = isinstance(weights, tuple | list) and isinstance(biases, tuple | list) and len(weights) == len(biases) == 3
     check(good, "weights and biases must be three each: those of q, k and v")

@@ -1,4 +1,4 @@
-"""`merge_states`: attention over disjoint sets of keys as attention over all of them."""
+"""`merge_states`: merge attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfbyte.errors import check
 from halfbyte.ops._library import can_bypass_dispatcher, level
 from halfbyte.reference import merge as reference
 
-#: What the kernel reads: it adds up in 32 bits.
+#: Dtypes that the kernel reads; it sums in fp32.
 _KNOWN = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -20,8 +20,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint sets of keys: outs [B, Hq, L, Dv] and lses float [B, Hq, L], one of each per part.
 
-    The building block for sharing a prefix or splitting one sequence over devices. Parts without a visible key (lse = -inf) add
-    nothing; `sinks` [Hq] are applied once, here, and must not have been given to the parts. Returns (out, lse).
+    The building block for shared prefixes and for one sequence over several devices. Parts without a visible key (lse = -inf) add
+    nothing; pass `sinks` [Hq] here, once, and not to the parts. Returns (out, lse).
     """
     good = isinstance(outs, list | tuple) and isinstance(lses, list | tuple) and len(outs) == len(lses) > 0
     check(good, "outs and lses must be lists of tensors, as many of one as of the other and at least one")
@@ -38,7 +38,7 @@ def merge_states(
 def merged(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_states` of checked arguments: by the kernel where it can, by torch code where somebody watches, or in 64 bits."""
+    """`merge_states` of checked arguments: by the kernel, or by torch code under compilation, autograd or modes, and in float64."""
     given = (*outs, *lses, *([] if sinks is None else [sinks]))
     known = all(t.dtype in _KNOWN for t in given) and len({out.dtype for out in outs}) == 1
     plain = known and all(map(can_bypass_dispatcher, given)) and outs[0].numel() > 0

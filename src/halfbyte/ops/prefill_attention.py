@@ -1,4 +1,4 @@
-"""`prefill_attention`: a chunk of new tokens over itself, exactly, and over the packed past before it, merged by log-sum-exp."""
+"""`prefill_attention`: a chunk of new tokens over itself in 16 bits and over the packed past, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prefill_attention(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a new chunk over itself, exactly, and over the packed past, merged by log-sum-exp.
+    """Attention of a new chunk over itself, unquantized, and over the packed past, merged by log-sum-exp.
 
     q [B, Hq, L, D]; k [B, H, L, D] and v [B, H, L, Dv] are the chunk's own keys and values, which `cache.append` has already
     stored as each sequence's last L tokens. Options and result as in `decode_attention`; `starts` counts from the cache's start.
@@ -58,13 +58,13 @@ def prefill_attention(
 
 
 def _fresh(cache: Cache, length: int) -> bool:
-    """Whether the host is sure that there is nothing before the newest `length` tokens."""
+    """Whether the host knows that the cache holds only the newest `length` tokens."""
     known = getattr(cache, "length_bound", None)
     return known is not None and known <= length
 
 
 def _over_itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: AttentionOptions, impl: str, chosen: str) -> _fused.Part:
-    """The chunk over its own keys and values; by torch's kernels where the tuned one cannot hold all query rows at once."""
+    """Attention of the chunk over its own keys and values; by torch's kernels if the tuned one cannot hold all query rows."""
     if chosen == "auto" and can_bypass_dispatcher(q, k, v) and q.shape[1] // k.shape[1] * q.shape[2] * q.shape[3] > MOST_NUMBERS:
         found = _fused.causal(q, k, v, o)
         if found is not None:

@@ -1,32 +1,32 @@
-"""Memory that kernels scribble in: fp32 partial results that are never cleared, and counters that are zero between launches, where
+"""Workspace of kernels: fp32 partial results that are never cleared, and counters that are zero between launches, where
 owners of split tiles of GEMMs also wait for numbers.
 
-Eager calls share one buffer a stream, which grows and is never freed. A CUDA graph may be replayed concurrently with
-anything else, so each call that is being recorded gets memory of its own: partial results from the graph's pool, counters from a
-reserve that was cleared before. Eager calls refill it: an engine that records dozens of graphs warms each of them up with one.
+Eager calls share one buffer per stream, which grows and is never freed. A CUDA graph may be replayed concurrently with anything
+else, so each captured call gets memory of its own: partial results from the graph's pool, counters from a reserve that was cleared
+before. Eager calls refill it: an engine that captures dozens of graphs warms each of them up with one.
 """
 
 from __future__ import annotations
 
 import torch
 
-#: Counters set aside for calls in CUDA graphs: enough for `_CALLS` of the largest call, at least `_RESERVE`, at most `_MOST`. They
-#: are handed out once and never come back: graphs live as long as they like.
+#: Counters reserved for calls in CUDA graphs: enough for `_CALLS` of the largest call, at least `_RESERVE`, at most `_MOST`. They
+#: are allocated once and never freed, because a graph's lifetime is unknown.
 _RESERVE, _MOST, _CALLS = 1 << 20, 1 << 24, 192
 
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
-#: The reserve of each device, and how many of its counters are handed out.
+#: The reserve of each device, and how many of its counters are allocated.
 _reserves: dict[torch.device, tuple[torch.Tensor | None, int]] = {}
 _UNUSED: tuple[None, int] = (None, 0)
-#: Reserves that are used up. Graphs count in them for an unknown time.
+#: Reserves that are used up; graphs may still use them.
 _used_up: list[torch.Tensor] = []
 
 
 def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
-    """At least `size` fp32 numbers, holding anything, for one launch on the current stream.
+    """At least `size` fp32 numbers, uninitialized, for one launch on the current stream.
 
-    `own`: not from what is kept between calls. Compiled code allocates from pools that must not be held on to.
+    own: allocate, without the buffer that is kept between calls: compiled code allocates from pools that must not be kept.
     """
     if own or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.float32, device=device)
@@ -38,7 +38,7 @@ def floats(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
 
 
 def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
-    """Whether `counters` finds so many without a launch that clears them."""
+    """Whether `counters` has so many without a launch that clears them."""
     if device.type != "cuda":
         return True
     if not torch.cuda.is_current_stream_capturing():
@@ -48,7 +48,7 @@ def at_hand(device: torch.device, size: int, own: bool = False) -> bool:
 
 
 def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor:
-    """At least `size` int32 zeros for one launch on the current stream, which leaves zeros behind."""
+    """At least `size` int32 zeros for one launch on the current stream, which must leave zeros."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _from_reserve(device, size)
     if own or device.type != "cuda":
@@ -62,10 +62,10 @@ def counters(device: torch.device, size: int, own: bool = False) -> torch.Tensor
 
 
 def shared(device: torch.device, floats: int, counters: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-    """The current stream, and what eager calls on it share: fp32 numbers, holding anything, and int32 zeros to leave behind.
+    """(current stream, fp32 numbers, int32 zeros) that eager calls on the stream share.
 
-    None while a graph is recorded, where earlier calls have left less than so many of each, and where the reserve of counters runs
-    low, which `counters` refills.
+    None during capture, when the buffers of earlier calls are too small, and when the reserve of counters is low: `counters`
+    refills it.
     """
     reserve, used = _reserves.get(device, _UNUSED)
     if torch.cuda.is_current_stream_capturing() or (reserve is not None and used > reserve.numel() // 2):
@@ -84,7 +84,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def prepare(device: torch.device) -> None:
-    """Set counters aside for CUDA graphs that will be recorded on this device, if there are not enough yet."""
+    """Reserve counters for CUDA graphs that will be captured on this device, if there are not enough."""
     largest = max((c.numel() for (of, _), c in _counters.items() if of == device), default=0)
     size = min(max(_RESERVE, _CALLS * largest), _MOST)
     reserve, used = _reserves.get(device, _UNUSED)
@@ -95,7 +95,7 @@ def prepare(device: torch.device) -> None:
 
 
 def _from_reserve(device: torch.device, size: int) -> torch.Tensor:
-    """Counters for one recorded call; cleared by the graph itself if no eager call has filled the reserve before."""
+    """Counters for one captured call; cleared in the graph itself if no eager call has filled the reserve before."""
     reserve, used = _reserves.get(device, _UNUSED)
     if reserve is None or used + size > reserve.numel():
         return torch.zeros(size, dtype=torch.int32, device=device)
