@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from tiny_models import FAMILIES
+from families import tiny_model
+from tiny_models import FAMILIES, NO_END
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
@@ -231,6 +232,17 @@ def test_the_next_call_keeps_step_and_cache(packed, prompt):
     assert torch.equal(*both(model, prompt(2)))
     assert step not in kept_steps(model)
     assert len(kept_steps(model)) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])  # lfm2 has states, which transformers allocates
+def test_a_step_made_in_inference_mode_serves_no_call_outside_of_it(prompt, family):
+    model, ids = hf.quantize(tiny_model(family), keys="int8_tensor", values="int8_tensor"), prompt()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for drafts in ({}, {"prompt_lookup_num_tokens": 4}) if family == "llama" else ({},):
+            with mode():
+                ours = model.generate(ids, do_sample=False, max_new_tokens=9, **NO_END, **drafts, custom_generate=hf.generate)
+                assert torch.equal(ours, model.generate(ids, do_sample=False, max_new_tokens=9, **NO_END))
+    assert len(kept_steps(model)) == 2
 
 
 def test_a_kept_cache_counts_its_prompt_as_a_new_one_does(packed, prompt, monkeypatch):

@@ -213,13 +213,14 @@ def roomy(capacity: int) -> int:
 
 
 def _key(model: Any, cache: PackedCache, prompts: torch.Tensor) -> tuple[Any, ...]:
-    """What a step depends on: batch size, the cache's layout, and, last, where the weights lie.
+    """What a step depends on: batch size, the cache's layout, the mode of its memory, and, last, where the weights lie.
 
-    The batch size is exact: another one may have other plans, and with them other rounding.
+    The batch size is exact: another one may have other plans, and with them other rounding. What was made in
+    `torch.inference_mode` is read-only outside of it, states that transformers allocates included.
     """
     layout = tuple((layer.kinds, layer.sink_tokens, layer.recent_tokens) for layer in cache.packed)
     weights = tuple(local_shard(t).data_ptr() for t in (*model.parameters(), *model.buffers()))
-    return len(prompts), prompts.dtype, prompts.device, layout, weights
+    return len(prompts), prompts.dtype, prompts.device, layout, torch.is_inference_mode_enabled(), weights
 
 
 def _alike(a: Any, b: Any) -> bool:
