@@ -42,6 +42,7 @@ class LayerWeight(QuantTensor):
         )
 
     dtype = data = T = mT = t = float = half = detach = clone = view = transpose = div_ = mul_ = property(_refuse)
+    size = type = reshape = squeeze = unsqueeze = copy_ = requires_grad = requires_grad_ = property(_refuse)
     __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __getitem__ = _refuse
 
     @classmethod

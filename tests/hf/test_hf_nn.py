@@ -263,10 +263,11 @@ def test_offloaded_weights_do_not_stay_behind(build, tmp_path):
         lambda w, x: w @ x.mT,
         lambda w, x: x.to(w.dtype),
         lambda w, x: w.div_(2),
+        lambda w, x: x.new_zeros(w.size()),
     ],
 )
 def test_a_quantized_weight_is_no_tensor(use):
-    """As in RWKV, which divides weights, and in PEFT, which casts its input to the type of one."""
+    """As in RWKV, which divides weights, in PEFT, which casts its input to one's type, and in resize_token_embeddings."""
     layer, x = QuantLinear.from_linear(nn.Linear(64, 16), "nf4"), torch.randn(2, 64)
     with pytest.raises(HalfbyteError, match=r"weight \[16, 64\].*skip_modules"):
         use(layer.weight, x)
