@@ -22,9 +22,9 @@ _PIECE = 1 << 26
 
 
 class QuantExperts(QuantLayer):
-    """`experts_linear` with a weight [experts, out_features, in_features] of its own.
+    """`experts_linear` with its own weight [experts, out_features, in_features].
 
-    activation: what follows the projection, whose rows then alternate between the gate and the up projection.
+    activation: applied to the projection, whose rows then alternate between gate and up.
     """
 
     activation: Activation | None = None
@@ -54,7 +54,7 @@ class QuantExperts(QuantLayer):
         return cls(QuantTensor(fmt, (len(weight), *pieces[0].shape[1:]), **parts), bias)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
-        """As `experts_linear`. A gradient of x or gates passes, through torch code that expands one expert after the other."""
+        """As `experts_linear`. Gradients of x and gates are supported, by torch code that dequantizes one expert at a time."""
         if torch.compiler.is_compiling():
             parts, bias = stored(self._parameters)
             return experts_of_parts(x, parts, ids, gates, bias, self.format_name, self.activation)

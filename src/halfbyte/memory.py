@@ -1,7 +1,7 @@
-"""`halfbyte memory`: what a model takes in memory, from its configuration alone. No weights are read.
+"""`halfbyte memory`: a model's memory, from its configuration alone. No weights are read.
 
-The model is built on the meta device, so parameters are counted, not estimated. Activations, the CUDA context and what the
-allocator leaves unused come on top.
+The model is built on the meta device, so parameters are counted, not estimated. Activations, the CUDA context and fragmentation
+come on top.
 """
 
 from __future__ import annotations
@@ -88,18 +88,18 @@ def estimate(
     recent_tokens: int = 0,
     memory: int | None = None,
 ) -> Estimate:
-    """Estimate for a model folder, a Hub id or "demo". `weights` and `lm_head` are weight formats, or bf16 for none; a folder of
-    `halfbyte quantize` has its own, and needs neither.
+    """Estimate for a model folder, a Hub id or "demo".
 
-    `sink_tokens` and `recent_tokens` stay in 16 bits as well, in memory of their own.
+    weights, lm_head   weight formats, or bf16 for none; a folder of `halfbyte quantize` has its own
+    sink_tokens, recent_tokens   stay in 16 bits, in memory of their own
+    skip_layers        layers whose cache stays in 16 bits; negative numbers count from the end
 
-    The caches of `skip_layers` stay 16-bit; negative numbers count from the end. Raises `InvalidArgument` for sizes that are not
-    above 0 and formats that do not exist or do not fit; `CheckpointError` when there is no usable configuration; `Unsupported` for
-    models that a packed cache cannot serve.
+    Raises `InvalidArgument` for sizes that are not above 0 and formats that do not exist or do not fit; `CheckpointError` when
+    there is no usable configuration; `Unsupported` for models that packed caches do not support.
     """
     for name, value in (("batch", batch), ("context", context), ("memory", memory)):
         check(value is None or 0 < value < 2**63, f"{name}={value}; it must be above 0 and below 2^63")
-    check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before the Hub is asked
+    check_window(sink_tokens, recent_tokens, key_format(keys), value_format(values), context)  # before any download
     weight, head = (None if name == "none" else weight_or_plain(name) for name in (weights, lm_head))
     config = load_config(resolve_model(model))
     skeleton, stored = meta_model(config, model), stored_weights(config)
@@ -145,7 +145,7 @@ def estimate(
 
 
 def room(memory: int) -> int:
-    """Bytes of so much memory that weights and caches may take: all but `RESERVED`."""
+    """Bytes of memory for weights and caches: all but `RESERVED`."""
     return int(memory * (1 - RESERVED))
 
 
@@ -324,7 +324,7 @@ def quant_method(config: Any) -> str | None:
 
 
 def expected_weights(config: Any) -> str | None:
-    """The weight format that files of another library become when they load, as far as their configuration tells."""
+    """The weight format that files of another library load as, if their configuration says so."""
     from halfbyte.checkpoints.adapters import make_adapter
 
     found = getattr(config, "quantization_config", None)

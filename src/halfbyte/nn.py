@@ -28,11 +28,11 @@ class NoTensor(Unsupported, AttributeError):
 
 
 class LayerWeight(QuantTensor):
-    """The weight of a layer. transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`).
-
-    Not a tensor: the tensor attributes that models use raise. They are listed one by one: Dynamo cannot trace a `__getattr__`.
+    """The weight of a layer. Not a tensor: the tensor attributes that models use raise. They are listed because Dynamo cannot trace
+    a `__getattr__`.
     """
 
+    #: transformers must not fill it with random numbers (GPT-2 does so with every `c_proj.weight`).
     _is_hf_initialized = True
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
@@ -57,11 +57,11 @@ class LayerWeight(QuantTensor):
 
 
 class QuantLayer(nn.Module):
-    """A quantized weight as a module, and a bias with one number for each of its rows.
+    """A module with a quantized weight and a bias of one element per row.
 
     The parts of the QuantTensor are parameters without gradient named weight_codes, weight_scales, ... with the out features first,
     so that checkpoints, device maps and tensor parallelism treat them like any weight. Casting the module (`.half()`, `.to(dtype)`)
-    moves them and never changes their types; the bias is cast.
+    casts the bias, but never these parameters.
     """
 
     bias: nn.Parameter | None
@@ -168,9 +168,9 @@ class QuantLinear(QuantLayer):
 
 
 class _Frozen(torch.autograd.Function):
-    """A layer in front of which something is trained (an adapter, a prompt): gradients for x, none for the weight.
+    """Gradients for x (an adapter or a prompt is trained before the layer), none for the weight.
 
-    The backward expands the weight for one GEMM, and keeps nothing of it.
+    The backward dequantizes the weight for one GEMM and keeps nothing.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ def local_shard(t: torch.Tensor) -> torch.Tensor:
 
 
 def stored(parameters: Mapping[str, nn.Parameter | None]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """A layer's weight as flat parts, and its bias. Compiled code reads no more: every traced attribute is a guard on each call."""
+    """A layer's weight as flat parts, and its bias: all that compiled code reads, as every traced attribute becomes a guard."""
     held = {name: local_shard(part) for name, part in parameters.items() if part is not None}
     # In the order of names: a parameter that was removed and registered again comes last.
     return [held[name] for name in _WEIGHT if name in held], held.get("bias")
@@ -213,7 +213,7 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 
 
 class _Ready:
-    """What compiled code computed for a projection that has not been called yet: (input, output)."""
+    """(input, output) of a projection that compiled code has computed and that has not been called yet."""
 
     held: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -222,9 +222,9 @@ class _Ready:
 
 
 class FusedSlot(QuantLinear):
-    """Replaces a projection that another layer computes along with its own (k and v with q, up with gate).
+    """Replaces a projection that another layer computes with its own (k and v with q, up with gate).
 
-    Holds the parameters, and returns what `FusedProjections` computed from the same input.
+    Holds the parameters, and returns the result of `FusedProjections` for the same input.
     """
 
     #: Between compiled functions, usually within one graph; not per thread.
@@ -233,7 +233,7 @@ class FusedSlot(QuantLinear):
     _waiting: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Hold what `FusedProjections` computed from `x` until this projection is called."""
+        """Hold the result for `x` until this projection is called."""
         self._waiting[get_ident()] = (x, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -262,9 +262,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 class FusedProjections(QuantLinear):
     """Replaces the first of several projections of one input and computes all in one launch; `FusedSlot`s return the others.
 
-    No modelling file is patched: it fits every attention that calls q_proj before k_proj and v_proj, and every MLP that calls
-    gate_proj before up_proj. Each shard keeps its own QuantTensor, in its own module and under its own name, and may have its own
-    format; a state dict is the same as unfused.
+    No modeling file is patched: it fits every attention that calls q_proj before k_proj and v_proj, and every MLP that calls
+    gate_proj before up_proj. Each projection keeps its own QuantTensor, module, name and format; state dicts are unchanged.
     """
 
     def __init__(self, first: QuantLinear, *others: QuantLinear) -> None:
@@ -367,7 +366,7 @@ def _fuse(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undo `fuse_qkv` and `fuse_gate_up`, in adapters (LoRA of PEFT), too; returns how many were unfused."""
+    """Undo `fuse_qkv` and `fuse_gate_up`, also inside of PEFT's LoRA adapters; returns how many were unfused."""
     count = 0
     for module, names in itertools.product(list(model.modules()), (_QKV, _GATE_UP)):
         holders = [_holder(module, name) for name in names]

@@ -1,6 +1,6 @@
-"""What is taken where nothing is said: the formats of a model, and environment flags.
+"""Defaults: the formats of a model, and environment flags.
 
-Of the flags there are at most five. Each is read when it is needed, typed, and a bad value raises and lists what is allowed.
+There are at most five flags. Each is typed and read when it is needed; a bad value raises and lists what is allowed.
 """
 
 from __future__ import annotations

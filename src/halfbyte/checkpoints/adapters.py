@@ -102,7 +102,7 @@ def weight_from_tensors(
     in_features: int,
     name: str = "layer",
 ) -> QuantTensor:
-    """The weight of one linear layer of a checkpoint that somebody else has read, code for code, on the CPU.
+    """The weight of one linear layer of a checkpoint that the caller has read, code for code, on the CPU.
 
     quantization_config  of config.json, with its `quant_method`: every kind that loads from a folder
     tensors              by their names below the layer ("qweight", "scales", ...), on any device; nothing keeps them. Of a shard,

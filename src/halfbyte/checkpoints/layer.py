@@ -70,8 +70,8 @@ class StoredLayer:
 class Adapter(ABC):
     """How one kind of checkpoint stores a linear layer. Made from its quantization_config, which it checks.
 
-    Which layers are quantized is what the files say: those with the tensor `marker`. The lists of modules in configurations are
-    patterns of many dialects; a layer on such a list has a plain `weight` in the files, and stays as it is.
+    The files decide which layers are quantized: those with the tensor `marker`. Module lists in configurations have many pattern
+    dialects and are not read; a layer on such a list has a plain `weight` in the files, and stays as it is.
     """
 
     #: Rows of the table in docs/guides/checkpoints.md: (`quant_method`, what loads, the formats that it becomes).
@@ -90,7 +90,7 @@ class Adapter(ABC):
         """The weight of a layer in the library's own storage, code for code. Errors are the library's own and name the tensor."""
 
     def expected(self) -> Format | None:
-        """The format that its layers become as far as the configuration tells, which files need not keep to; None: it does not."""
+        """The format that the configuration implies for its layers, which files may contradict; None: unknown."""
         return None
 
     def layers(self, names: Iterable[str]) -> list[str]:
@@ -111,7 +111,7 @@ class Adapter(ABC):
 
 
 class Expanded(Adapter):
-    """Of codes that no weight format has: layers come as values, and are quantized again, to `into`."""
+    """An adapter of codes that no weight format has: layers are dequantized, and quantized again to `into`."""
 
     into: Format | None = None
     clip: str | None = None

@@ -42,7 +42,7 @@ def advise(
     device: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Which KV and weight formats fit a GPU, what they save, the least time of a step, and what they cost by an evidence card.
+    """Which KV and weight formats fit a GPU, what they save, the least time of a step, and their loss by an evidence card.
 
     Everything but the evidence follows from the configuration; no weights are read.
     """

@@ -44,10 +44,10 @@ def calibrate(
     device: Where = None,
     html: Html = None,
 ) -> None:
-    """Choose formats of the KV cache layer by layer: the least KL divergence that a number of bits allows.
+    """Choose formats of the KV cache layer by layer: the lowest KL divergence for a number of bits.
 
     Measures each layer's keys and values in each format, finds the best assignment and compares it with the best uniform choices.
-    Measurements are kept next to the plan: an interrupted run goes on, and another size is quick.
+    Measurements are kept next to the plan: an interrupted run resumes, and another size is quick.
     """
     from halfbyte.evals.text import check_exact
     from halfbyte.formats import key_format

@@ -1,4 +1,4 @@
-"""Commands that look at this machine, at a model's configuration and at plans: doctor, memory, explain."""
+"""Commands about this machine, a model's configuration and plans: doctor, memory, explain."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def memory(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """What a model takes in memory, from its configuration alone."""
+    """Memory of a model and its cache, from the configuration alone."""
     from halfbyte.memory import estimate, parse_bytes
 
     found = estimate(
@@ -199,7 +199,7 @@ _OF_LINEAR, _OF_BOTH = {"weights", "rows"}, {"linear", "dtype", "sms", "capabili
 
 
 def _check_belongs(context: typer.Context, linear: bool) -> None:
-    """Refuse an option that was given and would not be looked at."""
+    """Refuse an option that would be ignored."""
     for name in sorted(set(context.params) - _OF_BOTH):
         source = context.get_parameter_source(name)
         if (name in _OF_LINEAR) != linear and source is not None and source.name != "DEFAULT":

@@ -230,7 +230,7 @@ def _setting(
 
 
 def _warn_of_positions(config: Any, length: int) -> None:
-    """Say on stderr that a model was not trained for so many tokens: its perplexity there is not the formats' doing."""
+    """Warn on stderr that a model was not trained for so many tokens: high perplexity there is not due to the formats."""
     from halfbyte.hf.model_support import text_config
 
     known = getattr(text_config(config), "max_position_embeddings", None)

@@ -226,5 +226,5 @@ def _number(word: str) -> int:
 
 
 def _short(text: str) -> str:
-    """What somebody wrote, or how it begins."""
+    """A text, abbreviated."""
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."

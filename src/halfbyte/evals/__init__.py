@@ -1,1 +1,1 @@
-"""What the bits cost: perplexity, KL divergence and agreement of a quantized model with its 16-bit self."""
+"""Quality: perplexity, KL divergence and agreement of a quantized model with its 16-bit run."""

@@ -1,4 +1,4 @@
-"""Which formats fit a model on a GPU, what they save, and what they cost by an evidence card. No weights are read.
+"""Which formats fit a model on a GPU, what they save, and their loss by an evidence card. No weights are read.
 
 A decode step reads the weights and the cache once: bytes / bandwidth is the least time it can take. Of a mixture of E experts, of
 which each token uses k, a step of B sequences reads a share 1 - (1 - k/E)^B, if all are used equally often. Layers with a sliding
@@ -114,8 +114,8 @@ def advise(
     """Choices for a model folder, a Hub id or "demo", from its configuration alone.
 
     gpu      as in `find_gpu`
-    weights  the one weight format to consider, also that of a model which another library quantized; None: those of `WEIGHTS`, or
-             those that a folder of `halfbyte quantize` stores, or that another library's configuration tells
+    weights  the only weight format to consider, also for a model that another library quantized; None: those of `WEIGHTS`, or
+             those that a folder of `halfbyte quantize` or another library's configuration names
     card     the evidence, of a model of the same sizes; None: the shipped one, if there is one
     dtype    the 16-bit type of what is not quantized, one of `halfbyte.settings.HALVES`
 
@@ -152,8 +152,8 @@ def advise(
 
 
 def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """(choice, reason): with evidence the fewest bytes a step of what is safe, else of what is within `TOLERATED`; without, the
-    library's defaults or what fits."""
+    """(choice, reason): with evidence the safe formats with the fewest bytes a step, else those within `TOLERATED`; without
+    evidence, the library's defaults or what fits."""
     fitting = [c for c in choices if c.fits]
     if not fitting:
         return None, "nothing fits: use a larger GPU, fewer sequences or a shorter context"
@@ -172,7 +172,7 @@ def recommend(choices: Sequence[Choice]) -> tuple[Choice | None, str]:
 
 
 def _judged(choice: Choice, card: Card | None, method: str | None) -> Choice:
-    """A choice with what a card says of it; weights that were quantized before are called "as saved" there."""
+    """A choice with its evidence; a card calls weights that were quantized before "as saved"."""
     weights = choice.weights if method is None else "as saved"
     return choice if card is None else replace(choice, evidence=card.evidence(choice.keys, choice.values, weights))
 

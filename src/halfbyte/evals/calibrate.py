@@ -4,12 +4,12 @@
    16-bit run when that one side of that one layer changes and all else stays in 16 bits. With sink and recent tokens, which a layer
    has for both sides or none, the layer's other side takes its largest format.
 2. Assignment. Divergences of small, independent errors add up, so the plan has the least sum of sensitivities for its size. That is
-   a knapsack with one choice for each side of each layer; sizes are whole numbers, and dynamic programming solves it exactly.
-3. Confirmation. The plan and the best uniform choices of no more bytes run as a whole, and the one that diverges least is taken: on
-   the text of the calibration no plan is worse than they are.
+   a multiple-choice knapsack, one choice per side and layer; sizes are integers, and dynamic programming solves it exactly.
+3. Confirmation. The plan and the best uniform choices of no more bytes run as a whole, and the one with the lowest divergence is
+   taken: on the calibration text no plan is worse than they are.
 
-Measurements are kept in a file next to the plan, one a line: a run that is interrupted goes on, and another size costs no more than
-its confirmation.
+Measurements are kept in a file next to the plan, one a line: an interrupted run resumes, and another size costs only its
+confirmation.
 """
 
 from __future__ import annotations

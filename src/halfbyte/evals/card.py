@@ -1,4 +1,4 @@
-"""Evidence cards: what formats cost on one model, as a file that others can read and publish.
+"""Evidence cards: the measured loss of formats on one model, as a file to share.
 
     {"format": "halfbyte evidence card", "version": 1, "model": "owner/name",
      "sizes": {"model_type": "llama", "layers": 2, ...},
@@ -49,9 +49,9 @@ _LONG = ("found", "written", "parted", "nll")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a card says of one choice of formats: perplexity against 16 bits in % with its noise, mean KL divergence in nats.
+    """A card's result for one choice of formats: change of perplexity in % and its noise, mean KL divergence in nats.
 
-    safe: whether that divergence is called safe, its noise included if the card tells it.
+    safe: whether that divergence is safe, noise included if the card has it.
     """
 
     change: float
@@ -98,7 +98,7 @@ class Card:
         return None
 
     def write(self, path: Path) -> tuple[Path, Path]:
-        """Write the JSON file `path` and the same for people next to it, with the suffix .md."""
+        """Write the JSON file `path`, and a Markdown page next to it with the suffix .md."""
         return write_whole(path, self.to_json()), write_whole(path.with_suffix(".md"), self.markdown())
 
     def to_json(self) -> str:

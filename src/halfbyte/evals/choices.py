@@ -1,4 +1,4 @@
-"""The formats that are suggested, and when what they cost is called safe.
+"""The formats that are suggested, and which loss is safe.
 
 Where the 16-bit model predicts a text well, the logarithm of perplexity grows by about the mean KL divergence: 0.002 nats are
 0.2 %, and 0.01 nats are 1 %. For scale: the 8-bit weights of llama.cpp (Q8_0) raise the perplexity of Llama 3 8B by 0.04 %, its

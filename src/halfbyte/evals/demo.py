@@ -1,4 +1,4 @@
-"""The main job, end to end, on the model that ships with the library: `halfbyte demo`."""
+"""`halfbyte demo`: evaluate the shipped model end to end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class Shown:
-    """What a demo leaves: its results, how long they took (wall and CPU seconds), its report, and the model that they are of."""
+    """Results of a demo, their wall and CPU seconds, the report, and the model."""
 
     results: list[Quality]
     took: dict[str, float]

@@ -1,5 +1,4 @@
-"""What the names of formats mean: one row for each format, and the formats of an evaluation in words. Scales are fp16 where
-nothing is said."""
+"""The meaning of format names: one row per format, and the formats of an evaluation in words. Scales are fp16 unless said."""
 
 from __future__ import annotations
 

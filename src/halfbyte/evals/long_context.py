@@ -1,11 +1,11 @@
-"""Long contexts: is a key found again, and where do greedy texts part from the 16-bit run's?
+"""Long contexts: retrieval of a key, and where greedy texts diverge from those of the 16-bit run.
 
-Retrieval. A random key stands somewhere in a long text, and the end requests it. Given the first tokens of the key, is its next one
-the likeliest? As the key so far is given, that works for byte-level and other base models, too, which follow no instruction; a
-tokenizer with a chat template frames text and answer by it.
+Retrieval. A random key is hidden in a long text, whose end requests it. Given the first tokens of the key, is the next one the
+likeliest? With teacher forcing this also works for base models, which follow no instructions; a tokenizer with a chat template
+frames text and answer by it.
 
-Continuations. Greedy tokens after short prompts: how many equal those of the 16-bit run before the first that differs, and how
-likely the 16-bit model finds what was written. A text that breaks down is unlikely; one that repeats itself is very likely.
+Continuations. Greedy tokens after short prompts: how many equal those of the 16-bit run before the first that differs, and their
+likelihood under the 16-bit model. A text that breaks down is unlikely; one that repeats itself is very likely.
 
 The prompt is read as `generate()` reads it, in one piece, and all tokens after it come one at a time from the packed cache.
 """

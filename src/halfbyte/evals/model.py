@@ -1,4 +1,4 @@
-"""A model made ready to be evaluated, and greedy continuations by it."""
+"""Load a model for evaluation, and continue texts greedily."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write(
 
 
 def _check_room(model: Any, setting: Setting, prompt: int, tokens: int) -> None:
-    """Refuse more tokens than a cache counts or this device's memory holds: the system would end the process."""
+    """Refuse more tokens than a cache can count or this device's memory can hold, which would kill the process."""
     from halfbyte.hf.layer_options import BUCKET
 
     check(0 < tokens < 2**31 - prompt - BUCKET, f"tokens={tokens}; expected at least 1, and with the prompt's {prompt} below 2^31")

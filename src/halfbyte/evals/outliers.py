@@ -23,7 +23,7 @@ from halfbyte.errors import Unsupported
 
 @dataclass(frozen=True)
 class Outliers:
-    """Channels out of line, as exponents e of 2: how far they grow.
+    """Outlier channels, as exponents e: each grows by 2^e.
 
     keys      one entry for each rotary pair of a KV head, from the slowest pair on, in every layer
     end_keys  the same in the first and in the last layer

@@ -3,8 +3,8 @@
     model = halfbyte.hf.quantize(model, weights="nf4", keys="int8", values="int4_g32")
     model.generate(...)                                     # unchanged
 
-Importing this module makes the implementation of attention and of experts, and the quantization method, "halfbyte" known to
-transformers, so that `AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
+Importing this module registers attention, experts and quantization method "halfbyte" with transformers, so that
+`AutoModelForCausalLM.from_pretrained` loads folders that `save` wrote.
 """
 
 from __future__ import annotations

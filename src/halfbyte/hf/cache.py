@@ -23,10 +23,7 @@ _CROSS = "A model with cross-attention needs a second cache: past_key_values=Enc
 
 
 def _records_graphs(model_or_config: Any) -> bool:
-    """Whether generate() may capture a decode step of this model in a CUDA graph: only if every op runs as a kernel.
-
-    In 16 bits, attention and quantized linear layers do.
-    """
+    """Whether generate() may capture a decode step of this model in a CUDA graph: only if every op is a kernel, as in 16 bits."""
     if not isinstance(model_or_config, torch.nn.Module) or default_impl() not in ("auto", *GPU_LEVELS):
         return False  # a configuration does not say what the model has been cast to
     return getattr(model_or_config, "dtype", None) in (torch.float16, torch.bfloat16)
@@ -36,11 +33,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     """A packed KV cache for a whole model: `model.generate(..., past_key_values=PackedCache(model, capacity))`.
 
     model_or_config   a transformers model with the "halfbyte" attention (halfbyte.hf.quantize sets it), or its configuration
-    capacity          tokens a sequence may reach, prompt and answer together; rounded up to a multiple of 64. `grow` adds more
+    capacity          most tokens of a sequence, prompt and answer together; rounded up to a multiple of 64. `grow` raises it
     keys, values      formats; `halfbyte.formats.KV_FORMATS` lists them. One for all layers, or a list with one for each
     rotate_keys       Hadamard-rotate keys (and queries) against outliers: one for all layers, or one for each. None: as
                       `halfbyte.KVCache` does by default
-    rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches a
+    rotate_values     store quantized values Hadamard-rotated, too, and rotate the output of attention back: two small launches per
                       layer. For models whose v_proj and o_proj cannot take the rotation (`halfbyte.hf.quantize`)
     sink_tokens       the first tokens of a sequence that stay in 16 bits; left padding counts as tokens
     recent_tokens     the last tokens of a sequence that stay in 16 bits
@@ -50,7 +47,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     Raises `Unsupported`, with the reason, for models whose attention cannot read packed data.
     """
 
-    #: Whether `generate()` made it, for one call: it is free afterwards, unless the call returns it.
+    #: Whether `generate()` made it for one call, and may reuse it unless the call returns it.
     is_default = False
 
     def __init__(
@@ -112,7 +109,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Append to one layer. A forward that failed half-way (NaN in a layer, say) must be undone before the next one."""
+        """Append to one layer. Raises if an earlier forward failed half-way (for example by NaN) and was not undone."""
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         check(
@@ -134,23 +131,23 @@ class PackedCache(Cache):  # type: ignore[misc]
         return made
 
     def expect_drafts(self, prompt: int | None) -> None:
-        """Drafts will come behind `prompt` tokens, and `crop` after each forward, as `generate()` does it; None: no drafts."""
+        """Expect drafts after `prompt` tokens, and `crop` after each forward, as `generate()` does; None: no drafts."""
         self._open = self._open and not self._level()
         for layer in self.packed:
             layer.drafts = None if prompt is None else Drafts(prompt, DECODE_QUERIES)
 
     def expect_chunk(self, chunk: Chunk | None) -> None:
-        """Forwards of a recorded step with drafts come, whose tokens stand where `chunk` says; None: no more of them."""
+        """Expect forwards of a recorded step with drafts, at the positions of `chunk`; None: none."""
         for layer in self.packed:
             layer.chunk = chunk
 
     def set_lengths(self, lengths: torch.Tensor) -> None:
-        """Let each sequence hold `lengths` [B] tokens, without a look at the device: `crop` where no block of codes is reopened."""
+        """Set each sequence's tokens to `lengths` [B] without synchronizing: a `crop` that reopens no block of codes."""
         held = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
         torch._foreach_copy_(held, [lengths] * len(held))
 
     def _level(self) -> bool:
-        """Whether all layers that hold anything hold the same tokens. Reads the device. Of states only drafts are taken back."""
+        """Whether all non-empty layers hold the same tokens. Reads the device. False with states, except for drafts."""
         if self.has_states and self.packed[0].drafts is None:
             return False
         held = [layer.kv.lengths for layer in self.packed if layer.kv is not None]
@@ -174,12 +171,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._open = False
 
     def reset(self) -> None:
-        """Forget everything; the memory stays."""
+        """Remove all tokens; the memory stays allocated."""
         super().reset()
         self._open = False
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` tokens a sequence; what is held stays as it is. `generate()` does it by itself where it must.
+        """Raise the capacity to `capacity` tokens per sequence, keeping the contents. `generate()` does so when needed.
 
         Copies the codes to new memory, layer by layer; compiled steps are captured again. A smaller capacity changes nothing.
         """
@@ -225,7 +222,7 @@ def _whole_buckets(capacity: int) -> int:
 
 
 def check_attention(model_or_config: Any) -> None:
-    """Raise for a model whose attention is not halfbyte's: it could not read the handles of a packed cache."""
+    """Raise for a model whose attention is not halfbyte's, which could not read a packed cache."""
     from halfbyte.hf.attention import NAME
 
     current = getattr(getattr(model_or_config, "config", None), "_attn_implementation", None)

@@ -19,7 +19,7 @@ from halfbyte.checkpoints.safetensors_files import SINGLE, TensorInfo
 from halfbyte.errors import CheckpointError, HalfbyteError, InvalidArgument, Unsupported, check
 from halfbyte.formats import weight_format
 from halfbyte.hf.external import ExternalCheckpoint
-from halfbyte.hf.footprint import told
+from halfbyte.hf.footprint import reports_footprint
 from halfbyte.hf.model_support import model_class, read_config
 from halfbyte.hf.quantization_config import HalfbyteConfig as HalfbyteConfig  # where models that were pickled before look for them
 from halfbyte.hf.quantization_config import check_options
@@ -38,16 +38,16 @@ GGUF = (
 WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Bytes of tables that no file holds (positions, masks) which any model may have.
 TABLES = 1 << 27
-#: Parameters that may be missing before the model is made, which then names them.
+#: Parameters that may be missing here; loading then names them.
 SPARE = 1 << 20
 
 
 def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> Path:
-    """Write a model, quantized or not, as safetensors with its configuration; `load` gives the same bits again.
+    """Write a model, quantized or not, as safetensors with its configuration; `load` restores it bit for bit.
 
-    tokenizer: a folder or Hub id whose tokenizer is saved along.
-    All or nothing: written to a temporary folder next to it and renamed at the end. A folder that exists is refused. What a killed
-    process leaves, `.NAME.*.partial`, the next save to the same name removes.
+    tokenizer: a folder or Hub id whose tokenizer is saved, too.
+    Saving is atomic: it writes a temporary folder next to `folder` and renames it. An existing folder is refused. Leftovers of a
+    killed process, `.NAME.*.partial`, are removed by the next save to the same name.
     """
     target = Path(folder)
     is_model = isinstance(model, nn.Module) and hasattr(model, "save_pretrained")
@@ -76,14 +76,14 @@ def save(model: Any, folder: str | os.PathLike[str], *, tokenizer: str | os.Path
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what a tokenizer is made of, and nothing that is code or weights."""
+    """Copy the files of a tokenizer, but no code and no weights."""
     names = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
     for file in source.iterdir():
         if file.is_file() and file.stem.startswith(names) and file.suffix in (".json", ".txt", ".model", ".jinja"):
             shutil.copyfile(file, target / file.name)
 
 
-@told
+@reports_footprint
 def load(
     folder_or_id: str | os.PathLike[str],
     weights: str | None = None,
@@ -93,12 +93,12 @@ def load(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Any:
-    """A language model from a folder or a Hub id, its files checked first, then quantized as asked.
+    """Load a language model from a folder or a Hub id, after checking its files, and quantize it if formats are given.
 
-    It is of the class that wrote the folder: a decoder, an encoder-decoder, or one that also sees images.
-    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as they are saved: in 16 bits,
+    The model has the class that wrote the folder: a decoder, an encoder-decoder, or one with images.
+    weights, keys, values and options are those of `halfbyte.hf.quantize`; weights=None loads weights as saved: in 16 bits,
     quantized by halfbyte, or by another library (GPTQ, AWQ, bitsandbytes, compressed-tensors, modelopt, quark), which need not be
-    installed: docs/guides/checkpoints.md. FP8 in blocks needs weights, the format that it is rounded to.
+    installed: docs/guides/checkpoints.md. FP8 files need weights=, the format that they are rounded to.
     Without keys, values or plan the cache has the formats that were saved with the model.
     dtype is that of everything that is not quantized. Only safetensors are read, and no code from the folder runs.
     """
@@ -149,7 +149,7 @@ def load(
 
 
 def _ask(adapter: Expanded, folder: Path, weights: str | None, options: dict[str, Any]) -> None:
-    """Tell an adapter to what its layers are rounded again."""
+    """Set the format to which an adapter rounds its layers."""
     if weights is None:
         raise InvalidArgument(
             f"no weight format has the codes of {folder} ({type(adapter).__name__}); name the one that its weights are rounded to, "
@@ -168,7 +168,7 @@ _PACKED = {torch.uint8: 2, torch.int32: 8}
 def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
     """The model of config.json on the meta device, its weights not quantized.
 
-    It must not be far more than the files hold: what is missing would be allocated and made up.
+    It must not be much larger than the files: missing parameters would be allocated and filled at random.
     """
     try:
         config = read_config(folder)
@@ -211,7 +211,7 @@ def _build_empty(folder: Path, infos: dict[str, TensorInfo]) -> Any:
 
 
 def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo]) -> None:
-    """What the files hold under a parameter's name must be its shape, and of a type that weights are stored in."""
+    """A tensor of the files must have the shape of the parameter of its name, and a dtype that weights are stored in."""
     for name, parameter in model.state_dict().items():
         if (info := infos.get(name)) is None:
             continue  # a quantized weight, or one that transformers stores under another name
@@ -224,7 +224,7 @@ def _check_tensors(folder: Path, model: nn.Module, infos: dict[str, TensorInfo])
 
 
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:
-    """transformers only warns about tensors that are missing, and makes some up at random. Here it is an error."""
+    """Raise for missing tensors: transformers only warns, and fills them at random."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if names := sorted(str(n) for n in found.get(kind) or ()):
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if names[5:] else ''}")

@@ -1,9 +1,9 @@
-"""Drafts of assisted decoding over a packed cache: read as greedy decoding would read them, and taken back without a trace.
+"""Drafts of assisted decoding over a packed cache: verified as greedy decoding would read them, and undone exactly.
 
-What a query reads depends on how many tokens the cache holds if some of them are in a 16-bit tail: the last block of per-channel
-keys, or the most recent tokens. So drafts are appended and read up to the token that finishes a block, or one by one where each
-pushes another out of the recent tokens; else 16 at once. A tail is copied before it takes drafts, so that `take_back` restores it:
-cropping alone would leave rounded keys in it, with scales that rejected tokens took part in.
+With a 16-bit tail (the last block of per-channel keys, or recent tokens) a query's result depends on how many tokens the cache
+holds. So drafts are appended and verified up to the token that finishes a block, or one by one with recent tokens, as each pushes
+another out of the window; else 16 at once. The tail is copied before drafts, so that `take_back` restores it: cropping alone would
+leave dequantized keys in it, with scales that include rejected tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Drafts:
         self.before = _Before([t.clone() for t in tails], kv.lengths.clone(), k, v) if tails else None
 
     def take_back(self, kv: KVCache, count: int) -> bool:
-        """Forget the last `count` tokens exactly, if they are drafts of the last forward; whether they were."""
+        """Undo the last `count` tokens exactly, if they are drafts of the last forward; returns whether they were."""
         before, self.before = self.before, None
         if before is None or count > before.k.shape[2]:
             return False

@@ -1,4 +1,4 @@
-"""`packed_forwards`: loops that call `model(tokens)` without a cache (perplexity, lm-eval) read the packed one all the same."""
+"""`packed_forwards`: a packed cache for loops that call `model(tokens)` without one (perplexity, lm-eval)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BY_TOKEN = ("logits", "last_hidden_state")
 
 @contextmanager
 def packed_forwards(model: Any, chunk: int = DECODE_QUERIES) -> Iterator[Any]:
-    """Within it, every forward of `model` that brings no cache runs through a packed one, chunk by chunk.
+    """Context manager: every forward of `model` without a cache runs through a packed one, chunk by chunk.
 
     model   a transformers model with KV formats (halfbyte.hf.quantize with keys= or values=)
-    chunk   tokens a step. Up to 16 read everything from the packed cache, themselves included; more see themselves in 16 bits
+    chunk   tokens per step. Chunks of up to 16 read all tokens from the packed cache, their own included; longer ones attend to
+            themselves in 16 bits
 
-    A forward without a cache attends in 16 bits: perplexity measured by `model(window).logits` says nothing about a KV format.
-    Inference only. Right padding is served, as no token sees what follows it. Outputs other than logits, last_hidden_state and the
-    loss are those of the last chunk.
+    Without it such a forward attends in 16 bits, so the perplexity of `model(window).logits` says nothing about a KV format.
+    Inference only. Right padding works. Outputs other than logits, last_hidden_state and the loss are those of the last chunk.
     """
     inner = inner_model(model)
     check_continues(inner)

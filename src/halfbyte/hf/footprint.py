@@ -1,4 +1,4 @@
-"""What a model takes, in one line on stderr, once it is quantized or loaded."""
+"""A model's memory in one line on stderr, once it is quantized or loaded."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from halfbyte.nn import QuantLayer
 P = ParamSpec("P")
 ModelT = TypeVar("ModelT")
 
-#: Whether a function that tells of its model is running: of those that call each other the outermost does it.
-_TELLING: ContextVar[bool] = ContextVar("_TELLING", default=False)
+#: Whether a decorated function is running: of nested ones only the outermost reports.
+_REPORTING: ContextVar[bool] = ContextVar("_REPORTING", default=False)
 
 
-def told(make: Callable[P, ModelT]) -> Callable[P, ModelT]:
-    """Let a function that returns a model say on stderr what it takes, where transformers shows progress bars.
+def reports_footprint(make: Callable[P, ModelT]) -> Callable[P, ModelT]:
+    """Decorator of functions that return a model: print its memory on stderr, if transformers shows progress bars.
 
-    Of a model without quantized weights it says nothing.
+    Nothing is printed for a model without quantized weights.
     """
 
     @functools.wraps(make)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> ModelT:
-        if _TELLING.get():
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> ModelT:
+        if _REPORTING.get():
             return make(*args, **kwargs)
-        token = _TELLING.set(True)
+        token = _REPORTING.set(True)
         try:
             model = make(*args, **kwargs)
         finally:
-            _TELLING.reset(token)
+            _REPORTING.reset(token)
         if logging.is_progress_bar_enabled() and (line := footprint(model)):
             print(line, file=sys.stderr, flush=True)
         return model
 
-    return telling
+    return reporting
 
 
 def footprint(model: Any) -> str:
@@ -67,7 +67,7 @@ def _peaks(model: nn.Module) -> list[str]:
 
 
 def resident_peak() -> int | None:
-    """The most bytes of physical memory that this process has had; None where the system does not tell (Windows)."""
+    """Peak resident memory of this process in bytes; None where the system does not report it (Windows)."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=halfbyte.hf.generate)`: a decode loop with one CUDA graph a step, and no Dynamo on its path.
+"""`model.generate(..., custom_generate=halfbyte.hf.generate)`: a decode loop of one CUDA graph per step, without Dynamo's guards.
 
 transformers prepares the call (prompt, cache, logits processors, stopping criteria) and hands it to `generate`, which runs the
 prompt as transformers does and then, for every token:
@@ -6,14 +6,14 @@ prompt as transformers does and then, for every token:
     tokens -> static input ids -> [model.forward, positions + 1] -> logits -> [processors, choice, ends] -> tokens
                                   one CUDA graph, replayed                   one more, where only logits decide
 
-or, with prompt_lookup_num_tokens=, for every run of tokens that were drafted right (`lookup.py`).
+or, with prompt_lookup_num_tokens=, for every run of accepted drafts (`lookup.py`).
 
-What is recorded is kept for the next call (`recorded_step.py`). A choice that depends on more than logits is issued by the host for
-each token (`choice.py`). The forward is compiled where `generate()` would compile it, and Dynamo's guards are evaluated while it is
-warmed up only. With `fuse_blocks=True` it is not compiled, and has blocks of few launches (`fused_blocks.py`).
+Graphs are kept for the next call (`recorded_step.py`). A choice that depends on more than logits is launched by the host for each
+token (`choice.py`). The forward is compiled if `generate()` would compile it; Dynamo's guards are evaluated during warm-up only.
+With `fuse_blocks=True` it is not compiled, and its blocks have few launches (`fused_blocks.py`).
 
-Nothing in it waits for the GPU. Whether every sequence has finished is read once in `EVERY` steps, and tokens beyond the end are
-cut off. On other devices the recorded forward is an ordinary call, and everything else the same.
+Nothing waits for the GPU. Whether every sequence has finished is read once in `EVERY` steps, and tokens beyond the end are cut off.
+On other devices the recorded forward is an ordinary call, and everything else the same.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def generate(
     Tokens are those of `generate()` with the same cache; sampled ones too, with the same seed (`torch.manual_seed`, or
     generator=, a `torch.Generator` on the model's device). The model must have a packed cache (`hf.quantize(model, keys=...)`).
     fuse_blocks=True: decoder blocks in fewer launches, whose rounding may change a token where two logits are nearly equal.
-    prompt_lookup_num_tokens=n: a step reads up to n, at most 15, drafts a sequence, and greedy tokens stay the same. They are found
-    in the tokens so far, behind the latest occurrence of the newest max_matching_ngram_size (2); several sequences may take part.
+    prompt_lookup_num_tokens=n: speculative decoding with up to n drafts per sequence and step, at most 15, and unchanged greedy
+    tokens. Drafts follow the latest earlier occurrence of the newest max_matching_ngram_size (2) tokens. Batches work.
     Beam search, assistants and others run in transformers' own loop, after one warning that says why. After a call without
     return_dict_in_generate and without past_key_values, its graphs and its cache are kept for the next call of the same batch size,
     up to a quarter of the GPU's memory; `halfbyte.hf.release(model)` frees them.
@@ -137,14 +137,14 @@ def _why_not(model: Any, input_ids: torch.Tensor, config: Any, synced_gpus: bool
 
 
 def _drafts(config: Any, given: dict[str, Any]) -> int:
-    """How many drafts a step has that come from the text itself; 0 for none, or where an assistant makes them."""
+    """Drafts per step of prompt lookup; 0: none, or an assistant makes them."""
     assistant = given.get("assistant_model")
     looks_up = config.get_generation_mode(assistant).value == "assisted_generation" and assistant is None
     return int(config.prompt_lookup_num_tokens or 0) if looks_up else 0
 
 
 def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, streamer: Any) -> str | None:
-    """Why drafts of a call, which is otherwise recorded, cannot be; None when they can."""
+    """Why drafts of a call cannot be recorded, although the call can; None if they can."""
     read_later = not cache.is_default or bool(choice.config.return_dict_in_generate)
     found = {
         "drafts of prompt lookup are compared with greedy choices, and do_sample is set": choice.config.do_sample,
@@ -159,7 +159,7 @@ def _why_no_lookup(model: Any, choice: Choice, cache: PackedCache, batch: int, s
 
 
 def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generator | None, options: dict[str, Any]) -> Any:
-    """The loop that `generate()` would have called."""
+    """Run transformers' own loop."""
     input_ids, processor, criteria, config = call
     options = {name: x for name, x in options.items() if x is not None}
     if generator is not None:
@@ -175,7 +175,7 @@ def _of_transformers(model: Any, call: tuple[Any, ...], generator: torch.Generat
 
 
 class _Lookup(NamedTuple):
-    """Drafts of a step, and the longest suffix that is looked for."""
+    """Drafts of a step, and the longest suffix to match."""
 
     drafts: int
     ngram: int
@@ -223,10 +223,7 @@ class _Loop:
         return self._result()
 
     def _forward(self, given: dict[str, Any]) -> tuple[Hashable, int, Callable[..., Any]]:
-        """The forward of a step: with fused blocks, else compiled where `generate()` would compile it, but never with drafts.
-
-        Before it, what tells it from others, and how many calls it needs before it is recorded.
-        """
+        """(key, warm-up calls, forward) of a step: fused blocks, else compiled if `generate()` would, but never with drafts."""
         view = fused_view(self.model) if self.fuse_blocks else None
         if view is not None:
             return ("fused", self.lookup), WARM_UP, view
@@ -249,7 +246,7 @@ class _Loop:
         return self.step.forward(partial(LookupForward, ngram=ngram), kind, inputs, warm_up)
 
     def _choose(self, logits: torch.Tensor) -> None:
-        """Choose the next tokens from logits [B, V] or, behind drafts, [B, L, V]."""
+        """Choose the next tokens from logits [B, V] or, with drafts, [B, L, V]."""
         forward, choice, tokens = self.forward, self.choice, self.tokens
         if isinstance(forward, LookupForward):
             key, once = choice.key(None), partial(choice.of_drafts, forward)
@@ -265,7 +262,7 @@ class _Loop:
         self.length += 1
 
     def _goes_on(self, every: int) -> bool:
-        """Whether tokens are wanted, which is read in one of `every` steps; streams those that are there."""
+        """Whether to go on, read from the device in one of `every` steps; streams the tokens so far."""
         if self.streamer is not None:
             stop = int(self.tokens.lengths.max())
             for column in range(self.streamed, stop):

@@ -2,13 +2,13 @@
 
     tokens -> drafts -> [newest token, drafts] -> model.forward -> logits -> tokens that the model itself would have chosen
 
-A text repeats itself: what followed an earlier occurrence of its newest tokens is a draft of what follows now (prompt lookup
-decoding, Saxena 2023). One forward reads the newest token and all drafts, and a draft stands where the model chooses the same
-token. All of it runs on the device, for each sequence by itself, so it is recorded as any other step, and the tokens are those of
-a step for each token, but for rounding that depends on the number of rows of a GEMM.
+The tokens that followed an earlier occurrence of the newest tokens are drafts of what follows now (prompt lookup decoding, Saxena
+2023). One forward verifies all drafts, and a draft is accepted if the model chooses the same token. All of it runs on the device,
+for each sequence separately, so it is recorded like any other step. The tokens are those of single steps, up to rounding that
+depends on M of a GEMM.
 
-The cache takes all drafts. It forgets the rejected ones by its lengths alone, which are set before the next forward, as no draft
-is stored in a block of per-channel keys that it would finish: such a block is rounded at once, and could not be taken back.
+The cache stores all drafts and drops rejected ones by its lengths alone, which are set before the next forward. So no draft may
+finish a block of per-channel keys: such a block is quantized at once, and cannot be undone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_DRAFTS = DECODE_QUERIES - 1
 class LookupForward(Forward):
     """The forward of the newest token of each sequence and the drafts behind it.
 
-    ngram     the longest suffix that is looked for
-    chunk     what the cache holds before it, and how many of its tokens are real
+    ngram     the longest suffix to match
+    chunk     tokens in the cache before it, and how many of its own are real
     """
 
     def __init__(self, kind: Hashable, inputs: dict[str, Any], recorded: Recorded, tokens: Tokens, ngram: int) -> None:
@@ -67,7 +67,7 @@ class LookupForward(Forward):
             mine.copy_(new[:, 0])
 
     def take(self, chosen: torch.Tensor, ends: torch.Tensor, padding: torch.Tensor | int) -> None:
-        """Keep the tokens [B, L] chosen behind drafts that stand, up to one that `ends` its sequence."""
+        """Keep the tokens [B, L] chosen after accepted drafts, up to one that `ends` its sequence."""
         tokens, column, count = self.tokens, torch.arange(chosen.shape[1], device=chosen.device), self.chunk.counts[:, None]
         stands = (chosen[:, :-1] == self.ids[:, 1:]) & (column[1:] < count) & ~ends[:, :-1]
         new = (1 + stands.long().cumprod(1).sum(1, keepdim=True)).minimum(count)
@@ -81,8 +81,8 @@ class LookupForward(Forward):
 def drafted(ids: torch.Tensor, lengths: torch.Tensor, count: int, ngram: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts [B, count] behind the first `lengths` [B, 1] tokens of ids [B, columns], and whether there are any, bool [B, 1].
 
-    They follow the latest of the earlier occurrences of the longest suffix, of up to `ngram` tokens. Where the text ends, they go
-    on with the occurrence itself: a text that repeats goes on repeating.
+    They follow the latest earlier occurrence of the longest suffix of up to `ngram` tokens. Drafts beyond the end of the text
+    repeat the occurrence.
     """
     column = torch.arange(ids.shape[1], device=ids.device)
     alike = column < lengths - 1

@@ -1,7 +1,7 @@
 """`HalfbyteConfig`: the `quantization_config` of config.json, and of `from_pretrained`.
 
 In a folder that halfbyte wrote it has the weight format of every quantized module, by name. Given to `from_pretrained` with a
-16-bit model, it has the options of `halfbyte.hf.quantize`, which are carried out while the files are read.
+16-bit model, it has the options of `halfbyte.hf.quantize`, which quantizes while the files are read.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FORMAT_VERSION = 1
 
 @register_quantization_config(OWN)
 class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `AutoModelForCausalLM.from_pretrained(id, quantization_config=...)` makes of a 16-bit model while it reads the files.
+    """Quantize while loading: `AutoModelForCausalLM.from_pretrained(id, quantization_config=HalfbyteConfig(...))`.
 
     weights, keys, values, options  those of `halfbyte.hf.quantize`, with the same result. Each layer is quantized as soon as its
-                                    weight was read, so the model is never whole in 16 bits
+                                    weight is read, so the whole 16-bit model is never in memory
     modules, act_order, version     of a folder that is quantized already: weight formats by module, modules in act-order
     """
 
@@ -49,7 +49,7 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.check()
 
     def check(self) -> None:
-        """Raise `CheckpointError` for what no halfbyte wrote."""
+        """Raise `CheckpointError` for a configuration that halfbyte cannot have written."""
         if self.version != FORMAT_VERSION:
             raise CheckpointError(f"quantization_config has version {self.version!r}; this halfbyte reads version {FORMAT_VERSION}")
         if not isinstance(self.modules, dict):
@@ -71,7 +71,7 @@ class HalfbyteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 def check_options(options: dict[str, Any], function: Callable[..., Any]) -> None:
-    """Raise for an option that `function`, which quantizes a model, does not have."""
+    """Raise for an option that `function` does not have."""
     if unknown := sorted(set(options) - (set(inspect.signature(function).parameters) - {"model"})):
         raise InvalidArgument(
             f"{', '.join(unknown)}: no such option; those of halfbyte.hf.quantize are taken here. device_map and the like are "
@@ -80,7 +80,7 @@ def check_options(options: dict[str, Any], function: Callable[..., Any]) -> None
 
 
 def mark_quantized(model: Any, modules: dict[str, str]) -> None:
-    """Tell transformers what the model is, so that its own save_pretrained writes a folder that loads again."""
+    """Set the quantization_config that lets transformers' save_pretrained write a folder that loads again."""
     config = HalfbyteConfig(
         modules=modules, act_order=[name for name in modules if model.get_submodule(name).weight.perm is not None]
     )
@@ -92,8 +92,8 @@ def mark_quantized(model: Any, modules: dict[str, str]) -> None:
 
 
 def keep_names(model: Any) -> None:
-    """Let transformers save tensors under the names that the model has for them, which are those of `quantization_config`.
+    """Let transformers save tensors under the model's own names, which are those of `quantization_config`.
 
-    It would save under the names of the checkpoint that a family once had, or without the prefix that the loaded files lacked.
+    By default it uses a family's old checkpoint names, or drops a prefix that the loaded files lacked.
     """
     model._weight_conversions = []

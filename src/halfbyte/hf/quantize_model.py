@@ -1,4 +1,4 @@
-"""`halfbyte.hf.quantize`: weights and the KV cache of a transformers model, in place, after every check."""
+"""`halfbyte.hf.quantize`: quantize the weights and the KV cache of a transformers model, in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfbyte.cache_plan import CachePlan, read_plan
 from halfbyte.errors import InvalidArgument, Unsupported, check, warn_once
 from halfbyte.formats import Format, weight_format
 from halfbyte.hf.default_cache import CacheSettings, use_packed_cache
-from halfbyte.hf.footprint import told
+from halfbyte.hf.footprint import reports_footprint
 from halfbyte.hf.key_bias import check_key_bias
 from halfbyte.hf.layer_options import layer_formats, layer_rotations, layer_windows
 from halfbyte.hf.model_support import check_model_support, half_type, inner_model, model_sizes, text_config
@@ -27,7 +27,7 @@ from halfbyte.reference.quantize import check_clip
 from halfbyte.settings import CLIP, KEYS, VALUES, WEIGHTS
 
 
-@told
+@reports_footprint
 def quantize(
     model: Any,
     weights: str | None = None,
@@ -49,27 +49,27 @@ def quantize(
     """Quantize a transformers model in place, and return it. Without any format: weights to nvfp4 with clip="search", unless
     they are quantized already, and a cache of int4_channel keys and int8 values.
 
-    weights       weight format of the linear layers and the experts in the transformer blocks; None leaves them. Embeddings,
-                  norms and routers stay as they are
+    weights       weight format of the linear layers and the experts in the transformer blocks; None: unchanged. Embeddings,
+                  norms and routers are not quantized
     keys, values  formats of the KV cache that `generate()` makes, for all layers or a list with one for each; one alone leaves the
-                  other in 16 bits, neither leaves the cache
-    plan          instead of keys and values: the file of a cache plan (`halfbyte calibrate` writes one). Its sink and recent tokens
-                  are taken, if it has any
+                  other in 16 bits; neither: the cache of transformers
+    plan          instead of keys and values: a cache plan or its file (`halfbyte calibrate` writes one), with its sink and recent
+                  tokens, if any
     rotate_keys   Hadamard-rotate cached keys (and queries) against outliers; None: as `halfbyte.KVCache` does by default
     sink_tokens   the first tokens of a sequence that stay in 16 bits, keys and values; left padding counts as tokens
     recent_tokens the last tokens of a sequence that stay in 16 bits
-    rotate_values fold a Hadamard rotation of values into v_proj and o_proj, before they are quantized: the same model but for
-                  the rounding of these weights, and values in the cache without outlier channels. Where weights cannot take it
-                  (they are quantized, say), the cache rotates quantized values, and the output of attention is rotated back
+    rotate_values fold a Hadamard rotation of values into v_proj and o_proj before they are quantized: the same model up to the
+                  rounding of these weights, without outlier channels in cached values. If the weights cannot take it (when they
+                  are quantized already, for example), the cache rotates quantized values, and attention rotates its output back
     skip_layers   layers whose cache stays in 16 bits; negative numbers count from the end
     skip_modules  modules that keep their weights: names, or parts of names between dots
-    lm_head       weight format of the output layer, such as "int8_col"; None leaves it. One that is tied to the embedding gets
-                  packed weights of its own, and the embedding stays in 16 bits: the model reads less, and takes more memory
-    clip          "search": store the share of each group's range with the least squared error (`halfbyte.quantize`); slower
+    lm_head       weight format of the output layer, such as "int8_col"; None: unchanged. One that is tied to the embedding gets
+                  packed weights of its own, and the embedding stays in 16 bits: a step reads less, the model takes more memory
+    clip          "search": clip the range of each group to the least squared error (`halfbyte.quantize`); slower
     fuse_qkv      compute q_proj, k_proj and v_proj in one launch (needs weights, or a model whose weights are quantized already)
-    fuse_gate_up  the same of gate_proj and up_proj
+    fuse_gate_up  the same for gate_proj and up_proj
 
-    Every check comes before the first change: on an error the model is as it was.
+    On an error the model is unchanged.
     """
     _check_model(model)
     inner = inner_model(model)
@@ -111,7 +111,7 @@ def quantize(
 
 
 def _check_weights_are_plain(model: Any, weights: str | None, lm_head: str | None, skip_modules: Iterable[str]) -> None:
-    """Raise for a model whose weights are quantized; of one that halfbyte quantized in part (gpt-oss), the rest still can be."""
+    """Raise for a model whose weights are quantized, unless halfbyte quantized a part of them (gpt-oss) and the rest is left."""
     if lm_head is not None:
         head = find_lm_head(model, weight_format(lm_head))
         skipped = [name for name in head if is_skipped(name, skip_modules)]
@@ -183,7 +183,7 @@ def _hashable(given: Any) -> Any:
 
 
 def _rotations(model: Any, rotate_keys: Any, settings: CacheSettings) -> bool | tuple[bool, ...]:
-    """Which layers rotate keys, without None: what is saved must not change its meaning. One answer where all layers agree."""
+    """Which layers rotate keys, with None resolved, so that a saved model keeps its setting. One bool if all layers agree."""
     each = layer_rotations(text_config(model), rotate_keys, [k for k, _ in _formats(model, settings)])
     return each[0] if len(set(each)) == 1 else each
 
@@ -194,7 +194,7 @@ def _formats(model: Any, settings: CacheSettings) -> list[tuple[Format, Format]]
 
 
 def check_can_read_packed(model: Any) -> None:
-    """Raise `Unsupported` for a model or a transformers that would not read the packed cache that it is given."""
+    """Raise `Unsupported` if this model, or this version of transformers, would ignore a packed cache."""
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         raise Unsupported(  # transformers would warn, and go on with 16 bits
             f"{type(model).__name__} computes attention itself and does not call the attention functions that can be registered in "

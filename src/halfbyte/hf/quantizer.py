@@ -25,7 +25,7 @@ from halfbyte.formats import WEIGHT_FORMATS, weight_format
 from halfbyte.hf.adapters import register_lora
 from halfbyte.hf.called_experts import SortedExperts
 from halfbyte.hf.default_cache import saved_settings
-from halfbyte.hf.footprint import told
+from halfbyte.hf.footprint import reports_footprint
 from halfbyte.hf.mixtures import use_experts
 from halfbyte.hf.parallel import ranks_of, update_plan
 from halfbyte.hf.quantization_config import HalfbyteConfig, check_options, keep_names
@@ -136,7 +136,7 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
         if infos is not None:
             check_parts(self._prefix + name, fmt, target.shape, infos, act_order=name in config.act_order)
 
-    @told
+    @reports_footprint
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         if not self.quantization_config.modules:  # formats of the cache alone, or weights that are only now quantized
             self.remove_quantization_config(model)

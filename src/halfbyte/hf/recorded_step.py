@@ -1,8 +1,8 @@
-"""Decode steps recorded as CUDA graphs, and those that a model keeps from one call of `generate()` to the next.
+"""Decode steps recorded as CUDA graphs, kept from one call of `generate()` to the next.
 
-A `Step` is memory that stays (a cache, the tokens of a call, the inputs of a forward) and what was recorded over it: forwards, by
-what their inputs look like, and the choices of a token that read their logits. Everything recorded reads lengths on the device, so
-a step serves every call of its batch size that fits into its cache.
+A `Step` is static memory (a cache, the tokens of a call, the inputs of a forward) and the graphs recorded over it: forwards, by the
+structure of their inputs, and the choices of a token that read their logits. Graphs read lengths on the device, so a step serves
+every call of its batch size that fits into its cache.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _kept: WeakKeyDictionary[Any, dict[Hashable, Step]] = WeakKeyDictionary()
 
 
 class Recorded:
-    """A function over memory that stays: called `warm_up` times, then recorded without running it, and replayed from there on.
+    """A function over static memory: called `warm_up` times, then captured in a CUDA graph, and replayed from then on.
 
-    On other devices than a GPU, and where it cannot be recorded, it is called each time.
+    On other devices, and where capture fails, it is called each time.
     """
 
     def __init__(self, warm_up: int, pool: Any, generator: torch.Generator | None = None) -> None:
@@ -73,7 +73,7 @@ class Tokens:
     ids [B, columns]       `lengths` [B, 1] of each sequence, padding behind them
     last [B, 1]            the newest of them, which the forward reads
     left_padding [B, 1]    columns that positions do not count
-    unfinished bool [B]    sequences that want more; `longest` [] tokens end all of them
+    unfinished bool [B]    sequences that go on; `longest` [] tokens end all of them
     """
 
     def __init__(self, prompts: torch.Tensor, columns: int) -> None:
@@ -106,7 +106,7 @@ class Forward:
 
     @property
     def stays(self) -> bool:
-        """Whether its logits lie where they lay: then what reads them can be recorded. Where nothing is recorded, so to speak."""
+        """Whether its logits have a fixed address, so that readers of them can be recorded; True where nothing is recorded."""
         return self.recorded.graph is not None or self.tokens.ids.device.type != "cuda"
 
     def choice(self, key: Hashable, make: Callable[[], Result]) -> Result:

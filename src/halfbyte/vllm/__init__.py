@@ -17,9 +17,9 @@ from halfbyte.errors import warn_once
 
 
 def register() -> None:
-    """Make vLLM know the attention backends and the quantization method. May be called several times in one process.
+    """Register the attention backends and the quantization method with vLLM. May be called several times in one process.
 
-    A vLLM that the plugin is not written for stays as it is, with one warning.
+    Versions of vLLM that the plugin does not support are left alone, with one warning.
     """
     import vllm
 

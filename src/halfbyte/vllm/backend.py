@@ -1,9 +1,9 @@
 """vLLM's attention backend over `halfbyte.engine`: one class for each pair of formats, HALFBYTE_INT8__INT4_G32 and so on.
 
-vLLM asks a class, not an object, how many bytes a token takes, so the class itself must know its formats. It asks the class of each
-layer, once weights are loaded: until then a layer can get another one. A page of a layer is uint8 [H, N, C], see `PageLayout`;
-slots and page tables are vLLM's. With prefill "cache", the default, every key is read as it is stored: what a query sees depends
-neither on chunks of a prompt nor on prefix hits or preemption.
+vLLM queries the bytes of a token from the backend class, so each pair of formats has a class. It queries the class of each layer
+once weights are loaded: until then a layer's class can be replaced. A page of a layer is uint8 [H, N, C], see `PageLayout`; slots
+and page tables are vLLM's. With prefill "cache", the default, every key is read as stored: results depend neither on the chunks of
+a prompt nor on prefix hits or preemption.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from halfbyte.kv_buffer import KVBuffer
 from halfbyte.vllm.names import PLAN, backend_name, backend_names
 from halfbyte.vllm.options import Options, Pair, check_cache, layer_formats
 
-#: vLLM writes what loggers below its own say.
+#: A child of vLLM's logger, so that vLLM prints it.
 logger = init_logger("vllm.halfbyte")
 
 
 class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before there is a cache. Subclasses have their pair of formats."""
+    """What vLLM queries before it allocates the cache. Subclasses have their pair of formats."""
 
     pair: ClassVar[Pair]
     forward_includes_kv_cache_update = False
@@ -67,7 +67,7 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those in which a page of a layer is one piece of memory."""
+        """Layouts in which a page of a layer is contiguous."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
     @classmethod
@@ -98,12 +98,12 @@ class HalfbyteBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Batches are split by the lengths of queries that the host knows."""
+        """False: batches are split by the query lengths that the host knows."""
         return False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Which one fits is said by `supports_combination`, in a sentence."""
+        """True: `supports_combination` refuses, with the reason."""
         return True
 
     @classmethod
@@ -121,7 +121,7 @@ class Ragged(NamedTuple):
     """Requests that are neighbors in a batch.
 
     rows            their tokens in the batch
-    prefill         chunks of prompts; else one token each, or a few guesses of speculation
+    prefill         chunks of prompts; else one token each, or a few drafts of speculation
     cu_seqlens_q    int32 [requests + 1], counted from the first of `rows`
     max_query_len   on the host: most tokens of one request
     lengths         int32 [requests], tokens in the cache, this step's included
@@ -144,7 +144,7 @@ class HalfbyteMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class HalfbyteBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):  # type: ignore[misc]
-    """Splits a batch by what the host knows, without a look at the device."""
+    """Splits a batch by what the host knows, without synchronizing."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -229,12 +229,12 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
             layer.register_buffer("halfbyte_alibi_slopes", self.alibi_slopes, persistent=False)
 
     def buffers(self, layer: Any, kv_cache: torch.Tensor) -> tuple[KVBuffer, KVBuffer]:
-        """Keys and values in the memory of a layer; carved again when vLLM has moved it."""
+        """Keys and values in the memory of a layer; viewed again when vLLM has moved it."""
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self._buffers is None or self._memory != memory:
             layout = PageLayout(self.formats.keys, self.formats.values, self.head_size, layer.head_size_v)
             self._buffers, self._memory = layout.buffers(kv_cache), memory
-            _tell(layout, kv_cache.shape[0], layer.dtype)
+            _log_blocks(layout, kv_cache.shape[0], layer.dtype)
         return self._buffers
 
     def do_kv_cache_update(
@@ -282,7 +282,7 @@ class HalfbyteImpl(AttentionImpl[HalfbyteMetadata]):  # type: ignore[misc]
         return output
 
 
-def _tell(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
+def _log_blocks(layout: PageLayout, blocks: int, dtype: torch.dtype) -> None:
     """Log, once, how many blocks there are, and how many vLLM's own cache would have."""
     plain = blocks * layout.token_head_bytes // ((layout.head_dim + layout.value_dim) * dtype.itemsize)
     said = "KV cache in %s / %s: %s blocks; in %s the same memory has %s"

@@ -133,7 +133,7 @@ def own_stacks_mapper(mixtures: Iterable[Mixture]) -> WeightsMapper:
 
 
 class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
-    """The routed experts of one layer. Raises `Unsupported`, naming the layer, for what they cannot be."""
+    """The routed experts of one layer. Raises `Unsupported`, naming the layer, for unsupported configurations."""
 
     def __init__(self, layer: Any, name: str, mixture: Mixture) -> None:
         super().__init__(layer.moe_config)
@@ -144,7 +144,7 @@ class HalfbyteExperts(FusedMoEMethodBase):  # type: ignore[misc]
         _check_parallel(layer, name)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: vLLM's own kernels have no part in it."""
+        """None: vLLM's own kernels are not used."""
 
     def create_weights(
         self,
@@ -291,7 +291,7 @@ def _activation(layer: Any, name: str) -> Activation:
 
 
 def _check_parallel(layer: Any, name: str) -> None:
-    """Raise for ways to run a mixture that halfbyte's op has no part in."""
+    """Raise for ways to run a mixture that halfbyte's op does not support."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     refused = {

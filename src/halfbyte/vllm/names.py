@@ -1,4 +1,4 @@
-"""What the plugin is called by and written for: names of backends, versions of vLLM. Imports nothing of vLLM."""
+"""Names of attention backends, and supported versions of vLLM. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from halfbyte.formats import KV_FORMATS
 
-#: Versions of vLLM whose plugin interface this is written for: from the first, up to but without the second.
+#: Supported versions of vLLM: from the first, up to but without the second.
 VERSIONS = ((0, 32), (0, 34))
 
 
@@ -22,7 +22,7 @@ def backend_name(keys: str, values: str) -> str:
 def backend_names() -> dict[str, tuple[str, str] | None]:
     """Name of each attention backend -> names of the formats of keys and values; None for `PLAN`.
 
-    Those of formats that do not live in a page are refused with the reason, where vLLM would not know their name.
+    Backends of formats that cannot be stored in pages exist only to be refused with the reason.
     """
     return {PLAN: None} | {backend_name(k, v): (k, v) for k in KV_FORMATS for v in KV_FORMATS}
 
