@@ -13,7 +13,7 @@ GRANULARITIES = {
     "tensor": ("per-tensor", "everything"),
     "token": ("per-token", "a token, all heads"),
     "head": ("per-head", "a head of a token"),
-    "group": ("group-wise", "neighbours along the head dim, or along K; `g32`: 32 of them"),
+    "group": ("group-wise", "consecutive elements of a head, or along K; `g32`: 32 of them"),
     "channel": ("per-channel, keys", "one dim over 32 tokens"),
     "out_channel": ("per-channel, weights", "one output channel"),
 }

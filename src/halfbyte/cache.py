@@ -38,7 +38,7 @@ class KVCache:
 
     page_table: torch.Tensor | None = None
     #: An upper bound on the tokens of a sequence, counted on the host, so that `append` checks the capacity without a GPU
-    #: synchronisation; None: unknown.
+    #: synchronization; None: unknown.
     _bound: int | None = None
     #: A CUDA graph captured an append to this cache. Its replays advance `lengths`, and the host does not see them.
     _captured = False

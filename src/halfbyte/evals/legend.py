@@ -60,7 +60,7 @@ def _scale_text(f: Format) -> str:
     if f.scale is None:
         return "-"
     group, kind = f.scale.group, f.scale.granularity
-    where = {"group": f"{group} neighbours", "channel": f"dim over {group} tokens"}.get(kind) or _SHARED[kind]
+    where = {"group": f"group of {group}", "channel": f"dim over {group} tokens"}.get(kind) or _SHARED[kind]
     extras = [f"in 8 bits, blocks of {f.scale.nested}"] * bool(f.scale.nested) + ["and one for the tensor"] * f.tensor_scale
     stored = {"f16": [], "f32": ["fp32"]}.get(f.scale.dtype, [f.scale.dtype.upper()])
     return ", ".join([where, *stored, *extras])

@@ -273,7 +273,7 @@ def add_long_context(report: Report, results: Sequence[LongContext]) -> None:
 
 
 def _series(setting: Setting) -> str:
-    """Which caches share a colour: those of one type of keys."""
+    """Which caches share a color: those of one type of keys."""
     return setting.keys.split("_")[0] if isinstance(setting.keys, str) else "by layer"
 
 

@@ -277,7 +277,7 @@ def mask(
 def starts_of(attention_mask: torch.Tensor, q_length: int, q_offset: int | torch.Tensor) -> torch.Tensor | None:
     """Left padding as int32 [B, 1, 1, 1]: how many tokens at the front of each sequence are padding; None when there are none.
 
-    The pattern is always checked on a CPU, on a GPU only for chunks: the check synchronises, and a decode step follows a prefill
+    The pattern is always checked on a CPU, on a GPU only for chunks: the check synchronizes, and a decode step follows a prefill
     that was checked.
     """
     padding = ~attention_mask.bool()

@@ -113,7 +113,7 @@ def _rows(projection: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor | Non
 
 
 def _gain(block: nn.Module) -> torch.Tensor | None:
-    """The weight of the norm in front of attention: what a typical normalised input is multiplied by."""
+    """The weight of the norm in front of attention: what a typical normalized input is multiplied by."""
     for name in _NORMS:
         weight = getattr(getattr(block, name, None), "weight", None)
         if isinstance(weight, torch.Tensor):

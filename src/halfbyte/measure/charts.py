@@ -1,6 +1,6 @@
-"""Charts as inline SVG that follow the page's colours, so that they turn dark with it.
+"""Charts as inline SVG that follow the page's colors, so that they turn dark with it.
 
-matplotlib (extra `bench`) lays them out in stand-in colours; `_finish` replaces those by the variables of the report's style sheet
+matplotlib (extra `bench`) lays them out in stand-in colors; `_finish` replaces those by the variables of the report's style sheet
 (--ink, --quiet, --line, --s1 ... --s6), text stays text, and ids are made unique so that several charts can share a page.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from halfbyte.errors import check, require
 from halfbyte.measure.labels import Box, place_labels
 
-# Stand-ins: colours that nothing else in the SVG has.
+# Stand-ins: colors that nothing else in the SVG has.
 _INK, _QUIET, _LINE = "#010101", "#020202", "#030303"
 _SERIES = tuple(f"#0{n}0a0b" for n in range(1, 7))
 _VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _LINE: "--line"} | {c: f"--s{n}" for n, c in enumerate(_SERIES, 1)}
@@ -35,7 +35,7 @@ def _look(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Point:
-    """One labelled point of a scatter chart; points of the same `series` share a colour and a marker."""
+    """One labeled point of a scatter chart; points of the same `series` share a color and a marker."""
 
     label: str
     x: float
@@ -51,7 +51,7 @@ def check_installed() -> None:
 def scatter(
     points: Sequence[Point], *, x_label: str, y_label: str, title: str = "", log_x: bool = False, log_y: bool = False
 ) -> str:
-    """Quality against bytes: labelled points whose labels do not lie on each other. Returns an <svg> element."""
+    """Quality against bytes: labeled points whose labels do not lie on each other. Returns an <svg> element."""
     check(len(points) > 0, "points is empty; a chart needs at least one")
     for point in points:
         check(not log_x or point.x > 0, f"point {point.label!r} has x={point.x}; a logarithmic axis needs x > 0")
@@ -291,7 +291,7 @@ def _figure_of(description: str, height: float, grid: tuple[int, int]) -> Iterat
         done.svg = _finish(buffer.getvalue(), description)
 
 
-#: The report's colours, for an image that stands outside of any page.
+#: The report's colors, for an image that stands outside of any page.
 _STYLE = """<style>
 svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #dcdcd6; --s1: #2f5f98; --s2: #b5651d; --s3: #3f7f5f;
   --s4: #8a4f7d; --s5: #8b7a1e; --s6: #5b6672; }
@@ -301,16 +301,16 @@ svg { --font: system-ui, sans-serif; --ink: #23262b; --quiet: #666c75; --line: #
 
 
 def as_image(svg: str) -> str:
-    """A chart as a file of its own, with the colours that it else takes from the page."""
+    """A chart as a file of its own, with the colors that it else takes from the page."""
     return svg.replace("</title>", f"</title>\n{_STYLE}", 1).rstrip() + "\n"
 
 
 def _finish(svg: str, description: str) -> str:
-    """matplotlib's file as an element for the page: colours to variables, the page's font, unique ids, no prologue or metadata."""
+    """matplotlib's file as an element for the page: colors to variables, the page's font, unique ids, no prologue or metadata."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
     svg = re.sub(r"(font: (?:[\w.]+ )*[\d.]+px) [^;\"]+", r"\1 var(--font)", svg)
     svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
     unique = "fig" + hashlib.sha256(svg.encode()).hexdigest()[:8]

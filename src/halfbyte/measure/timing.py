@@ -7,7 +7,7 @@ holds, because in decoding every weight and every cached token comes from memory
   between two events, behind a pause on the device that hides the host's part of the launch.
 * CPU: own repeats of a block of calls under a fixed number of threads (torch.utils.benchmark cannot interleave candidates).
 
-Candidates are sampled in turn, so that a drift of clocks or a noisy neighbour hits all of them alike.
+Candidates are sampled in turn, so that a drift of clocks or a noisy neighbor hits all of them alike.
 Reported are the median and the 10th and 90th percentile over samples, in seconds per call.
 """
 

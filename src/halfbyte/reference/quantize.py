@@ -32,7 +32,7 @@ from halfbyte.transforms import refuse_transforms
 F16_MAX = 65504.0
 
 #: Shares of the range that the search of a weight's clip tries besides 1. Above 1 the largest value gets a smaller code than the
-#: largest, and the others may lie closer to theirs. 1/2 and 2 are the neighbouring exponents of MX.
+#: largest, and the others may lie closer to theirs. 1/2 and 2 are the neighboring exponents of MX.
 RATIOS = (*(i / 20 for i in range(10, 31) if i != 20), 2.0)
 #: Most elements of a weight that are searched at once: what is in memory besides the weight is a few times as much.
 SEARCHED = 1 << 22
